@@ -61,7 +61,7 @@ class Geodesic:
     def init(self, space: Manifold, start: Tensor) -> Any:
         """Nothing is remembered."""
 
-    def message(self, space: Manifold, state: Any, current: Tensor, memory: Any) -> Message:
+    def message(self, space: Manifold, state: Any, current: Tensor, client_state: Any) -> Message:
         """The current model."""
         return Message(current)
 

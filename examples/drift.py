@@ -232,7 +232,7 @@ METHODS = {
     "fit": Method(curved(pull_back="none"), fit),
     "path, 10 pieces": Method(curved(pull_back="none", polygon=True), pieces),
     "path, while it agrees": Method(curved(pull_back="conflict_free_prefix", polygon=True), pieces),
-    "fit, bend auto": Method(curved(pull_back="none", bend="auto"), fit),
+    "fit, bend auto": Method(curved(pull_back="none", curve_weight="auto"), fit),
     "chord, path read": Method(lambda rate: AsyncKrylov(rate, granularity="model"), pieces),
 }
 LOCAL_RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4)

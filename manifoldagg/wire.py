@@ -6,8 +6,8 @@ format, what kind of value it is, its ticket, a digest of the model's layout, an
 is ever executed. Whatever other bytes come, `unpack` raises a [`WireError`][manifoldagg.errors.WireError]: all sizes
 agree before a tensor is made, and what comes of bytes is at most `MAX_COMPRESSION_RATIO` times as large.
 
-A NaN that is no entry of a tensor, as in `numbers`, in `client_state` or in a receipt, is one NaN: its sign and further bits
-do not travel.
+A NaN that is no entry of a tensor, as in `numbers`, in `client_state` or in a receipt, is one NaN: its sign and further
+bits do not travel.
 """
 
 import json

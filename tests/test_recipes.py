@@ -32,7 +32,7 @@ def test_it_has_at_most_fifteen_lines_below_its_imports(host):
 def test_its_calls_of_ours_are_such(host):
     calls = [node for node in ast.walk(ast.parse(RECIPES[host].read_text())) if isinstance(node, ast.Call)]
     ours = [call for call in calls if ast.unparse(call.func).startswith("self.versions.")]
-    assert {call.func.attr for call in ours} == {"send", "take"}
+    assert {call.func.attr for call in ours} == {"checkout", "submit"}
     for call in ours:
         signature = inspect.signature(getattr(AsyncAggregator, call.func.attr))
         signature.bind(None, *call.args, **{word.arg: word.value for word in call.keywords})

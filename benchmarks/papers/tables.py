@@ -5,7 +5,7 @@
 Reports that are not there yet are left out, and named. `digits.md` and so on, beside the folders, have some methods on
 few columns; `underway.md` says how accuracy falls with the number of tasks under way, `delays.md` how soon methods are
 where all of them come to, and `pooled.md` which differences hold over all pairs of task and seed. They stand in
-docs/evidence.md.
+docs/benchmark_results.md.
 """
 
 import argparse

@@ -32,7 +32,7 @@ CHUNK_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class _AverageState:
-    """What an average has heard: replaced as a whole, so that nobody ever finds half a mean, whatever interrupts.
+    """The state of an average. It is replaced as a whole, so an interrupt never leaves a half-updated mean.
 
     Attributes:
         last_version: the latest version.
@@ -239,14 +239,14 @@ class SWA:
     def state(self) -> dict[str, Any]:
         """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
         return self._consistent_read(
-            lambda heard: {
+            lambda now: {
                 "options": self._options,
-                "last": heard.last_version,
-                "count": heard.count,
-                "like": None if heard.like is None else heard.like.new_zeros(()),
-                "mean": _clone_mean(heard.mean),
-                "truncated": heard.truncated,
-                "kept": {version: model.clone() for version, model in heard.models},
+                "last": now.last_version,
+                "count": now.count,
+                "like": None if now.like is None else now.like.new_zeros(()),
+                "mean": _clone_mean(now.mean),
+                "truncated": now.truncated,
+                "kept": {version: model.clone() for version, model in now.models},
             }
         )
 
@@ -274,8 +274,8 @@ class SWA:
             mean = _clone_mean(AmbientSpace.of(self.space, point).check("mean", mean, point))
         elif mean is not None:
             mean = check_model(self.space, mean, "mean").clone()
-        for version in sorted(check_count("state", version, at_least=0) for version in state["kept"]):
-            kept[version] = check_model(self.space, state["kept"][version], f"state[{version}]").clone()
+        for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
+            kept[version] = check_model(self.space, state["kept"][version], f"kept[{version}]").clone()
         held = [*kept.values()] if mean is None else [mean, *kept.values()]
         exact = self.kind == "exact"
         fits = count == len(kept) if exact else not kept and (count == 0 or mean is not None)
@@ -283,7 +283,7 @@ class SWA:
             raise ArgumentError(f"state: expected that of a SWA of kind {self.kind}")
         shape = next((x.shape for x in held if isinstance(x, Tensor)), self.space.shape)
         means = [("mean", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None]
-        for name, x, dtype in [*means, *((f"state[{v}]", x, like.dtype) for v, x in kept.items())]:
+        for name, x, dtype in [*means, *((f"kept[{v}]", x, like.dtype) for v, x in kept.items())]:
             fitting = isinstance(mean, tuple) or x.shape == shape
             if (x.dtype, x.device) != (dtype, like.device) or not fitting:
                 raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")
@@ -298,19 +298,19 @@ class SWA:
         return {name: getattr(self, name) for name in names}
 
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
-        """What is taken of what was heard, as copies. Nobody waits.
+        """Return what `read` copies from the state, without waiting for a lock.
 
-        The memory of a mean is written again only after what was heard has been replaced: what was taken until then is
-        whole, else it is taken anew.
+        The memory of a mean is reused only after the state has been replaced. So a copy is consistent if the state is
+        still the same afterwards; otherwise `read` is called again.
         """
         while True:
-            heard = self._state
-            result = read(heard)
-            if self._state is heard:
+            state = self._state
+            result = read(state)
+            if self._state is state:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
-        """What was heard, and a chosen model, the latest."""
+        """The state with the latest model, a selected one, added."""
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (

@@ -31,7 +31,9 @@ def route_command(
     smoothness: Annotated[float, typer.Option(help="L, the Lipschitz constant of the gradients.")] = 1.0,
     noise: Annotated[float, typer.Option(help="B = 2M² + σ²: clients that differ, and noisy gradients.")] = 209.0,
     gap: Annotated[float, typer.Option(help="A: the first loss less the lowest.")] = 15.0,
-    num_updates: Annotated[int, typer.Option(help="T, the updates that there will be; for `update`.")] = 3000,
+    num_updates: Annotated[
+        int, typer.Option("--updates", help="T, the updates that there will be; for `update`.")
+    ] = 3000,
     out: Annotated[Path, typer.Option(help="Where the routing goes; the picture goes beside it as .png.")] = Path(
         "routing.csv"
     ),

@@ -34,7 +34,7 @@ def refresh_buffers(
             mapping of keyword arguments.
 
     Returns:
-        Buffers and frozen parameters by name, as from [`carried`][manifoldagg.manifolds.ParameterSpace.carried]: what
+        Buffers and frozen parameters by name, as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]: what
         `space.state_dict(point, carried)` takes.
 
     Raises:

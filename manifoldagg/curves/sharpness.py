@@ -102,7 +102,7 @@ def sharpness_aware_gradient(
 ) -> tuple[Tensor, Tensor]:
     r"""The loss at $\theta$, and its derivative by coordinates: taken uphill where `sharpness` says so.
 
-    With sharpness, $\theta' =$ `perturbed` for the derivative at $\theta$, and the result is the derivative at
+    With sharpness, $\theta' =$ `perturb` of the derivative at $\theta$, and the result is the derivative at
     $\theta'$; on a curved space the gradient there, carried back to $\theta$. It costs a second pass of the model.
 
     Args:

@@ -342,10 +342,11 @@ class Tunnel(Embedding):
 class _AmbientForm:
     """ξ is a normal tangent, all coordinates of it: as large as a point.
 
-    What each form says: the `num_coordinates` of ξ; the dimension of the ball `num_normal` to the curve, and whether it
-    `fills_normal_space` what is normal to the control points' span; the length of a `chord_scale` of ξ; the `point` of
-    a place; what leads to it from the curve, and the control points, in common coordinates (`offset`); the ξ of a
-    vector `normal_coordinates` the curve; and a `sample_ball` from the ball.
+    Each form defines `num_coordinates`, the number of coordinates of ξ; `num_normal`, the dimension of the ball normal
+    to the curve; `fills_normal_space`, whether that ball fills the space normal to the control points' span;
+    `chord_scale`, the length of a unit of ξ; and `point`, the point at (t, ξ). `offset` returns the vector from the
+    curve to that point and the control points, in common coordinates. `normal_coordinates` returns the ξ of a vector
+    normal to the curve, and `sample_ball` draws a ξ from the ball.
     """
 
     curve: Bezier

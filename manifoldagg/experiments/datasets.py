@@ -96,8 +96,8 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
-        folder: where the files lie, as for [`read_images`][manifoldagg.experiments.read_images]. The set is called by its
-            name.
+        folder: where the files lie, as for [`read_images`][manifoldagg.experiments.read_images]. The set is called by
+            its name.
         part: `"train"` or `"t10k"`, the test images. By default both, with the test images as the test split, or the
             one that there is.
 
@@ -367,7 +367,9 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     """What makes the model of that name for a task."""
     chosen = parse_spec("model", text)
     make = getattr(models, choose("model", "model", chosen.name, MODELS))
-    made = partial(make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("signature",)))
+    made = partial(
+        make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("signature",))
+    )
     with error_context(f"model: {chosen.name}"):
         seeded_model(made, 0)
     return made

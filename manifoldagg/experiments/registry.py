@@ -368,11 +368,11 @@ def _build_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer
 def _build_per_clients(
     where: str, factory: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Any:
-    """What `factory` makes, or a recipe where that takes the clients; a recipe is tried."""
-    recipe = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
+    """What `factory` makes, or a `Factory` where that takes the clients; a `Factory` is tried."""
+    made = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
     with error_context(where, TypeError, ValueError):
-        tried = recipe(TRIAL_CLIENTS)
-    return recipe if any(isinstance(value, PerClients) for value in recipe.options.values()) else tried
+        tried = made(TRIAL_CLIENTS)
+    return made if any(isinstance(value, PerClients) for value in made.options.values()) else tried
 
 
 def _build_dominance(where: str, options: Mapping[str, str]) -> Any:

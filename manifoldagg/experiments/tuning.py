@@ -183,7 +183,8 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search the global rate of a method: the one with the best mean of [`late`][manifoldagg.experiments.tuning.late].
+    """Search the global rate of a method: the one with the best mean of
+    [`tail_accuracy`][manifoldagg.experiments.tuning.tail_accuracy].
 
     Every method has as many runs a rate and as many rounds a run. A run in which the method fails scores 0, and so does
     a rate that its rule does not take.
@@ -320,7 +321,7 @@ def _init_fields(rule: Any) -> list[str]:
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
-    """A rule, or its recipe, with another value for an option."""
+    """A rule, or its `Factory`, with another value for an option."""
     name, _, inner = option.partition(".")
     if isinstance(rule, Factory):
         new = _with_option(rule.options[name], inner, value) if inner else value

@@ -15,7 +15,8 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` under `no_grad` and outside of inference mode; their two decorators would cost as much as the bookkeeping.
+    """`function` under `no_grad` and outside of inference mode; their two decorators would cost as much as the
+    bookkeeping.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()

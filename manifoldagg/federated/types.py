@@ -129,8 +129,8 @@ class Update:
 
     Attributes:
         client: who sent it.
-        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row, as the kernels take
-            them.
+        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row, as
+            the kernels take them.
         current: $\Theta^\tau$ (P,), the model now; likewise.
         points: as in the payload, (n, P); for a rule with `accepts_tensor_lists` a tuple of n rows.
         staleness: $\tau - t$ in versions, as the server recorded it.
@@ -164,8 +164,8 @@ class Outcome:
     """What a rule makes of an update.
 
     Attributes:
-        model: the new one, (P,), or of a rule with `accepts_tensor_lists` what `Frame.move` returned; `None`: the update is buffered,
-            the model did not move.
+        model: the new one, (P,), or of a rule with `accepts_tensor_lists` what `Frame.move` returned; `None`: the
+            update is buffered, the model did not move.
         client_state: what the server keeps for this client from now on, `None` for nothing.
         numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
         state_is_finite: whether the rule knows that what it keeps is finite: nobody looks at it then. Who changes an
@@ -269,10 +269,10 @@ class Rule(Protocol):
     exactly these.
 
     A rule that on a flat space needs no more than a Gram matrix and a combination says `accepts_tensor_lists = True`.
-    Its models are then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where they lie, which
-    `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple of them. It forms
-    its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it would be finite; what
-    it keeps it forms as vectors.
+    Its models are then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where
+    they lie, which `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple
+    of them. It forms its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it
+    would be finite; what it keeps it forms as vectors.
 
     What of `"points"` (and the base) and of its further tensors it measures itself, so that it fails where they are not
     finite, a rule names in `self_checked`: nobody reads them first.

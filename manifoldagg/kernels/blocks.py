@@ -5,7 +5,7 @@ Gram matrix obeys
 
 $$|\hat G_{ij} - G_{ij}| \le (n + 3)\,u \sum_p |r_i[p]\, r_j[p]| \le 1.9 \cdot 10^{-12} \sqrt{G_{ii}\, G_{jj}}:$$
 
-one rounding for each difference and for the product, at most $n - 1$ for the sum; `sums.fold` adds a relative
+one rounding for each difference and for the product, at most $n - 1$ for the sum; `pairwise_sum` adds a relative
 $2u$ at most. Two backends differ by twice that at most.
 """
 
@@ -58,7 +58,7 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The tree of `fold`: at each level, which parts take another one, and which those are."""
+        """The tree of `pairwise_sum`: at each level, which parts take another one, and which those are."""
         here = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]

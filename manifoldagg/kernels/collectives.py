@@ -70,13 +70,14 @@ class Ranks:
 
         Args:
             invariants: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.
-            numbers: float64; their shape must follow from the terms.
+            numbers: float64; their shape must follow from the invariants.
 
         Returns:
             (W, *shape): the numbers of the W ranks, bit for bit.
 
         Raises:
-            ArgumentError: on every rank, if the terms of one differ, or one was refused in its `propagate_errors`.
+            ArgumentError: on every rank, if the invariants of the ranks differ, or if a rank failed within
+                `propagate_errors`.
         """
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)

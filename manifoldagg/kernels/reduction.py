@@ -104,14 +104,14 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
     outside: np.ndarray = (squares < MIN_SQUARED_NORM) | (squares > MAX_SQUARED_NORM)
     if not outside.any():
         return None
-    # Differences of a vector from itself are 0 and need no second look; other zeros are found by `exponents`.
+    # Differences of a vector from itself are 0 and need no second look; `scaling_exponents` finds other zeros.
     zero = [plus is minus for plus, minus in zip(rows.plus, rows.minus, strict=True)]
     outside &= ~np.array(zero)
     return outside if outside.any() else None
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """The $e$ (S, k) where a row is `is_out_of_range`; 0 elsewhere, and where its segment is zero or not finite."""
+    """The $e$ (S, k) where a row `is_out_of_range`; 0 elsewhere, and where its segment is zero or not finite."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])

@@ -7,7 +7,7 @@ $$G^{(s)} = \sum_{r} G^{(s, r)}, \qquad G^{(s, r)}_{ij} = \sum_{p \in s \cap r} 
 An all-reduce would add float64 numbers in an order that the library, its algorithm and the number of ranks decide, and
 round each time. So it is an all-gather: every rank receives the sums of all as unevaluated pairs $h + l$ and adds them
 in the order of the ranks, by the compensated sum that also adds blocks. All ranks have the same bits then, and where
-the pieces are cut at borders of blocks these are the bits of one rank (but for the exceptional ties of `sums.fold`).
+the pieces are cut at borders of blocks these are the bits of one rank (but for the exceptional ties of `pairwise_sum`).
 Cut elsewhere, the blocks are others: to first order the two results differ by at most
 $2 (n + 1)\, u \sum_p |r_i[p]\, r_j[p]|$, with $n$ the length of a block and $u = 2^{-53}$.
 """

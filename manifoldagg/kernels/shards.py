@@ -1,7 +1,7 @@
 r"""Pieces: which entries of some vectors this rank holds, and who holds the others.
 
 Either the vectors are `DTensor`s, which know it, or they are plain tensors within
-[`across_ranks`][manifoldagg.kernels.shards_per_client.across_ranks].
+[`across_ranks`][manifoldagg.kernels.shards.across_ranks].
 """
 
 import zlib

@@ -68,7 +68,8 @@ class ModelLoss:
         """The same loss with buffers of its own, so that training with one does not show in the other.
 
         Args:
-            buffers: where they begin, as from `buffers`; they are not written. Where these stand if not given.
+            buffers: where they begin, as from `ParameterSpace.buffers`; they are not written. Where these stand if not
+                given.
 
         Raises:
             StateDictError: naming what is not carried, or does not fit.

@@ -23,7 +23,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Steps that a subclass finds, taken on the space: `_direction` of a parameter, then `exp`, then `_transported`."""
+    """Base class: a step goes along `_direction` by `exp`; then `transport_momentum` moves the momentum."""
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)
@@ -70,7 +70,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
 class RiemannianSGD(_RiemannianOptimizer):
     r"""$x \leftarrow \exp_x(-\eta m)$ with $m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x)$.
 
-    The momentum is carried ($\tau$) along each step as `optimizers.carry` says, and
+    The momentum is carried ($\tau$) along each step as `transport_momentum` says, and
     points are projected against the drift of rounding. On a flat space it is `torch.optim.SGD`, bit for bit.
 
     Args:

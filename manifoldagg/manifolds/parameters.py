@@ -311,7 +311,7 @@ class ParameterSpace(Delegate):
 
         Args:
             point: (P,), finite.
-            buffers: as from [`buffers`][manifoldagg.manifolds.ParameterSpace.carried]; left out of the result where
+            buffers: as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]; left out of the result where
                 not given.
 
         Raises:

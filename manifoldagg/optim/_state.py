@@ -3,8 +3,8 @@
 A state is a tree of dicts and tuples. Its leaves are named by their way through the tree, `correction.0.length`. Rows
 are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR_SUFFIX`. A list
 has one number for each parameter, under a name that ends in `PER_PARAMETER_SUFFIX`. A word is the number that its
-letters make, `None` is 0,
-under a name that ends in `WORD`: checkpoints of torch take tensors and numbers. Which rule it is of is such a word too.
+letters make, `None` is 0, under a name that ends in `STRING_SUFFIX`: checkpoints of torch take tensors and numbers.
+Which rule it is of is such a word too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

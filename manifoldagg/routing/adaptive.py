@@ -25,8 +25,8 @@ class AdaptiveRouting:
 
     the posterior mean under a gamma prior at the guessed rate; a client that falls silent gets slower by it. A is the
     first loss less the lowest, B the mean of what was observed, L the largest; the guesses hold until one is positive.
-    Re-routing moves p towards the best routing found, by at most `max_change` in total variation $\frac12 \| p' - p
-    \|_1$.
+    Re-routing moves p towards the best routing found, by at most `max_change` in total variation
+    $\frac12 \| p' - p \|_1$.
 
     Args:
         bound: guesses of all constants, and the kind of bound.
@@ -144,7 +144,7 @@ class AdaptiveRouting:
     def reroute(self, now: float | None = None) -> np.ndarray:
         """Move towards the best routing found for the bound as estimated, and return p, (n,).
 
-        `last` is what the optimiser found, before the move was limited.
+        `last_optimum` is what the optimiser found, before the move was limited.
         """
         self.last_optimum = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
         distance = 0.5 * float(np.abs(self.last_optimum.p - self._p).sum())

@@ -98,7 +98,9 @@ class Plan:
             panel.grid(alpha=0.25)
         figure = panels[0].figure
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-        figure.suptitle(f"{len(order)} clients, concurrency {self.bound.concurrency}: bound and throughput of three routings")
+        figure.suptitle(
+            f"{len(order)} clients, concurrency {self.bound.concurrency}: bound and throughput of three routings"
+        )
         return panels
 
 

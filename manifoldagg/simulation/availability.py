@@ -1,4 +1,4 @@
-"""Participation: clients that join, leave, fail and come back, declared as events in virtual time."""
+"""Availability: clients that join, leave, fail and come back, declared as events in virtual time."""
 
 import csv
 from collections.abc import Callable, Iterable, Sequence

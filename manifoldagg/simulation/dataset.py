@@ -50,7 +50,8 @@ class LabelledDataset:
     Raises:
         ArgumentError: if these have other shapes or dtypes.
 
-    One that [`task`][manifoldagg.experiments.task] made goes to other processes by name: they make it for themselves.
+    One that [`load_dataset`][manifoldagg.experiments.load_dataset] made goes to other processes by name: they make it
+    for themselves.
     """
 
     name: str
@@ -101,9 +102,12 @@ def check_dataset(dataset: object) -> LabelledDataset:
         >>> check_dataset("digits")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write load_dataset('digits')
+        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write
+            load_dataset('digits')
     """
-    return check_instance("dataset", dataset, LabelledDataset, f"load_dataset({dataset!r})" if isinstance(dataset, str) else "")
+    return check_instance(
+        "dataset", dataset, LabelledDataset, f"load_dataset({dataset!r})" if isinstance(dataset, str) else ""
+    )
 
 
 @dataclass(frozen=True, eq=False)

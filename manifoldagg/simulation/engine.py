@@ -1,4 +1,4 @@
-"""A run under way: what each event of its course does to it."""
+"""The simulator of a run: what each event does to it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Simulator:
         metadata: what it follows from.
         event_loop: who is asked and who answers.
         task_cost: what a client is given, if it is asked now.
-        lookahead: what is told all that the course is told.
+        lookahead: what is told all that the event loop is told.
         server: that takes the updates.
         in_flight: the tickets that are out.
         task_runner: who trains.

@@ -1,4 +1,4 @@
-"""The exam of a run: which held-out samples a model gets right, how sure it is of them, and the marks for it."""
+"""Evaluation of a run: the accuracy and the loss of the server's model on the held-out samples."""
 
 import math
 import time
@@ -73,7 +73,7 @@ class _Metrics(NamedTuple):
 
 
 class EvaluationLog:
-    """The marks of a server's models, one row for each time that they are taken.
+    """The evaluations of a server's models, in order.
 
     Attributes:
         rows: of each time.
@@ -92,7 +92,7 @@ class EvaluationLog:
         self.seconds = time.perf_counter() - started
 
     def restore(self, evaluations: Sequence[Evaluation], client_accuracy: list[float], seconds: float) -> None:
-        """Go on from other marks: theirs come before what these will be."""
+        """Continue from the evaluations of an interrupted run."""
         self.evaluations = [*evaluations]
         self._best = max((row.accuracy for row in evaluations), default=-1.0)
         self.client_accuracy = client_accuracy

@@ -1,4 +1,4 @@
-"""The course of a run: who is asked when, and who answers next. It knows no model."""
+"""The event loop of a run: who is asked when, and who answers next. It knows no model."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,8 @@ from manifoldagg.simulation.partitions import Partition
 __all__ = ["FederatedDataset", "TaskId", "check_federation"]
 
 SPLIT_STREAM, BATCH_STREAM = 0, 2
-"""Independent streams of random numbers under one seed; others are in `workload` and `federated.clients.determinism`."""
+"""Independent streams of random numbers under one seed; others are in `workload` and
+`federated.clients.determinism`."""
 
 
 class TaskId(NamedTuple):
@@ -78,9 +79,9 @@ class FederatedDataset:
             dataset: what is learned.
             clients: how many clients.
             partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`, and with the data set's `user_ids=` where it takes them and
-                has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of a
-                sequence is its last.
+                `partial(dirichlet_partition, concentration=0.5)`, and with the data set's `user_ids=` where it takes
+                them and has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of
+                a sequence is its last.
             seed: everything random follows from it.
             holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
             validation: which part of what is left to train on is held out in place of it: to choose settings by, while

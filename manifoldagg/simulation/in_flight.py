@@ -1,4 +1,4 @@
-"""The desk of a run: where tickets are issued, and those that are out."""
+"""The tasks in flight of a run, and the tickets that the server issued for them."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ class InFlightTasks:
 
     Args:
         server: that issues them.
-        tickets: those of another desk, to go on from.
+        tickets: those of an interrupted run, to continue from.
 
     Attributes:
         tickets: the tickets of the tasks that are under way; replaced and never written.

@@ -29,7 +29,7 @@ class JacksonNetwork(Scheduler[int]):
         routing: p, (n,), shares of the tasks, 1 in sum up to 1e-6.
         rates: $\mu$, (n,), tasks a second, positive.
         generator: draws routes and times.
-        tasks: m, the most that can be in flight.
+        concurrency: m, the most tasks that can be in flight.
 
     Raises:
         ArgumentError: naming the argument that does not fit.

@@ -1,4 +1,4 @@
-"""Recipes: values that go to other processes as what makes them, and are made and kept where they are used."""
+"""Lazy pickling: values that go to other processes as what makes them, and are made and kept where they are used."""
 
 import copyreg
 import pickle
@@ -20,7 +20,7 @@ __all__ = ["checksum", "reduce_by_factory"]
 def reduce_by_factory(
     value: Any, factory: Callable[[], Any] | None, checksum_of: Callable[[Any], int]
 ) -> tuple[Any, ...]:
-    """What `__reduce__` returns: the origin and a checksum, or the value itself where nobody could recall its origin.
+    """What `__reduce__` returns: the factory and a checksum, or the value itself where the factory cannot be pickled.
 
     Args:
         value: to pickle.
@@ -28,12 +28,12 @@ def reduce_by_factory(
         checksum_of: its checksum.
     """
     try:
-        recipe = pickle.dumps(factory)
+        pickled_factory = pickle.dumps(factory)
     except Exception:
-        recipe = b""
-    if factory is None or not recipe:
+        pickled_factory = b""
+    if factory is None or not pickled_factory:
         return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
-    return _rebuild, (recipe, checksum_of, checksum_of(value))
+    return _rebuild, (pickled_factory, checksum_of, checksum_of(value))
 
 
 def checksum(*parts: Tensor | np.ndarray) -> int:
@@ -51,12 +51,12 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
 
 @lru_cache(maxsize=4)
 def _rebuild(pickled_factory: bytes, checksum_of: Callable[[Any], int], expected: int) -> Any:
-    origin = pickle.loads(pickled_factory)
+    factory = pickle.loads(pickled_factory)
     with single_threaded():
-        value = origin()
+        value = factory()
     if checksum_of(value) != expected:
         raise ArgumentError(
-            f"dataset: {origin!r} made other data in another process: expected a function that makes the same "
+            f"dataset: {factory!r} made other data in another process: expected a function that makes the same "
             "each time, and data that nobody writes"
         )
     return value

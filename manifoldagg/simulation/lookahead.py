@@ -1,4 +1,4 @@
-"""Foresight: which of the tasks under way a run will need next, so that they are trained in that order."""
+"""Lookahead: which of the tasks in flight a run needs next, so that they are trained in that order."""
 
 import bisect
 import copy
@@ -14,13 +14,13 @@ from manifoldagg.simulation.federated_dataset import TaskId
 __all__ = ["Lookahead"]
 
 RECOPY_FACTOR = 4
-"""After a wrong twin the next is made when one event in so many has passed of those that it looked at."""
+"""After a wrong copy the next is made when one event in so many has passed of those that it looked at."""
 CLIENTS_PER_EVENT = 64
 """So many clients are copied in the time of one event."""
 
 
 class _Step(NamedTuple):
-    """What a course was told of a task: its work when it was given, or whether its update was accepted."""
+    """What an event loop was told of a task: its work when it was given, or whether its update was accepted."""
 
     task_id: TaskId
     work: float | None = None
@@ -30,14 +30,14 @@ class _Step(NamedTuple):
 class Lookahead:
     """Which of the tasks that are under way will be answered next, and next but one.
 
-    A twin of the course runs ahead of it, on the assumption that every update is accepted and that a client is given as
-    much work as last time. While that is so, the order is exact, whatever the scheduler, changes included. Where
-    something else happens the twin is made anew, but not so often that twins would cost many times as much as the
-    course; until then the order is a guess. So it is where a course cannot be copied.
+    A copy of the event loop runs ahead of it, on the assumption that every update is accepted and that a client is
+    given as much work as last time. While that is so, the order is exact, whatever the scheduler, changes included.
+    Where something else happens the copy is made anew, but not so often that copies would cost many times as much as
+    the event loop; until then the order is a guess. So it is where an event loop cannot be copied.
 
     Args:
         event_loop: that is looked ahead on, at its beginning. What it is told is told here too, at once.
-        num_updates: answers of the course; what is answered after them is not needed.
+        num_updates: answers of the event loop; what is answered after them is not needed.
         task_cost: what a client will be given that was given nothing so far.
     """
 
@@ -50,14 +50,14 @@ class Lookahead:
         self._in_flight: dict[TaskId, None] = {}
         self._queue: list[tuple[float, TaskId]] = []
         self._positions: dict[TaskId, float] = {}
-        # What the twin was told and the course not yet.
+        # What the copy was told and the event loop not yet.
         self._copy: EventLoop | None = None
         self._predicted: deque[_Step] = deque()
         self._cost = 0.0
         self._events_since_copy = 0
 
     def on_dispatch(self, task_id: TaskId, work: float) -> None:
-        """The course has given a task."""
+        """The event loop has dispatched a task."""
         self._last_work[task_id.client] = work
         self._observe(_Step(task_id, work=work))
         self._in_flight[task_id] = None
@@ -65,12 +65,12 @@ class Lookahead:
             self._enqueue(task_id)
 
     def on_completion(self, task_id: TaskId, accepted: bool) -> None:
-        """The course was told of an answer."""
+        """The event loop was told of an answer."""
         self._observe(_Step(task_id, accepted=accepted))
         self._remove(task_id)
 
     def on_dropout(self, task_ids: Sequence[TaskId]) -> None:
-        """The course has lost tasks."""
+        """The event loop has lost tasks."""
         for key in task_ids:
             self._remove(key)
 
@@ -94,7 +94,7 @@ class Lookahead:
         return [key for _, key in self._queue[:limit]]
 
     def _observe(self, step: _Step) -> None:
-        """The course was told; the twin expected it, is told now, or was wrong."""
+        """The event loop was told; the copy expected it, is told now, or was wrong."""
         self._events_since_copy += 1
         if self._copy is None:
             return
@@ -108,24 +108,24 @@ class Lookahead:
                     self._enqueue(key)
 
     def _advance_copy(self, step: _Step | None = None) -> _Step | None:
-        """Tell the twin what it is told next, as the course was or as is assumed; `None` if nothing follows."""
-        twin = self._copy
-        if twin is None or (twin.pending_event is None and twin.num_completed >= self._num_updates):
+        """Tell the copy what it is told next, as the event loop was or as is assumed; `None` if nothing follows."""
+        ahead = self._copy
+        if ahead is None or (ahead.pending_event is None and ahead.num_completed >= self._num_updates):
             return None
         self._cost += 1
         try:
-            event: SimulationEvent = twin.next() if twin.pending_event is None else twin.pending_event
+            event: SimulationEvent = ahead.next() if ahead.pending_event is None else ahead.pending_event
             while isinstance(event, DropoutEvent):
-                event = twin.next()
+                event = ahead.next()
             if isinstance(event, DispatchEvent):
                 work = self._last_work.get(event.client) if step is None else step.work
                 work = self._task_cost(event.client) if work is None else work
-                return _Step(twin.submit(event.client, work), work=work)
+                return _Step(ahead.submit(event.client, work), work=work)
         except ArgumentError:
             return None
         accepted = step is None or bool(step.accepted)
-        twin.acknowledge(accepted)
-        self._positions[event.task_id] = twin.num_completed
+        ahead.acknowledge(accepted)
+        self._positions[event.task_id] = ahead.num_completed
         if event.task_id in self._in_flight:
             self._enqueue(event.task_id)
         return _Step(event.task_id, accepted=accepted)

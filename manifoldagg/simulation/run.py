@@ -1,4 +1,4 @@
-"""One run: a course that says who is asked and who answers, clients that train, and a server, in virtual time."""
+"""One run: an event loop, clients that train, and a server, in virtual time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from immutables import Map
 from manifoldagg._validation import check_choice, check_count, check_instance
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy, Rule, Server, Trainer
-from manifoldagg.federated.server.durability.fingerprint import fingerprint as described
+from manifoldagg.federated.server.durability.fingerprint import fingerprint
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import check_trainer
@@ -201,7 +201,7 @@ def run(
             counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
             it takes no more than a twentieth of the time.
         resume: go on from the checkpoint, if it is there, bit for bit: a run that was interrupted at any point finds
-            what it would have found. The course is gone through again, without training; trainers find their memory,
+            what it would have found. The events are replayed without training; trainers find their client state,
             which is to be a tree of tensors and plain values. A run that was over ends as it did.
 
     Raises:
@@ -235,7 +235,7 @@ def run(
     if not any(map(len, federation.held_out)):
         raise ArgumentError("federation: expected clients with held-out samples, got none")
     started = time.perf_counter()
-    about = run_metadata(
+    metadata = run_metadata(
         federation,
         method,
         num_updates=num_updates,
@@ -250,59 +250,69 @@ def run(
     rule: Any = method.rule
     if checkpoint is not None:
         # What a file cannot hold is told now.
-        described("rule", rule)
-    course = build_event_loop(
+        fingerprint("rule", rule)
+    loop = build_event_loop(
         federation, rule, scheduler=scheduler, delays=delays, availability=availability, concurrency=concurrency
     )
-    halt = None
+    loaded = None
     if checkpoint is not None and resume and Path(checkpoint.path).exists():
-        halt = LoadedRun(Path(checkpoint.path), about)
-    marks = EvaluationLog(federation)
+        loaded = LoadedRun(Path(checkpoint.path), metadata)
+    evaluation_log = EvaluationLog(federation)
     model = federation.model()
-    if halt is None:
+    if loaded is None:
         sizes = {client: len(federation.train[client]) for client in clients}
         server = Server.of(model, rule, weights=sizes, **SERVER_OPTIONS)
-        desk = InFlightTasks(server, PersistentOrderedMap())
+        in_flight = InFlightTasks(server, PersistentOrderedMap())
     else:
-        server = halt.server(ParameterSpace.of(model), rule)
-        desk = InFlightTasks(server, halt.tickets(server.space))
+        server = loaded.server(ParameterSpace.of(model), rule)
+        in_flight = InFlightTasks(server, loaded.tickets(server.space))
     steps = getattr(method.trainer, "num_steps", None) if task_cost == "trainer" else None
 
     def asked(client: int) -> float:
         length = federation.num_batches(client)
-        return float(length if steps is None else steps(desk.last_message, length))
+        return float(length if steps is None else steps(in_flight.last_message, length))
 
-    foresight = Lookahead(course, num_updates, asked)
-    if halt is None:
-        ledger = EventLog()
-        spent = Cost()
-        marks.record(server, spent)
+    lookahead = Lookahead(loop, num_updates, asked)
+    if loaded is None:
+        event_log = EventLog()
+        cost = Cost()
+        evaluation_log.record(server, cost)
     else:
-        ledger = halt.replay(course, foresight)
-        spent = halt.cost
-        marks.restore(halt.evaluations, halt.client_accuracy, halt.evaluation_seconds)
-        started -= halt.seconds + halt.evaluation_seconds
-    crew = TaskRunner(federation, method.trainer, executor, foresight, Map() if halt is None else halt.client_states())
+        event_log = loaded.replay(loop, lookahead)
+        cost = loaded.cost
+        evaluation_log.restore(loaded.evaluations, loaded.client_accuracy, loaded.evaluation_seconds)
+        started -= loaded.seconds + loaded.evaluation_seconds
+    runner = TaskRunner(
+        federation, method.trainer, executor, lookahead, Map() if loaded is None else loaded.client_states()
+    )
     # It holds all that it has read.
-    del halt
-    going = Simulator(about, course, asked, foresight, server, desk, crew, marks, ledger, spent, started, on_update)
+    del loaded
+    simulator = Simulator(
+        metadata, loop, asked, lookahead, server, in_flight, runner, evaluation_log, event_log, cost, started, on_update
+    )
     if progress is not None:
-        for _ in range(spent.updates):
+        for _ in range(cost.updates):
             progress()
     if log is not None:
-        for row in marks.evaluations:
+        for row in evaluation_log.evaluations:
             log(row)
-    with crew, RunCheckpointer(checkpoint, spent.updates) as keeper:
-        for key, ticket in desk.tickets.items():
-            crew.submit(key, ticket.message)
-        while going.cost.updates < num_updates:
-            keeper.maybe_write(going.snapshot)
-            if not going.advance():
+    with runner, RunCheckpointer(checkpoint, cost.updates) as checkpointer:
+        for key, ticket in in_flight.tickets.items():
+            runner.submit(key, ticket.message)
+        while simulator.cost.updates < num_updates:
+            checkpointer.maybe_write(simulator.snapshot)
+            if not simulator.advance():
                 continue
-            if going.cost.updates % eval_every == 0 or going.cost.updates == num_updates:
-                row = going.evaluate()
+            if simulator.cost.updates % eval_every == 0 or simulator.cost.updates == num_updates:
+                row = simulator.evaluate()
                 if log is not None:
                     log(row)
             if progress is not None:
                 progress()
-    return RunResult(marks.evaluations, ledger.trace, marks.client_accuracy, going.seconds, marks.seconds)
+    return RunResult(
+        evaluation_log.evaluations,
+        event_log.trace,
+        evaluation_log.client_accuracy,
+        simulator.seconds,
+        evaluation_log.seconds,
+    )

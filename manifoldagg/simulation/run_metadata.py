@@ -56,7 +56,7 @@ def referenced_files(*specs: object) -> dict[str, str]:
     """The files that words name, such as `csv:measured.csv`, each with the SHA-256 of what is in it.
 
     Args:
-        *given: settings; those that are no words name no file.
+        *specs: settings; those that are no words name no file.
 
     Example:
         >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)

@@ -35,7 +35,7 @@ KIND = "run"
 
 @dataclass
 class EventLog:
-    """What happened in the course of a run: with the seed, all that the course follows from.
+    """What happened during a run: with the seed, all that its event loop follows from.
 
     Attributes:
         work: of each task that was given.
@@ -192,7 +192,7 @@ class LoadedRun:
         return out
 
     def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
-        """Let a course at its beginning, and what looks ahead on it, come to where the run was.
+        """Advance a new event loop, and its lookahead, to where the run was.
 
         Raises:
             CheckpointError: if it goes otherwise than it went.

@@ -100,7 +100,7 @@ def parse_spec(where: str, text: str) -> Spec:
     """One name with its options.
 
     Raises:
-        ArgumentError: as [`split`][manifoldagg.simulation.spec_parser.split]; if there are several names.
+        ArgumentError: as [`parse_specs`][manifoldagg.simulation.spec_parser.parse_specs]; if there are several names.
 
     Example:
         >>> parse_spec("delays", "exponential:mean=10")

@@ -1,4 +1,4 @@
-"""The scenario of a run: what makes its scheduler and its changes for the clients of a federation."""
+"""The workload of a run: what makes its scheduler and its changes for the clients of a federation."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, Sch
 __all__ = ["build_event_loop"]
 
 SCHEDULER_STREAM, DELAY_STREAM, AVAILABILITY_STREAM, SAMPLING_STREAM = 1, 4, 5, 6
-"""Streams of random numbers under the seed of a federation, beside those in `federation`."""
+"""Streams of random numbers under the seed of a federation, beside those in `federated_dataset`."""
 Clients: TypeAlias = Sequence[int]
 
 
@@ -33,7 +33,7 @@ def build_event_loop(
     availability: Availability = None,
     concurrency: int | None = None,
 ) -> EventLoop:
-    """The course of a run; arguments are those of [`run`][manifoldagg.simulation.run].
+    """The event loop of a run; arguments are those of [`run`][manifoldagg.simulation.run].
 
     Raises:
         ArgumentError: naming the one that does not fit, with the clients that it does not fit.

@@ -44,7 +44,7 @@ def numbered(n):
     return [(v, torch.tensor([float(v)], dtype=torch.float64)) for v in range(1, n + 1)]
 
 
-def heard(swa, models):
+def updated(swa, models):
     for version, model in models:
         swa.update(version, model)
     return swa
@@ -94,7 +94,7 @@ def test_flat_streaming_works_through_the_kernels(monkeypatch):
 
     monkeypatch.setattr(manifoldagg.averaging.swa, "combine", counted)
     size = (1 << 17) + 5
-    heard(SWA(Flat(size)), [(1, draw(1, size)), (2, draw(2, size))])
+    updated(SWA(Flat(size)), [(1, draw(1, size)), (2, draw(2, size))])
     assert sum(calls) == 2 * size
     assert max(calls) <= 1 << 16  # No scratch of the size of a model.
 
@@ -102,7 +102,7 @@ def test_flat_streaming_works_through_the_kernels(monkeypatch):
 @given(seeds, st.integers(2, 12))
 def test_float32_models_are_averaged_in_float64(seed, n):
     models = [draw(seed + i, 50, dtype=torch.float32) for i in range(n)]
-    swa = heard(SWA(Flat(50)), enumerate(models))
+    swa = updated(SWA(Flat(50)), enumerate(models))
     exact = torch.stack(models).double().mean(0)
     assert swa.average.dtype == torch.float32
     # One rounding to float32, beside which those in float64 are nothing.
@@ -123,7 +123,7 @@ def test_float32_models_are_averaged_in_float64(seed, n):
 )
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 def test_which_versions_count(options, versions, kind):
-    swa = heard(SWA(Flat(1), kind=kind, **options), numbered(12))
+    swa = updated(SWA(Flat(1), kind=kind, **options), numbered(12))
     assert swa.count == len(versions)
     assert swa.average.item() == pytest.approx(sum(versions) / len(versions), rel=1e-15)
     if kind == "exact":
@@ -139,7 +139,7 @@ def test_the_reports_algorithm_1_by_hand():
         if tau >= start and tau % cycle == 0:
             mean = models[tau + 1] if n == 0 else (mean * n + models[tau + 1]) / (n + 1)
             n += 1
-    swa = heard(SWA(Flat(1), start=start, cycle=cycle, offset=1), numbered(total))
+    swa = updated(SWA(Flat(1), start=start, cycle=cycle, offset=1), numbered(total))
     assert swa.count == n
     assert swa.average.item() == pytest.approx(mean.item(), rel=1e-15)
 
@@ -174,7 +174,7 @@ def test_periodic_overwriting_restarts_the_count(kind):
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 def test_after_an_overwriting_the_average_stays_until_the_next_chosen_version(kind):
-    swa = heard(SWA(Flat(1), cycle=2, kind=kind, periodic=4), numbered(4))
+    swa = updated(SWA(Flat(1), cycle=2, kind=kind, periodic=4), numbered(4))
     assert swa.reset_point(4).item() == 3
     assert swa.reset_point(4) is None  # Once for a version.
     assert (swa.count, swa.average.item()) == (0, 3.0)
@@ -197,7 +197,7 @@ def test_periodic_overwriting_one_version_later():
 @pytest.mark.parametrize("space", [Sphere(4), Positive(3), PoincareBall(3)], ids=str)
 def test_curved_means_are_certified(space):
     models = around(space, 1, 9, 0.5)
-    swa = heard(SWA(space, kind="exact"), enumerate(models))
+    swa = updated(SWA(space, kind="exact"), enumerate(models))
     assert swa.mean.converged
     assert swa.mean.residual <= 1e-12 * models.abs().max().clamp(min=1)
     middle = swa.mean.point.expand_as(models)
@@ -214,7 +214,7 @@ def test_streaming_and_exact_differ_at_third_order(space):
     gaps = []
     for size in sizes:
         models = list(enumerate(around(space, 3, 6, size)))
-        streaming, exact = (heard(SWA(space, kind=kind), models).average for kind in ("streaming", "exact"))
+        streaming, exact = (updated(SWA(space, kind=kind), models).average for kind in ("streaming", "exact"))
         gaps.append(distance(space, streaming, exact).item())
     slopes = [math.log2(a / b) for a, b in itertools.pairwise(gaps)]
     assert slopes[-1] == pytest.approx(3, abs=0.2)
@@ -263,7 +263,7 @@ def test_a_karcher_mean_of_one_heavy_model_is_that_model():
 def test_an_average_with_batch_norm_gets_statistics_of_its_own():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     space, inputs = ParameterSpace.of(model), draw(5, 40, 3)
-    swa = heard(SWA(space), [(v, space.point(model) + draw(v, *space.shape, scale=0.1)) for v in range(1, 5)])
+    swa = updated(SWA(space), [(v, space.point(model) + draw(v, *space.shape, scale=0.1)) for v in range(1, 5)])
     carried = refresh_buffers(space, model, swa.average, [{"input": inputs}])
     hidden = torch.nn.functional.linear(
         inputs, *(space.layout.views(swa.average)[f"0.{x}"] for x in ("weight", "bias"))
@@ -286,7 +286,7 @@ def test_a_state_goes_on_bit_for_bit(space, kind):
     state = first.state()
     second = SWA(space, **options)
     second.load(copy.deepcopy(state))
-    heard(first, [(6, models[5][1])])  # The state is a copy.
+    updated(first, [(6, models[5][1])])  # The state is a copy.
     for version, model in models[5:]:
         second.update(version, model)
         second.reset_point(version)
@@ -340,7 +340,7 @@ ONE, EAST = torch.ones(3), torch.eye(4, dtype=torch.float64)[:, :2]
     ids=str,
 )
 def test_a_model_out_of_reach_is_refused_and_the_average_goes_on(space, near, far):
-    swa, other = heard(SWA(space), [(1, near)]), SWA(space)
+    swa, other = updated(SWA(space), [(1, near)]), SWA(space)
     with pytest.raises(ArgumentError, match="model: expected"):
         swa.update(2, far)
     assert (swa.count, swa.average.tolist()) == (1, near.tolist())
@@ -351,7 +351,7 @@ def test_a_model_out_of_reach_is_refused_and_the_average_goes_on(space, near, fa
 
 def test_a_long_streaming_average_stays_on_its_space():
     space = SpecialOrthogonal(3)
-    swa = heard(SWA(space), enumerate(around(space, 0, 60, 0.5)))
+    swa = updated(SWA(space), enumerate(around(space, 0, 60, 0.5)))
     mean = swa.state()["mean"]
     assert (mean.mT @ mean - torch.eye(3)).abs().max() <= 1e-15  # The roundings of 60 steps do not add up.
 
@@ -368,8 +368,8 @@ def test_a_long_streaming_average_stays_on_its_space():
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(kind, changes):
-    state = heard(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)]).state()
-    swa = heard(SWA(Flat(3), kind=kind), [(7, 5 * ONE)])
+    state = updated(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)]).state()
+    swa = updated(SWA(Flat(3), kind=kind), [(7, 5 * ONE)])
     with pytest.raises(ArgumentError):
         swa.load(state | changes)
     assert (swa.count, swa.average.tolist()) == (1, [5.0, 5.0, 5.0])
@@ -421,7 +421,7 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: SWA(Flat(3)).reset_point(1), "version: expected the latest one, -1, got 1"),
         (lambda: SWA(Flat(3)).load({}), r"state: expected what SWA.state\(\) returned"),
         (
-            lambda: SWA(Flat(3), kind="exact").load(heard(SWA(Flat(3)), [(1, ONE)]).state()),
+            lambda: SWA(Flat(3), kind="exact").load(updated(SWA(Flat(3)), [(1, ONE)]).state()),
             "state: expected that of a SWA with .*exact",
         ),
         (lambda: karcher(Flat(3), []), "versions: expected at least one model"),
@@ -454,7 +454,7 @@ def test_bad_input_is_refused_by_name(call, words):
     [(0, ONE), (1, ONE), (3, ONE[:2]), (3, ONE.double()), (3, ONE * math.inf), (3, ONE.int()), (3, [1.0, 2.0, 3.0])],
 )
 def test_a_refused_version_changes_nothing(kind, bad):
-    swa = heard(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)])
+    swa = updated(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)])
     with pytest.raises(ArgumentError):
         swa.update(*bad)
     assert (swa.count, swa.average.tolist()) == (2, [2.0, 2.0, 2.0])
@@ -488,10 +488,10 @@ def interrupted(call, at):
 )
 def test_an_update_that_is_interrupted_anywhere_has_happened_or_has_not(space, kind):
     models = list(enumerate(around(space, 4, 5, 0.3), start=1))
-    swa = heard(SWA(space, kind=kind), models[:3])
+    swa = updated(SWA(space, kind=kind), models[:3])
     state, before = swa.state(), swa.average
-    after = heard(swa, models[3:4]).average
-    last = heard(swa, models[4:]).average
+    after = updated(swa, models[3:4]).average
+    last = updated(swa, models[4:]).average
 
     def update():
         swa.update(*models[3])
@@ -506,14 +506,14 @@ def test_an_update_that_is_interrupted_anywhere_has_happened_or_has_not(space, k
         update()  # It is told again.
         assert torch.equal(swa.average, after)
         update()  # What was told already changes nothing.
-        assert torch.equal(heard(swa, models[4:]).average, last)
+        assert torch.equal(updated(swa, models[4:]).average, last)
     assert at > 10
 
 
 def test_an_average_that_is_read_during_an_update_is_the_one_before_it(monkeypatch):
     """As a handler of a signal reads it, in the same thread."""
     models = [(i, draw(i, 150_000)) for i in range(1, 5)]
-    swa = heard(SWA(Flat(150_000)), models[:3])
+    swa = updated(SWA(Flat(150_000)), models[:3])
     before, during, real = swa.average, [], manifoldagg.averaging.swa.combine
 
     def combine(*args, **options):
@@ -528,7 +528,7 @@ def test_an_average_that_is_read_during_an_update_is_the_one_before_it(monkeypat
 
 def test_the_latest_version_again_changes_nothing():
     for kind in ("streaming", "exact"):
-        swa = heard(SWA(Flat(3), kind=kind, cycle=2), [(2, ONE), (3, ONE), (4, 3 * ONE)])
+        swa = updated(SWA(Flat(3), kind=kind, cycle=2), [(2, ONE), (3, ONE), (4, 3 * ONE)])
         swa.update(4, 9 * ONE)
         assert (swa.count, swa.average.tolist()) == (2, [2.0, 2.0, 2.0])
         with pytest.raises(ArgumentError, match="version: expected one above 4, got 3"):

@@ -105,7 +105,10 @@ WRONG = [
         "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
     ),
     (["--methods", "fedasync:rate=cosin"], "methods: fedasync: no rate 'cosin'; did you mean cosine?"),
-    (["--methods", "fedasync,fedavg", "--concurrency", "2"], "methods: FedAvg: concurrency: expected None, as FedAvg waits"),
+    (
+        ["--methods", "fedasync,fedavg", "--concurrency", "2"],
+        "methods: FedAvg: concurrency: expected None, as FedAvg waits",
+    ),
     (
         ["--methods", "fedasync,fedgs:optimizer=sgd,optimizer.momentum=-3"],
         "methods: fedgs: optimizer: Invalid momentum value: -3",

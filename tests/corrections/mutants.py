@@ -331,12 +331,16 @@ def calibration_projects_the_other_vector(start, global_shift, client_shift, *ar
 
 
 @caught_by("calibrate", "calibration_adds_what_is_orthogonal_to_the_own_update")
-def calibration_of_the_whole_model(start, global_shift, client_shift, granularity="tensor", against=None, **kwargs):
-    return calibrate(start, global_shift, client_shift, "model", against, **kwargs)
+def calibration_of_the_whole_model(
+    start, global_shift, client_shift, granularity="tensor", other_updates=None, **kwargs
+):
+    return calibrate(start, global_shift, client_shift, "model", other_updates, **kwargs)
 
 
 @caught_by("calibrate", "calibration_against_others_projects_the_own_update")
-def calibration_ignores_the_others(start, global_shift, client_shift, granularity="tensor", against=None, **kwargs):
+def calibration_ignores_the_others(
+    start, global_shift, client_shift, granularity="tensor", other_updates=None, **kwargs
+):
     return calibrate(start, global_shift, client_shift, granularity, **kwargs)
 
 
@@ -350,5 +354,5 @@ class TangentByProjection(Tangent):
 class TangentWithoutTransport(Tangent):
     def apply(self, frame, state=None):
         if frame.transporter is not None:
-            frame = replace(frame, rows=(*frame.original.flatten(1), frame.rows[-1]))
+            frame = replace(frame, rows=(*frame.base_displacements.flatten(1), frame.rows[-1]))
         return super().apply(frame, state)

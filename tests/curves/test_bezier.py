@@ -370,7 +370,10 @@ def test_autocast_does_not_narrow_a_curve():
         (lambda: Bezier(Flat(2)).elevate(torch.zeros(3, 2), -1), "times: expected an integer >= 0, got -1"),
         (lambda: Bezier(Flat(2)).length(torch.zeros(3, 2), b=math.nan), "b: expected a finite number, got nan"),
         (lambda: Bezier(Flat(2)).length(torch.full((3, 2), math.inf)), "phi: expected finite values"),
-        (lambda: Bezier(Flat(2)).parameter_at_length(torch.zeros(3, 2), 1.5), r"fraction: expected numbers in \[0, 1\]"),
+        (
+            lambda: Bezier(Flat(2)).parameter_at_length(torch.zeros(3, 2), 1.5),
+            r"fraction: expected numbers in \[0, 1\]",
+        ),
         (lambda: Bezier(Flat(2)).nearest(torch.zeros(3, 2), torch.zeros(3)), r"point: expected trailing shape \(2\)"),
         (lambda: Bezier(Flat(2)).nearest(torch.zeros(3, 2), torch.tensor([math.nan, 0])), "phi, point: expected fin"),
         (lambda: Bezier(Flat(2)).contains(torch.zeros(3, 2), torch.zeros(2), tolerance=-1), "tolerance: expected"),

@@ -238,7 +238,10 @@ def test_arrays_of_ones_own(tmp_path):
         ({"inputs": np.ones(2), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "user_ids": np.zeros(3)}, "user_ids: expected"),
         ({"inputs": np.array([[None], [1]]), "labels": np.zeros(2, int)}, "without objects"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": ["True", "False"]}, "test_mask: expected booleans"),
+        (
+            {"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": ["True", "False"]},
+            "test_mask: expected booleans",
+        ),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": [0, 3]}, "test_mask: expected booleans"),
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**63 + 5], np.uint64)}, "labels: expected whole numbers"),
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected whole numbers .* below 2"),

@@ -343,7 +343,13 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
     call = CliRunner().invoke
     done = call(app, ["report", "a", "b", "--axis", "bytes", "--baseline", "Dear"])
     assert done.exit_code == 0
-    for words in ("digits", "Third", "75.0 ± 0.0", "Settings differ: num_updates: 3 in a, 9 in b", "Written to combined: "):
+    for words in (
+        "digits",
+        "Third",
+        "75.0 ± 0.0",
+        "Settings differ: num_updates: 3 in a, 9 in b",
+        "Written to combined: ",
+    ):
         assert words in done.output
     wrong = [(["a", "a"], "a and a both"), (["c"], "c/results.json cannot be read"), (["a", "--axis", "x"], "axis: ")]
     wrong.append((["a", "--baseline", "x"], "baseline: no method 'x'"))

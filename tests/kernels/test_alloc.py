@@ -17,7 +17,7 @@ def middle(tensor):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def huge_pages_advised(monkeypatch):
     """Whether the system was asked for huge pages, since the test began, in the middle of a tensor."""
     ranges, advise = [], _madvise()
 
@@ -44,14 +44,14 @@ needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on t
         lambda x: TensorList([x.repeat(2).view(-1, 4)[:, :2]]).new_empty()[0],
     ],
 )
-def test_large_results_are_asked_for_in_huge_pages(asked, make):
-    assert asked(make(torch.zeros(MANY)))
+def test_large_results_are_asked_for_in_huge_pages(huge_pages_advised, make):
+    assert huge_pages_advised(make(torch.zeros(MANY)))
 
 
 @needs_pages
 @pytest.mark.parametrize("make", [empty_like, copy_tensor, lambda x: TensorList([x] * 3).new_empty()[0]])
-def test_small_results_are_not(asked, make):
-    assert not asked(make(torch.zeros(HUGE_PAGE_BYTES // 8 - 1)))
+def test_small_results_are_not(huge_pages_advised, make):
+    assert not huge_pages_advised(make(torch.zeros(HUGE_PAGE_BYTES // 8 - 1)))
 
 
 @needs_pages

@@ -28,7 +28,7 @@ from tests.support import draw
 
 # A check of every shape takes longer than the law.
 AS_SHIPPED = pytest.mark.usefixtures("as_shipped")
-BASIC = {"inner", "project", "project_tangent", "random_tangent"}
+ASSUMED_PRIMITIVES = {"inner", "project", "project_tangent", "random_tangent"}
 
 
 def exact(number):
@@ -245,7 +245,7 @@ def test_a_stereographic_sphere_is_a_sphere():
 )
 def test_what_is_declared_of_a_sphere_in_a_subspace_holds(manifold):
     space = from_geoopt(manifold, (5,))
-    assert space.capabilities == BASIC | {"retract", "injectivity_radius", "random_point"}
+    assert space.capabilities == ASSUMED_PRIMITIVES | {"retract", "injectivity_radius", "random_point"}
     verdict = check_manifold(space, seeds=1, dtypes=[torch.float64], verbose=False)
     assert verdict.holds, f"\n{verdict}"
     assert "projections_are_idempotent" in {finding.law for finding in verdict.findings}
@@ -260,7 +260,7 @@ def test_what_is_declared_of_a_sphere_in_a_subspace_holds(manifold):
 @AS_SHIPPED
 def test_a_class_of_another_author_declares_no_more_than_geoopt_asks_of_it():
     space = from_geoopt(Retracting(2.0), (3,))
-    assert space.capabilities == BASIC | {"random_point"}
+    assert space.capabilities == ASSUMED_PRIMITIVES | {"random_point"}
     for name, call in {
         "exp": lambda x: space.exp(x, x),
         "log": lambda x: space.log(x, x),
@@ -284,7 +284,7 @@ def test_a_class_derived_from_a_known_one_is_not_known():
         def expmap(self, x, u, **_):
             return x
 
-    assert from_geoopt(Derived(), (3,)).capabilities == BASIC | {"random_point"}
+    assert from_geoopt(Derived(), (3,)).capabilities == ASSUMED_PRIMITIVES | {"random_point"}
 
 
 @AS_SHIPPED

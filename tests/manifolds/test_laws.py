@@ -43,7 +43,7 @@ CASES = {
     Validated: [Validated(Sphere(2))],
 }
 CASES |= {cls: spaces for module in beside(__name__) for cls, spaces in getattr(module, "CASES", {}).items()}
-"""Spaces of every exported class; those outside `MAX_SINGLE_LAUNCH_ROWS` have more law tests in files of their own."""
+"""Spaces of every exported class; those outside `WHOLE` have more law tests in files of their own."""
 
 OPTIONS = {
     Lorentz: {"condition": 2e3, "max_distance": 0.7},

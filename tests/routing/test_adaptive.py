@@ -128,7 +128,11 @@ def test_what_does_not_fit_changes_nothing(as_shipped):
             call()
     adaptive.on_completion(0, 2.0)
     assert adaptive.rates().tolist() == [1.0, 1.0]
-    for change, match in (({"max_change": 0}, "max_change"), ({"prior_weight": 0}, "prior_weight"), ({"horizon": -1}, "horizon")):
+    for change, match in (
+        ({"max_change": 0}, "max_change"),
+        ({"prior_weight": 0}, "prior_weight"),
+        ({"horizon": -1}, "horizon"),
+    ):
         with pytest.raises(ArgumentError, match=f"{match}: expected"):
             AdaptiveRouting(adaptive.bound(), **change)
     with pytest.raises(ArgumentError, match=r"routing: .* 0.1 too little"):

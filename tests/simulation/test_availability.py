@@ -239,7 +239,10 @@ def test_churn_is_here_for_its_part_of_the_time():
             "kind: expected one of join, leave, fail, return; got 'vanish'",
         ),
         (lambda: AvailabilityChange(1.0, 2.5, "join"), "client: expected an int or a str"),
-        (lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]), r"changes\[0\]: expected an AvailabilityChange, got \(1.0"),
+        (
+            lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]),
+            r"changes\[0\]: expected an AvailabilityChange, got \(1.0",
+        ),
         (lambda: crowd((1.0, "a", "return")), "cannot happen to a client that is here"),
         (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
         (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),

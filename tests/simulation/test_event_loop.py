@@ -153,7 +153,9 @@ def test_the_rule_draws_whenever_the_model_moves(workload, often):
         if drawn:
             assert len(set(drawn)) == len(drawn)
             if first:
-                assert len(drawn) == (min(workload.concurrency, len(present)) if workload.kind == "some drawn" else len(present))
+                assert len(drawn) == (
+                    min(workload.concurrency, len(present)) if workload.kind == "some drawn" else len(present)
+                )
             else:
                 assert len(drawn) == min(workload.cohort, len(present))
                 # The model has moved, or nobody had a task.

@@ -30,7 +30,9 @@ def check_sound(seen, limit):
     states = under_way(seen)
     for place, keys in seen.predicted:
         lost = (
-            seen.events[place].task_ids if place < len(seen.events) and isinstance(seen.events[place], DropoutEvent) else ()
+            seen.events[place].task_ids
+            if place < len(seen.events) and isinstance(seen.events[place], DropoutEvent)
+            else ()
         )
         assert set(keys) <= states[place] - set(lost)
         assert len(set(keys)) == len(keys) <= limit

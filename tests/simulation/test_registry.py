@@ -67,7 +67,10 @@ def test_a_scheduler_is_made_for_the_clients(files):
         ("independent", IndependentClients(Deterministic(1.0), generator())),
         ("independent:delays=exponential,delays.mean=3", IndependentClients(Exponential(3.0), generator())),
         ("jackson:rates=2", JacksonNetwork(third, [2.0] * 4, generator(), concurrency=9)),
-        ("jackson:rates=rates.csv,concurrency=3", JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), concurrency=3)),
+        (
+            "jackson:rates=rates.csv,concurrency=3",
+            JacksonNetwork(third, [1.0, 2.0, 4.0, 0.5], generator(), concurrency=3),
+        ),
         ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), concurrency=9)),
     ):
         make = registry.scheduler(text)

@@ -104,7 +104,7 @@ def killed(monkeypatch):
     """Of what is stopped nothing more is written: what was written beside the work is all there is."""
 
     def kill(writer, moment):
-        writer._next.clear()
+        writer._queue.clear()
         writer.finish()
 
     monkeypatch.setattr(checkpoints.CheckpointWriter, "write", kill)

@@ -104,7 +104,9 @@ def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path
     first = {}
     for client, time in zip(measured.clients, measured.times, strict=True):
         first.setdefault(client, time)
-    assert all(time in (federation.num_batches(c) + 2.0, 0.25 * federation.num_batches(c) + 0.25) for c, time in first.items())
+    assert all(
+        time in (federation.num_batches(c) + 2.0, 0.25 * federation.num_batches(c) + 0.25) for c, time in first.items()
+    )
 
 
 def test_a_scheduler_of_ones_own_is_used_up(federation):
@@ -260,7 +262,10 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
         ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that makes one, got 'priority'"),
         ({"availability": 5}, "availability: expected AvailabilityChanges, or a function that makes them, got 5"),
-        ({"availability": "churn"}, "availability: expected AvailabilityChanges, or a function that makes them, got 'churn'"),
+        (
+            {"availability": "churn"},
+            "availability: expected AvailabilityChanges, or a function that makes them, got 'churn'",
+        ),
         ({"on_update": 3}, "on_update: expected a function, got 3"),
         ({"progress": 3}, "progress: expected a function, got 3"),
         (

@@ -1,4 +1,5 @@
-"""The asynchronous aggregator: for a loop of one's own, what every client started from, and the rule's state, step by step."""
+"""The asynchronous aggregator: for a loop of one's own, what every client started from, and the rule's state, step by
+step."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple

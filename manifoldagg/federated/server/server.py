@@ -123,7 +123,8 @@ class Server:
         clock: gives the seconds; that of a simulation, for instance.
         max_in_flight: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
         max_queued_updates: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those
-            whose payload is still being made of what came are not counted: how many do so at once is for the host to bound.
+            whose payload is still being made of what came are not counted: how many do so at once is for the host to
+            bound.
         receipt_cache_size: how many of the latest receipts are kept for clients that ask again.
         checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
         journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
@@ -266,8 +267,9 @@ class Server:
         Args:
             model: any module, or a state dict. It is not written.
             rule: how the model moves.
-            buffer_policy: what becomes of the buffers, as in the constructor. Frozen parameters of a module stay as they are unless
-                they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what follows.
+            buffer_policy: what becomes of the buffers, as in the constructor. Frozen parameters of a module stay as
+                they are unless they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what
+                follows.
             adapters: of a state dict, whether pairs of factors are one matrix each.
             scaling: what the model multiplies their products with.
             **server_options: what the constructor takes by keyword.

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel anew for each pattern of arguments that are 1, or small, or divisible by 16. Addresses, strides
 and coefficients would make such patterns without end; so they are passed as `opaque` integers, and what a kernel may
-rely on is said in one constant, `aligned`.
+rely on is said in one constant, `is_aligned`.
 """
 
 import struct

@@ -302,7 +302,8 @@ __attribute__((noinline)) void panel_products(const double* const* a, const doub
   }
 }
 
-// Where rows are read: once, in memory, and announced as far as PREFETCH_BYTES; in memory, and kept in lines of float64; there.
+// Where rows are read: once, in memory, and prefetched as far as PREFETCH_BYTES; in memory, and kept in lines of float64;
+// there.
 enum class Source { memory, memory_to_lines, lines };
 
 // M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
@@ -433,8 +434,8 @@ struct Panels {
   }
 };
 
-// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. WRITE_LINES: these rows are
-// `read` here, what is subtracted behind them, and each line is written as its rows meet one another.
+// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. WRITE_LINES: these rows
+// are `read` here, what is subtracted behind them, and each line is written as its rows meet one another.
 template <class T, bool SUBTRACT, bool WRITE_LINES>
 void tile_products(Panels panels, const T* const* read, double* lines, int64_t pitch, int64_t n, V* sums, Prefetcher next) {
   const double *line[2 * MAX_ROWS], *const* other = line + (panels.others ? panels.m : 0);
@@ -706,7 +707,7 @@ struct LinearCombination {
 constexpr int COMBINE_TILE = 1 << 10;  // entries of all rows that are in cache while each goal takes them
 
 // The goals of entries p..stop of one piece.
-void combine_each(const LinearCombination* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
+void combine_many(const LinearCombination* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
   static thread_local std::vector<double> scratch;  // of the widest entries that there are
   const int64_t goals = terms.size();
   scratch.resize(goals * COMBINE_TILE);
@@ -829,7 +830,7 @@ bool manifoldagg_combine_many(int64_t goals, const LinearCombination* goal, int6
         const double* line = one.coefficients + (one.per_segment ? table[b].segment * one.k : 0);
         gather_terms(one.k, count, piece, one.plus, one.minus, line, terms[g]);
       }
-      combine_each(goal, terms, piece, start - edges[piece], stop - edges[piece]);
+      combine_many(goal, terms, piece, start - edges[piece], stop - edges[piece]);
     });
     fence();
   });

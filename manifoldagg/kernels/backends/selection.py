@@ -1,8 +1,8 @@
 """Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can.
 
 A backend is a module with `block_products` and `combine`, which return `None`, and have done nothing, where it cannot
-read
-the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one piece.
+read the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one
+piece.
 """
 
 import functools
@@ -40,7 +40,7 @@ BACKENDS = ("reference", "cpu", "triton")
 AUTO = "auto"
 ENV_VARIABLE = "MANIFOLDAGG_BACKEND"
 BENCHMARK_SIZE = 1 << 20
-"""The length of the rows on which `explain` times a step."""
+"""The length of the rows on which `describe_backends` times a step."""
 
 _selected: str | None = None
 

@@ -2,8 +2,7 @@ r"""The Triton backend: on CUDA, each operation is one launch over the blocks, a
 
 `block_products` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine`
 has one program a block, which writes that part of `out`. There are no atomics, and the order of every sum is fixed by
-the
-block alone: the same bits come out each time.
+the block alone: the same bits come out each time.
 
 Numerics: entries are widened to float64 before anything else is done with them. Products and sums are rounded
 separately (no fused multiply-add), so `combine` is, bit for bit, $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64,

@@ -156,7 +156,7 @@ class Adapters:
 
         Args:
             state: name to tensor.
-            scaling: as [`scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings] takes it.
+            scaling: as [`resolve_scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings] takes it.
             prefix: what messages begin with.
 
         Raises:

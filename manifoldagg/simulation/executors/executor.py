@@ -1,4 +1,4 @@
-"""Workers: an executor that is given, or made and made again where it breaks; processes that go with their parent."""
+"""Executors: one that is given, or made and made again where it breaks; processes that go with their parent."""
 
 import os
 import signal
@@ -122,12 +122,12 @@ class RestartingExecutor:
 
 
 ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor | None
-"""Who trains: an executor, or what makes one; workers, who go on to others after this; `None`: the caller."""
+"""Who trains: an executor, or what makes one; a `RestartingExecutor`, which other runs share; `None`: the caller."""
 
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """Workers that serve run after run: what a function makes is made once, and again only where it breaks."""
+    """An executor that serves run after run: what a function makes is made once, and again only where it breaks."""
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return

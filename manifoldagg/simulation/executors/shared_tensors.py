@@ -20,15 +20,15 @@ from manifoldagg.federated.server.durability.spill import Spill, SpilledTree
 __all__ = ["SharedTensorStore", "StoredTensor", "TensorNotFound", "TensorRef", "deserialize", "serialize"]
 
 MIN_SHARED_BYTES = 2**10
-"""Bytes up to which a tensor is no parcel: a file costs more."""
+"""Bytes up to which a tensor travels by value: a file costs more."""
 SHARED_MEMORY_DIR = "/dev/shm"
 """Where files are memory, on Linux."""
 MAX_CACHED_BYTES = 2**28
-"""Bytes of parcels that came by value, beyond which a process forgets the oldest."""
+"""Bytes of tensors that came by value, beyond which a process forgets the oldest."""
 
 
 class TensorNotFound(Exception):
-    """A process has not got a parcel: it is to be sent by value."""
+    """A process does not have a tensor: it is to be sent by value."""
 
 
 class TensorRef(NamedTuple):
@@ -53,7 +53,8 @@ class TensorRef(NamedTuple):
         """The tensor, in memory of its own, as torch lays it.
 
         Raises:
-            TensorNotFound: if its values lie on another machine, and came neither with this nor with an earlier parcel.
+            TensorNotFound: if its values lie on another machine, and came neither with this nor with an earlier
+                reference.
         """
         data = _RECEIVED_VALUES.get_or_store(self.name, self.data) if self.name else self.data
         made = torch.empty(self.shape, dtype=self.dtype)
@@ -100,7 +101,7 @@ _RECEIVED_VALUES = _ReceivedValues()
 
 
 class StoredTensor:
-    """A tensor on a shelf, for as long as somebody refers to this."""
+    """A tensor in a store, for as long as somebody refers to this."""
 
     def __init__(self, tensor: Tensor, spilled: SpilledTree | None) -> None:
         self.tensor = tensor
@@ -165,12 +166,12 @@ def serialize(
     """Whatever can be pickled as bytes: dense tensors as their values, which no process holds for another.
 
     Args:
-        tree: to pack.
-        store: where tensors are put that are not small; only parcels of them are packed.
+        tree: to serialize.
+        store: where tensors are put that are not small; only references to them are serialized.
         by_value: these bring the values.
 
     Returns:
-        The bytes, and what must lie on the shelf for as long as somebody may unpack them.
+        The bytes, and what must stay in the store for as long as somebody may deserialize them.
 
     Example:
         >>> deserialize(serialize({"m": torch.ones(4)[1:], "count": 3})[0])
@@ -183,10 +184,10 @@ def serialize(
 
 
 def deserialize(data: bytes) -> Tree:
-    """What was packed, in memory of its own; tensors lie as torch lays them.
+    """What was serialized, in memory of its own; tensors lie as torch lays them.
 
     Raises:
-        TensorNotFound: if a parcel in it cannot be opened.
+        TensorNotFound: if a reference in it cannot be loaded.
     """
     return _Unpickler(io.BytesIO(data)).load()
 

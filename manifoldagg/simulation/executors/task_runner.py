@@ -1,4 +1,4 @@
-"""The crew: who trains what clients were asked for, on an executor or here, in the order in which it will be needed."""
+"""The task runner trains what clients were asked for, on an executor or here, in the order in which it is needed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ class _PendingTask:
     def reset(self) -> None:
         """As if it had never been sent."""
         self.client_state: ClientState = None
-        # What lies on the shelf for it goes with it.
+        # What lies in the tensor store for it goes with it.
         self.envelope: TaskEnvelope | None = None
         self.future: Future[TaskResult] | None = None
         self.result: TaskResult | None = None
@@ -66,16 +66,16 @@ class _PendingTask:
 class TaskRunner:
     """Trains what clients were asked for: here, when they answer, or before that on an executor. The bits are the same.
 
-    A client's tasks are done one after the other, each from the memory that the one before it left. As a context it
-    takes back what an executor has not done.
+    A client's tasks are done one after the other, each from the client state that the one before it left. As a context
+    it takes back what an executor has not done.
 
     Args:
         federation: which data, minibatches and seeds.
         trainer: what clients do.
-        executor: an executor; what makes one, which is ended with this; or workers, who go on to others after this.
-            `None`: this thread, when it asks.
+        executor: an executor; what makes one, which is ended with this; or a `RestartingExecutor`, which other runs
+            share. `None`: this thread, when it asks.
         order: tells which tasks will be needed first. Without it: those that were given first.
-        client_states: by client, what another crew's were, to go on from.
+        client_states: by client, those of an interrupted run, to continue from.
 
     Attributes:
         client_states: by client, what its last answer left with it; replaced and never written.
@@ -162,7 +162,8 @@ class TaskRunner:
         return outcome.payload
 
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
-        """Forget tasks that nobody waits for. What their clients do next starts from the memory of the last answer."""
+        """Forget tasks that nobody waits for. What their clients do next starts from the client state of the last
+        answer."""
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:

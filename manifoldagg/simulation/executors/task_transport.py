@@ -1,4 +1,4 @@
-"""Letters: errands on their way to whoever does them, in this process or another, and what comes back."""
+"""Task envelopes: client tasks on their way to an executor, in this process or another, and their results."""
 
 import os
 import threading
@@ -28,11 +28,11 @@ from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 __all__ = ["RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local"]
 
 MAX_CACHED_CONTEXTS = 4
-"""How many terms a process keeps: a federation holds data."""
+"""How many contexts a process keeps: a federation holds data."""
 
 
 class _Environment(NamedTuple):
-    """What else in a process the bits of an errand follow from."""
+    """What else in a process the bits of a task follow from."""
 
     dtype: torch.dtype
     backend: str
@@ -50,7 +50,7 @@ class _Environment(NamedTuple):
 
 
 class _LoadedContext(NamedTuple):
-    """The terms as another process has them."""
+    """The context of a run as another process has it."""
 
     environment: _Environment
     federation: FederatedDataset
@@ -62,7 +62,7 @@ def _backend_name() -> str:
 
 
 class RunContext:
-    """What all errands of a run have in common, sealed once for all of their letters.
+    """What all tasks of a run have in common, serialized once for all of their envelopes.
 
     Args:
         federation: which data, minibatches and seeds.
@@ -85,7 +85,7 @@ class RunContext:
         return ClientTask(self.federation, self.trainer, task_id, message, client_state)
 
     def serialize_context(self) -> StoredTensor:
-        """The terms as they lie on the shelf, as bytes.
+        """The context as it lies in the tensor store, as bytes.
 
         Raises:
             ArgumentError: if they cannot be pickled.
@@ -105,7 +105,7 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """An errand that pickles as references to what it is made of, however large the model.
+    """A task that pickles as references to what it is made of, however large the model.
 
     Args:
         context: of the run.
@@ -146,7 +146,7 @@ class TaskEnvelope:
 
 
 class _ReceivedEnvelope:
-    """A letter in another process. Nothing of it was opened yet: what goes wrong then is answered."""
+    """An envelope in another process. Nothing of it was opened yet: what goes wrong then is answered."""
 
     def __init__(self, context: TensorRef, data: bytes) -> None:
         self._context = context
@@ -165,7 +165,7 @@ class _ReceivedEnvelope:
 
 
 class _ContextCache:
-    """The terms that were made in this process, the latest last."""
+    """The contexts that were made in this process, the latest last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ _CONTEXT_CACHE = _ContextCache()
 
 
 class TaskResult:
-    """What became of a letter: a payload, or what was raised. It pickles as plain bytes.
+    """What became of a task: a payload, or what was raised. It pickles as plain bytes.
 
     Args:
         payload: of the task.
@@ -218,7 +218,7 @@ class TaskResult:
 
     @property
     def has_missing_tensors(self) -> bool:
-        """Whether the letter was not understood, as something of it is not where it was read."""
+        """Whether the envelope was not understood, as something of it is not where it was read."""
         return self.payload is None and self.error is None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -240,18 +240,18 @@ def _rebuild_result(data: bytes, trace: str) -> TaskResult:
 
 
 def execute(envelope: TaskEnvelope | _ReceivedEnvelope) -> TaskResult:
-    """Do what a letter asks for. Nothing is raised: what an executor raises is its own."""
+    """Run the task of an envelope. Nothing is raised: what an executor raises is its own."""
     try:
-        errand = envelope.open_task()
+        task = envelope.open_task()
     except TensorNotFound:
         return TaskResult()
     except Exception as error:
         return TaskResult(error=error, from_training=False)
-    return execute_local(errand)
+    return execute_local(task)
 
 
 def execute_local(task: ClientTask) -> TaskResult:
-    """Do an errand, and keep what its training raises; the gradients are counted where they are computed."""
+    """Run a task, and keep what its training raises; the gradients are counted where they are computed."""
     criterion = GradientCounter()
     try:
         payload = run_task(task, criterion)

@@ -46,7 +46,7 @@ FORMS = {
     "buffered": {"rule": lambda: Gathers(2)},
     "narrow": {"base_dtype": torch.bfloat16},
     "brought": {"retain_base": False},
-    "filed": {"memory_limit": 0},
+    "spilled": {"memory_limit": 0},
 }
 
 
@@ -81,7 +81,7 @@ def interrupted_receives(form, folder, **places):
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interrupted_receive_is_taken_once(form, tmp_path):
     # What differs in the others is a few lines.
-    interrupted_receives(form, tmp_path, skipped=0 if form in ("plain", "averaged", "filed") else 3)
+    interrupted_receives(form, tmp_path, skipped=0 if form in ("plain", "averaged", "spilled") else 3)
 
 
 @pytest.mark.soak

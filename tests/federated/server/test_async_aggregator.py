@@ -1,4 +1,4 @@
-"""Versions: the server's bits in a loop of one's own, whatever clients do."""
+"""AsyncAggregator: the server's bits in a loop of one's own, whatever clients do."""
 
 import copy
 import io
@@ -49,7 +49,7 @@ CLIENTS = ["heavy", "light"]
 WEIGHTS = {"observed": "observed", "uniform": "uniform", "given": {"heavy": 3, "light": 1}}
 events = st.tuples(
     st.sampled_from(CLIENTS),
-    st.sampled_from(["send", "send", "take", "take", "take", "drop", "again", "junk", "resume"]),
+    st.sampled_from(["checkout", "checkout", "submit", "submit", "submit", "cancel", "restart", "junk", "resume"]),
     st.integers(0, 9),
 )
 
@@ -70,7 +70,7 @@ def agree(name, seed, weights, script, manifolds=None):
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     first = net.state_dict()
     space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
-    options = {"weights": WEIGHTS[weights], "buffers": policies(rule)}
+    options = {"weights": WEIGHTS[weights], "buffer_policy": policies(rule)}
     server = Server(space, rule, space.point(first), buffers=space.buffers(first), **options)
     versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
     count = getattr(rule, "vertices", 1 if getattr(rule, "single_point", True) else 2)
@@ -80,19 +80,19 @@ def agree(name, seed, weights, script, manifolds=None):
             saved = through_a_file(versions.state())
             versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
             versions.load(saved)
-        elif what == "send" or not out:
+        elif what == "checkout" or not out:
             ticket = server.dispatch(client)
             # The first task of a client needs no name.
             task = None if (client, None) not in versions.in_flight else i
             base = versions.checkout(client, task)
             assert alike(dict(base), ticket.state_dict())
             out.append((ticket, client, task))
-        elif what == "again":
+        elif what == "restart":
             ticket, client, task = out.pop(place % len(out))
             server.drop(ticket)
             out.append((server.dispatch(client), client, task))
             versions.checkout(client, task, restart=True)
-        elif what == "drop":
+        elif what == "cancel":
             ticket, client, task = out.pop(place % len(out))
             server.drop(ticket)
             versions.cancel(client, task)
@@ -111,7 +111,7 @@ def agree(name, seed, weights, script, manifolds=None):
             del out[place % len(out)]
             samples = 1 + (seed + i) % 9
             points = torch.stack([point for point, _ in pairs])
-            brought = carried if options["buffers"] is POLICIES else {}
+            brought = carried if options["buffer_policy"] is POLICIES else {}
             receipt = server.receive(ticket, Payload(points, samples, buffers=brought)).check()
             numbers = versions.submit(client, models if count > 1 else models[0], samples=samples, task=task)
             told = [(numbers[key], getattr(receipt, key)) for key in ("version", "staleness", "weight")]
@@ -141,8 +141,8 @@ def test_it_agrees_on_a_curved_space(name, seed, weights, script):
 
 
 def test_the_traces_are_answered():
-    script = [("heavy", "send", 0), ("light", "send", 0), ("heavy", "send", 0), ("light", "take", 1)]
-    assert agree("FedBuff", 3, "observed", [*script, ("light", "resume", 0), *script, ("light", "take", 0)] * 3) >= 6
+    script = [("heavy", "checkout", 0), ("light", "checkout", 0), ("heavy", "checkout", 0), ("light", "submit", 1)]
+    assert agree("FedBuff", 3, "observed", [*script, ("light", "resume", 0), *script, ("light", "submit", 0)] * 3) >= 6
 
 
 @pytest.mark.parametrize("name", BEYOND)
@@ -165,7 +165,7 @@ def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
     versions = made(OrthoFL(0.5, protocol=lambda client: "client" if client == "a" else "server"))
     for client in "ab":
         versions.submit(client, {"w": versions.checkout(client)["w"] + 1}, samples=1)
-    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, turn", versions.checkout, "a")
+    unchanged(versions, "rule: OrthoFL sends clients more than models, rate, num_updates", versions.checkout, "a")
     versions.checkout("b")
 
 
@@ -208,7 +208,7 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     base = versions.checkout("a")
     update = {"w": torch.ones(3)}
     unchanged(
-        versions, "client: 'a' has a task already; drop it, send `again`, or name this `task`", versions.checkout, "a"
+        versions, "client: 'a' has a task already; cancel it, pass `restart=True`, or name this `task`", versions.checkout, "a"
     )
     unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.submit, "b", update, samples=1)
     unchanged(versions, "client: 'a' has no task 3", versions.submit, "a", update, samples=1, task=3)
@@ -343,12 +343,12 @@ def test_a_state_of_something_else_is_refused():
         ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
         ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
         ({"models": {}}, "state: expected what"),
-        ({"tasks": [("a", None, 5, False)]}, "state: tasks: "),
-        ({"tasks": [("a", None, 0)]}, "state: expected what"),
-        ({"tasks": [("a", None, 0, 3)]}, "state: tasks: "),
-        ({"tasks": [("a", None, 0, False)] * 2}, "state: tasks: "),
-        ({"tasks": [("b", None, 0, False)]}, "state: tasks: "),
-        ({"tasks": [("a", [1], 0, False)]}, "task: expected a hashable"),
+        ({"in_flight": [("a", None, 5, False)]}, "state: in_flight: "),
+        ({"in_flight": [("a", None, 0)]}, "state: expected what"),
+        ({"in_flight": [("a", None, 0, 3)]}, "state: in_flight: "),
+        ({"in_flight": [("a", None, 0, False)] * 2}, "state: in_flight: "),
+        ({"in_flight": [("b", None, 0, False)]}, "state: in_flight: "),
+        ({"in_flight": [("a", [1], 0, False)]}, "task: expected a hashable"),
         ({"state": 17}, "state: state: expected one of FedAsync"),
         ({"state": torch.zeros(99)}, "state: state: expected one of FedAsync"),
         ({"state": {}}, "state: state: expected one of FedAsync"),
@@ -356,8 +356,8 @@ def test_a_state_of_something_else_is_refused():
         ({"weights": 3}, "weights: state: expected"),
     ]:
         unchanged(versions, words, versions.load, saved | change)
-    unchanged(versions, "state: expected what Versions.state", versions.load, {})
-    unchanged(versions, "state: expected what Versions.state", versions.load, 3)
+    unchanged(versions, "state: expected what AsyncAggregator.state", versions.load, {})
+    unchanged(versions, "state: expected what AsyncAggregator.state", versions.load, 3)
 
 
 @pytest.mark.usefixtures("as_shipped")

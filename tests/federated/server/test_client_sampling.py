@@ -34,10 +34,10 @@ def test_what_does_not_fit_is_refused_by_name():
     clients = [0, 1, 2, 3]
     generator = np.random.default_rng(0)
     for call, words in (
-        (lambda: sampler_for(rules.FedAsync(), clients, 0, generator), "tasks: expected"),
+        (lambda: sampler_for(rules.FedAsync(), clients, 0, generator), "concurrency: expected"),
         (
             lambda: sampler_for(rules.FedAvg(2), clients, 3, generator),
-            "tasks: expected None, as FedAvg waits for a cohort of 2",
+            "concurrency: expected None, as FedAvg waits for a cohort of 2",
         ),
         (
             lambda: sampler_for(rules.GeneralizedAsyncSGD([0.5, 0.5, 0.0]), clients, None, generator),

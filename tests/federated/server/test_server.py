@@ -190,11 +190,11 @@ def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
     late, quick = s.dispatch("a"), s.dispatch("b")
     taken = []
 
-    def slow(form, brought, *, based):
+    def slow(schema, made, *, requires_base):
         if not taken:
             taken.append(None)
             taken[0] = s.receive(quick.id, payload()).accepted
-        return validate_payload(form, brought, requires_base=based)
+        return validate_payload(schema, made, requires_base=requires_base)
 
     monkeypatch.setattr("manifoldagg.federated.server.server.validate_payload", slow)
     assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
@@ -368,7 +368,7 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
         raise KeyboardInterrupt
 
     before = fingerprint(s)
-    for place in ("row", "Taken", "step"):
+    for place in ("history_row", "AppliedUpdate", "step"):
         with monkeypatch.context() as patch:
             patch.setattr(server_module, place, interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -44,7 +44,7 @@ def moved(model, seed):
 
 def as_payload(space, states, asked, samples, start):
     """What a client that starts from the rounded model returns, as one that starts from the model itself would."""
-    rounded = space.state_dict(start) | {name: states[-1][name] for name in space.carried(states[-1])}
+    rounded = space.state_dict(start) | {name: states[-1][name] for name in space.buffers(states[-1])}
     lost = start - space.point(rounded)
     points = torch.stack([space.point(state) + lost for state in states])
     return Payload(points, samples, buffers={name: states[-1][name] for name in asked})

@@ -56,7 +56,7 @@ RULES = {"*running_*": "average", "*tracked": "latest"}
 
 
 def server(**options):
-    given = {"weights": "observed", "carried": BUFFERS, "buffers": RULES, "max_staleness": 2}
+    given = {"weights": "observed", "buffers": BUFFERS, "buffer_policy": RULES, "max_staleness": 2}
     return Server(SPACE, Demanding(), SPACE.point(NET).detach(), **{**given, **options})
 
 

@@ -22,7 +22,7 @@ from tests.support import draw, seeds
 
 EPS = 2.0**-52
 DEVICE = backend._device()
-BLOCK = 128
+BLOCK_SIZE = 128
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # One, primes, and what lies around the ends of vectors (16), tiles (32, 64, 128, 256 entries) and blocks.
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 64, 67, 127, 128, 129, 257])
@@ -36,7 +36,7 @@ def small(monkeypatch):
     monkeypatch.setattr(backend, "LANES", 32)
 
 
-def cut(lengths, block=BLOCK):
+def cut(lengths, block=BLOCK_SIZE):
     """Blocks of segments with these lengths; not the cached ones, which are as long as shipped."""
     edges = np.cumsum([0, *lengths]).tolist()
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,9 @@ def federation(model=None):
 
 def task(of, trainer=None, task_id=(0, 0), client_state=None):
     server = Server.of(of.model(), FedAsync())
-    return ClientTask(of, trainer or clients.Local(epochs=2), TaskId(*task_id), server.dispatch(0).message, client_state)
+    return ClientTask(
+        of, trainer or clients.Local(epochs=2), TaskId(*task_id), server.dispatch(0).message, client_state
+    )
 
 
 def same(a, b):

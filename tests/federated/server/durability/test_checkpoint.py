@@ -335,11 +335,11 @@ def test_another_backend_warns(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "updates, seconds: expected at least one"),
-        ({"updates": 0}, "updates: expected an integer >= 1"),
-        ({"seconds": 0.0}, "seconds: expected a finite number > 0"),
-        ({"updates": 1, "keep": 0}, "keep: expected an integer >= 1"),
-        ({"updates": 1, "path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
+        ({}, "every_updates, every_seconds: expected at least one"),
+        ({"every_updates": 0}, "every_updates: expected an integer >= 1"),
+        ({"every_seconds": 0.0}, "every_seconds: expected a finite number > 0"),
+        ({"every_updates": 1, "keep": 0}, "keep: expected an integer >= 1"),
+        ({"every_updates": 1, "path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
     ],
 )
 def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
@@ -348,7 +348,7 @@ def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
 
 
 def test_a_server_takes_every_and_nothing_else(tmp_path, as_shipped):
-    with pytest.raises(ArgumentError, match="checkpoint: expected Every, got '"):
+    with pytest.raises(ArgumentError, match="checkpoint: expected CheckpointPolicy, got '"):
         fresh(checkpoint=str(tmp_path / FILE))
 
 
@@ -640,12 +640,12 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
     tickets = [server.dispatch("a") for _ in range(3)]
     server.receive(tickets[0], Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
-    admit = server_module.validate_payload
+    validate = server_module.validate_payload
 
     def closes(*given, **named):
-        admitted = admit(*given, **named)
+        payload = validate(*given, **named)
         server.close()
-        return admitted
+        return payload
 
     seconds[0] = 2.0
     monkeypatch.setattr(server_module, "validate_payload", closes)

@@ -739,14 +739,14 @@ class Slow:
         self.begun = threading.Event()
         self.go_on = threading.Event()
         self.moment = moment
-        self._install = tensor_file._atomic_write
+        self._atomic_write = tensor_file._atomic_write
         monkeypatch.setattr(tensor_file, "_atomic_write", self)
 
     def __call__(self, place, parts, keep):
         if place.name == FILE and not self.begun.is_set():
             self.begun.set()
             self.go_on.wait(self.moment)
-        self._install(place, parts, keep)
+        self._atomic_write(place, parts, keep)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -867,7 +867,7 @@ def test_a_flood_of_refusals_writes_nothing(tmp_path):
     ("given", "told"),
     [
         ({"fsync": "never"}, "fsync: expected"),
-        ({"every": 0}, "every: expected an integer >= 1"),
+        ({"fsync_every": 0}, "fsync_every: expected an integer >= 1"),
         ({"path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
     ],
 )

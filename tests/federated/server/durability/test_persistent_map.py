@@ -15,15 +15,15 @@ from manifoldagg.federated.server.durability.persistent_map import AtomicReferen
 KEYS = st.integers(0, 9)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "without", "latest"]), KEYS)))
+@given(st.lists(st.tuples(st.sampled_from(["set", "remove", "tail"]), KEYS)))
 def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
     mine, theirs, past = PersistentOrderedMap(), {}, []
     for turn, (step, key) in enumerate(steps):
         past.append((mine, dict(theirs)))
-        if step == "put":
+        if step == "set":
             mine = mine.set(key, turn)
             theirs[key] = turn
-        elif step == "latest":
+        elif step == "tail":
             mine = mine.tail(key)
             theirs = dict([*theirs.items()][max(len(theirs) - key, 0) :])
         elif key in theirs:
@@ -33,11 +33,11 @@ def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
         assert [*ordered.items()] == [*plain.items()]
         assert len(ordered) == len(plain)
         if plain:
-            assert ordered.oldest == next(iter(plain))
+            assert ordered.first_key == next(iter(plain))
 
 
 def test_what_is_missing_is_a_key_error():
-    for ask in (lambda m: m["a"], lambda m: m.without("a"), lambda m: m.oldest):
+    for ask in (lambda m: m["a"], lambda m: m.remove("a"), lambda m: m.first_key):
         with pytest.raises(KeyError):
             ask(PersistentOrderedMap())
 

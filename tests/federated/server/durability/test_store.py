@@ -141,9 +141,9 @@ def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
 )
 def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, limit):
     plain, tight, open_ = server(AsyncMemory(0.5)), server(AsyncMemory(0.5), memory_limit=limit), {}
-    for i, (client, answers, keep) in enumerate(script):
+    for i, (client, answers, retain_base) in enumerate(script):
         if client not in open_:
-            open_[client] = [s.dispatch(client, retain_base=retain_base) for s in (plain, tight)], keep
+            open_[client] = [s.dispatch(client, retain_base=retain_base) for s in (plain, tight)], retain_base
             continue
         tickets, kept = open_.pop(client)
         assert bits(tickets[0].message) == bits(tickets[1].message)
