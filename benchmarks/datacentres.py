@@ -127,9 +127,9 @@ CANDIDATES: Mapping[str, Candidate] = {
 """By name; each has as many trials, and where there is no momentum all of them are rates."""
 
 
-def by_speaker(labels: Any, clients: int, generator: np.random.Generator, *, owners: np.ndarray) -> list[np.ndarray]:
+def by_speaker(labels: Any, clients: int, generator: np.random.Generator, *, user_ids: np.ndarray) -> list[np.ndarray]:
     """Whole speakers, in a random order, each to whoever has least so far."""
-    speakers, owner, sizes = np.unique(owners, return_inverse=True, return_counts=True)
+    speakers, owner, sizes = np.unique(user_ids, return_inverse=True, return_counts=True)
     held = np.zeros(clients)
     worker = np.zeros(len(speakers), np.int64)
     for speaker in generator.permutation(len(speakers)):

@@ -191,9 +191,9 @@ class Twin:
 def known(server: Server) -> bytes:
     """All that a server knows, but for what nobody else could: ids, refusals, and where it keeps it."""
     tree: dict[str, Any] = dict(server.snapshot().tree())
-    for name in ("options", "clock", "time", "answered", "refused", "journal"):
+    for name in ("options", "clock", "time", "closed_tickets", "rejected", "journal"):
         del tree[name]
-    tree["kept"] = sorted(tree["kept"], key=lambda pair: repr(pair[0]))
+    tree["stored_trees"] = sorted(tree["stored_trees"], key=lambda pair: repr(pair[0]))
     tree["tickets"] = sorted(repr(ticket[1:3]) for ticket in tree["tickets"])
     tree["history"] = server.history
     return bytes(dumps("known", tree))

@@ -232,7 +232,7 @@ METHODS = {
     "fit": Method(curved(pull_back="none"), fit),
     "path, 10 pieces": Method(curved(pull_back="none", polygon=True), pieces),
     "path, while it agrees": Method(curved(pull_back="conflict_free_prefix", polygon=True), pieces),
-    "fit, bend auto": Method(curved(pull_back="none", curve_weight="auto"), fit),
+    "fit, curve_weight auto": Method(curved(pull_back="none", curve_weight="auto"), fit),
     "chord, path read": Method(lambda rate: AsyncKrylov(rate, granularity="model"), pieces),
 }
 LOCAL_RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4)
@@ -354,7 +354,7 @@ BEST: dict[float, dict[str, tuple[float, float]]] = {
         "fit": (0.0125, 1.0),
         "path, 10 pieces": (0.05, 0.25),
         "path, while it agrees": (0.05, 0.5),
-        "fit, bend auto": (0.0125, 1.0),
+        "fit, curve_weight auto": (0.0125, 1.0),
         "chord, path read": (0.025, 1.0),
     },
 }

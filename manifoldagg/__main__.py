@@ -1,4 +1,4 @@
-"""What `python -m manifoldagg` and the script `manifoldagg` start: Ctrl-C is heard before anything else is loaded."""
+"""The entry point of `python -m manifoldagg` and of the script: SIGINT is handled before other imports."""
 
 import os
 

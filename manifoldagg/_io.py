@@ -1,4 +1,4 @@
-"""What leaves the library: files that are written whole or not at all, and figures that pyplot does not know."""
+"""Output files, which are written atomically, and figures without pyplot's global state."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ __all__ = ["atomic_write", "check_matplotlib", "new_figure"]
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, to make a file or a folder of; it takes its place once the block ends without an error.
+    """Yield a temporary path next to `path`, which replaces `path` if the block ends without an error.
 
     Whoever reads `path` sees what was there before or all that is new, after a crash as well; of a block that fails
     nothing stays.
@@ -47,7 +47,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def check_matplotlib() -> None:
-    """Fail early where matplotlib is missing.
+    """Raise early if matplotlib is missing.
 
     Raises:
         ArgumentError: saying what to install.
@@ -55,11 +55,11 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise ArgumentError("plots: pictures need matplotlib: pip install 'manifoldagg[plots]'") from None
+        raise ArgumentError("plots: plots require matplotlib: pip install 'manifoldagg[plots]'") from None
 
 
 def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
-    """A figure of matplotlib that needs no display and stands outside of pyplot's global state; inches.
+    """Create a matplotlib figure, in inches, without a display and outside of pyplot's global state.
 
     Raises:
         ArgumentError: if matplotlib is missing.

@@ -1,4 +1,4 @@
-"""Ctrl-C at a command: it leaves at once where nothing is under way, and unwinds where there is something to undo."""
+"""Signal handling of the commands: immediate exit while idle, and unwinding while there is work to undo."""
 
 import os
 import signal
@@ -17,29 +17,29 @@ FINALISER_DELAY = 0.01
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C in a block that unwinds. (A plain one that passes through an `exec` makes Python end by the signal.)"""
+    """SIGINT in an unwinding block. (A plain KeyboardInterrupt through an `exec` makes Python end by the signal.)"""
 
 
 def exit_immediately(*_: object) -> NoReturn:
-    """Say so and end the process, wherever it is: in the middle of an import too, where an exception would get lost."""
+    """Print a message and end the process at once, also during an import that would swallow an exception."""
     os.write(2, b"interrupted\n")
     os._exit(SIGINT_EXIT_CODE)
 
 
 def exit_on_sigint() -> None:
-    """From now on Ctrl-C leaves; a process that was started to ignore it, in the background, goes on doing so."""
+    """Make SIGINT end the process; a process that was started to ignore SIGINT continues to ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_immediately)
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise where the process is; not within a finaliser, where it would get lost, but soon after."""
+    """Raise `Interrupt`; within a finaliser, which would swallow it, raise it soon after."""
     if not _postpone_in_finaliser(number, frame):
         raise Interrupt
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """End the process where it is, likewise."""
+    """End the process at once; within a finaliser, end it soon after."""
     if not _postpone_in_finaliser(number, frame):
         sys.exit(128 + number)
 
@@ -57,7 +57,7 @@ def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
 
 @contextmanager
 def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
-    """In this block Ctrl-C is a `KeyboardInterrupt`, and a polite kill unwinds too: neither leaves half a file.
+    """Raise `KeyboardInterrupt` on SIGINT and unwind on SIGTERM in this block, without partially written files.
 
     Once all is undone, `message`, or what it says then, goes to stderr, and the process ends as one does that was
     interrupted.

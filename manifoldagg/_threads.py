@@ -1,4 +1,4 @@
-"""When torch shares the work on a tensor among its threads."""
+"""The choice between torch's threads and NumPy for one tensor."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ MIN_PARALLEL_SIZE = 2**22
 
 
 def prefers_numpy(tensor: Tensor) -> bool:
-    """Whether torch would share the work on a tensor among threads although one, with NumPy, is as good.
+    """Return whether torch would use several threads for a tensor although one, with NumPy, is as fast.
 
     On a machine with other things to do its pool keeps the caller waiting, for ten milliseconds rather than for 20 µs.
     """

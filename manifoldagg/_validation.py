@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
-    """A value in one line of a message: as `repr` has it, cut where it is long, in words where it cannot be printed.
+    """Represent a value in one line of a message, truncated if it is long, safe if `repr` fails.
 
     Example:
         >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
@@ -59,7 +59,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def one_line(text: str, max_length: int = MAX_REPR_LENGTH) -> str:
-    """A text of no more than `max_length` characters, all of which can be printed."""
+    """Return a printable text of at most `max_length` characters."""
     if not text.isprintable():
         text = repr(text[:max_length])[1:-1]
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
@@ -73,10 +73,10 @@ def check_number(
     above: float = -math.inf,
     at_most: float = math.inf,
 ) -> float:
-    """`value` as a finite float in the stated range.
+    """Return `value` as a finite float in the stated range.
 
     Raises:
-        ArgumentError: if `value` is no number, is NaN or infinite, or lies outside the range.
+        ArgumentError: if `value` is not a number, is NaN or infinite, or lies outside the range.
 
     Example:
         >>> check_number("rate", 0.5, above=0)
@@ -102,10 +102,10 @@ def check_number(
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
-    """`value` as a float in [0, 1): the share that a moving average keeps.
+    """Return `value` as a float in [0, 1), the decay of a moving average.
 
     Raises:
-        ArgumentError: if `value` is no number, or outside.
+        ArgumentError: if `value` is not a number, or outside.
 
     Example:
         >>> check_decay("beta", 0.9)
@@ -117,10 +117,10 @@ def check_decay(name: str, value: SupportsFloat) -> float:
 
 
 def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
-    """`value` as an int that is at least `at_least`.
+    """Return `value` as an int that is at least `at_least`.
 
     Raises:
-        ArgumentError: if `value` is no integer or too small.
+        ArgumentError: if `value` is not an integer or too small.
 
     Example:
         >>> check_count("clients", 30)
@@ -138,7 +138,7 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
 
 
 def check_choice(name: str, value: T, choices: Collection[T]) -> T:
-    """`value`, which must be one of `choices`.
+    """Return `value`, which must be one of `choices`.
 
     Raises:
         ArgumentError: naming the choices, and the one that was perhaps meant.
@@ -158,7 +158,7 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
 
 
 def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T:
-    """`value`, which must be an instance of `kind`.
+    """Return `value`, which must be an instance of `kind`.
 
     Args:
         name: of the argument.
@@ -183,7 +183,7 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
 
 
 def closest_match(word: object, choices: Collection[object]) -> str | None:
-    """The one of `choices` that is written most like `word`; `None` where none is.
+    """Return the element of `choices` with the spelling closest to `word`, or `None`.
 
     Example:
         >>> closest_match("fedasink", ("fedgs", "fedasync"))
@@ -197,10 +197,10 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
-    """A float64 copy of `values`: a non-empty vector of finite numbers in the stated range.
+    """Return a float64 copy of `values`: a non-empty vector of finite numbers in the stated range.
 
     Raises:
-        ArgumentError: if `values` are no numbers or no vector, or naming the first entry that does not fit.
+        ArgumentError: if `values` are not numbers or no vector, or naming the first entry that does not fit.
 
     Example:
         >>> check_vector("rates", [1, 2.5]).tolist()
@@ -221,10 +221,10 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
-    """`tensor`, whose shape must be `shape`, after any batch dimensions with `batch`; `None` is any length.
+    """Return `tensor`, whose shape must be `shape`, after any batch dimensions with `batch`; `None` is any length.
 
     Raises:
-        ArgumentError: if `tensor` is no floating tensor or its shape differs.
+        ArgumentError: if `tensor` is not a floating tensor or its shape differs.
     """
     # By its type: what an object says of its class may be untrue.
     real = issubclass(type(tensor), Tensor)
@@ -249,7 +249,7 @@ def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, all of whose entries must be finite: one pass, two where they are not, no temporary of its size.
+    """Return `tensor`, all of whose entries must be finite, in one or two passes without a temporary of its size.
 
     Raises:
         ArgumentError: naming the tensor and the first position.
@@ -277,7 +277,7 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Whether every entry is finite (an empty tensor is)."""
+    """Return whether every entry is finite (an empty tensor is)."""
     for tensor in tensors:
         # The least and the largest are NaN where any entry is, and infinite where one is.
         if prefers_numpy(tensor):

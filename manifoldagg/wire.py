@@ -1,13 +1,13 @@
-"""The wire: what servers and clients send each other, as bytes, and back.
+"""Serialization of messages, payloads, tickets and receipts to bytes.
 
-The bytes are those of a safetensors file. Its entries are the tensors, under the names of the model where a `spec`
-tells them (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`); its metadata are JSON: the version of this
-format, what kind of value it is, its ticket, a digest of the model's layout, and all that is no tensor. Nothing in it
-is ever executed. Whatever other bytes come, `unpack` raises a [`WireError`][manifoldagg.errors.WireError]: all sizes
-agree before a tensor is made, and what comes of bytes is at most `MAX_COMPRESSION_RATIO` times as large.
+The bytes are a safetensors file. Its entries are the tensors, under the parameter names of a given `spec`
+(`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). Its metadata are JSON: the version of this format,
+the kind of the value, its ticket, a digest of the model's layout, and all values that are not tensors. Nothing in it is
+executed. For invalid bytes `unpack` raises a [`WireError`][manifoldagg.errors.WireError]. It checks all sizes before it
+allocates a tensor, and tensors are at most `MAX_COMPRESSION_RATIO` times as large as their bytes.
 
-A NaN that is no entry of a tensor, as in `numbers`, in `client_state` or in a receipt, is one NaN: its sign and further
-bits do not travel.
+A NaN outside of tensors, as in `numbers`, in `client_state` or in a receipt, is serialized as one NaN, without its sign
+and payload bits.
 """
 
 import json
@@ -72,26 +72,26 @@ def pack(
     compress: bool = False,
     error: float = 0.0,
 ) -> bytes:
-    r"""The bytes of a value.
+    r"""Serialize a value to bytes.
 
-    Every field travels bit for bit, in its own dtype; `space` of a ticket does not. Among plain numbers there is one
-    NaN. Names are those of the model where `spec` is given; a ticket brings its own.
+    Every field is serialized bit for bit, in its own dtype, except `space` of a ticket. Plain NaNs become one NaN. With
+    `spec`, entries have the names of the model; a ticket uses those of its own space.
 
     Args:
-        value: to send.
-        spec: what `spec()` of the server returns, or its space.
-        ticket: which the value answers; see [`ticket_of`][manifoldagg.wire.ticket_of].
+        value: the value to send.
+        spec: the result of the server's `spec()`, or its space.
+        ticket: the ticket of the value; see [`ticket_of`][manifoldagg.wire.ticket_of].
         compress: without loss, by zstandard (`pip install 'manifoldagg[wire]'`), the bytes of numbers sorted by their
             weight.
-        error: how far each number of `points` and `tensors` of a payload may move, $|\hat x_i - x_i| \le$ `error`: they
-            go to the nearest multiple of the largest power of two that keeps to this, and are compressed. What is not
-            finite stays as it is, and so do leaves of `points` that `spec` tells to be curved; `tensors` have none. All
-            else travels without loss.
+        error: the absolute rounding error of each number of `points` and `tensors` of a payload,
+            $|\hat x_i - x_i| \le$ `error`. They are rounded to multiples of the largest power of two that satisfies
+            this, and compressed. Non-finite numbers are not rounded, nor are the leaves of `points` that are curved in
+            `spec`. All other values are lossless.
 
     Raises:
-        ArgumentError: naming the argument that does not fit. A message is not rounded: its client would start elsewhere
-            than the server has it.
-        WireError: naming what of the value cannot travel.
+        ArgumentError: naming the argument that does not fit. A message is never rounded, because the client would start
+            from another model than the server's base.
+        WireError: naming a value that cannot be serialized.
 
     Cost: one pass over the tensors, which reads them and writes the bytes; with `compress`, more.
 
@@ -143,7 +143,7 @@ def pack(
 
 
 def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) -> Any:
-    """The value that was packed: a message, a payload, a receipt or a ticket, its tensors on the CPU.
+    """Deserialize a value: a message, a payload, a receipt or a ticket, with its tensors on the CPU.
 
     Args:
         data: whatever came.
@@ -161,7 +161,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
         >>> unpack(b"of my own making")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.WireError: wire: expected what `pack` returns: its header is longer than all of it
+        manifoldagg.errors.WireError: wire: expected what `pack` returns: its header is longer than the data
     """
     space = None if spec is None else _as_space(spec)
     view = _as_byte_view(data)
@@ -169,7 +169,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
         reader = _TensorReader(view, space)
         content = decode(reader.json_value("value"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
-            raise ValueError("it has entries that nothing names")
+            raise ValueError("it has unreferenced entries")
         return _from_fields(reader.kind, content, space)
     except WireError:
         raise
@@ -178,7 +178,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
-    """The id of the ticket that bytes were packed with, `None` where there is none; nothing but the header is read.
+    """Return the ticket id in packed bytes, or `None` without one; only the header is read.
 
     Raises:
         WireError: if the header is none.
@@ -198,7 +198,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
 
 @dataclass(frozen=True)
 class _EncodedTensor:
-    """An entry: what the header says, its bytes, and what they are where they are not simply the numbers."""
+    """A serialized tensor: its header fields, its bytes, and their encoding if it is not the identity."""
 
     name: str
     dtype: torch.dtype
@@ -208,7 +208,7 @@ class _EncodedTensor:
 
 
 class _TensorWriter:
-    """Finds names for the tensors of a value, and those of the model for its leaves."""
+    """Writer that assigns names to the tensors of a value, and parameter names to their leaves."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout
@@ -217,7 +217,7 @@ class _TensorWriter:
         self.has_leaf_names = False
 
     def add_tensor(self, tensor: Tensor, path: tuple[str | int, ...]) -> Any:
-        """What stands for a tensor in the text."""
+        """Return the reference to a tensor in the metadata."""
         field = str(path[0])
         _check_stored("/".join(map(str, path)), tensor)
         if self._layout is None or field not in SPLIT_FIELDS:
@@ -247,12 +247,12 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reads a header, all of which is checked before anything is made of it, and tensors where it says."""
+    """Reader that validates the whole header before it reads any tensor."""
 
     def __init__(self, view: memoryview, space: ParameterSpace | None = None) -> None:
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 or length > len(view) - 8:
-            raise ValueError("its header is longer than all of it")
+            raise ValueError("its header is longer than the data")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")
         head = bytes(view[8 : 8 + length])
@@ -269,26 +269,26 @@ class _TensorReader:
         self.unread_entries = {name: _HeaderEntry(line) for name, line in lines.items()}
         follow = offsets(lines)
         if (follow[-1][1] if follow else 0) != len(self._body):
-            raise ValueError("its entries are not all that follows the header")
+            raise ValueError("its entries do not cover the data after the header")
         coded = self.json_value("coded") if "coded" in self.metadata else {}
         for name, code in coded.items():
             self.unread_entries[name].apply_encoding(code)
         self.leaves: list[str] = self.json_value("leaves") if "leaves" in self.metadata else []
         if type(self.leaves) is not list or len(set(self.leaves)) < len(self.leaves):
-            raise ValueError("leaves that are none")
+            raise ValueError("invalid leaves")
         self._layout = space.layout if space else None
         if space:
             _check_layout(self.metadata.get("layout"), self.leaves, space)
 
     def json_value(self, name: str) -> Any:
-        """What the metadata have under a name, as JSON."""
+        """Return the metadata of a name, parsed as JSON."""
         found = self.metadata[name]
         # Here as well: in the header they may be written as escapes.
         _check_values(found, ValueError)
         return _parse_json(found)
 
     def read_tensor(self, reference: Any) -> Tensor:
-        """The tensor that a text names, or the points whose leaves have names."""
+        """Return a referenced tensor, or points whose leaves are referenced."""
         if isinstance(reference, str):
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
@@ -297,17 +297,17 @@ class _TensorReader:
         count = sizes[0] if field == "points" else 1
         # Without names of leaves any count of points would have its entries.
         if field not in SPLIT_FIELDS or not self.leaves or count * len(self.leaves) > len(self.unread_entries):
-            raise ValueError("points of which there are no entries")
+            raise ValueError("points without entries")
         before = [f"points/{i}" for i in range(count)] if field == "points" else [field]
         rows = [self.unread_entries.pop(f"{row}/{leaf}") for row in before for leaf in self.leaves]
         if self._layout and [entry.shape for entry in rows] != count * [leaf.shape for leaf in self._layout.leaves]:
             raise WireError("wire: layout: expected the shapes of the tensors as in `spec`")
         if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != sum(entry.size for entry in rows):
-            raise ValueError("points that are not what their entries hold")
+            raise ValueError("points that do not match their entries")
         return self._assemble(rows, sizes)
 
     def _assemble(self, rows: list["_HeaderEntry"], shape: tuple[int, ...]) -> Tensor:
-        """A tensor of these entries, one after another."""
+        """Assemble a tensor from these entries."""
         raw = in_huge_pages(torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
@@ -319,12 +319,12 @@ class _TensorReader:
                 place[start : start + entry.nbytes] = came
             start += entry.nbytes
         if rows[0].dtype is torch.bool and place.max(initial=0) > 1:
-            raise ValueError("a truth value that is neither")
+            raise ValueError("an invalid boolean")
         return raw.view(rows[0].dtype).reshape(shape)
 
 
 class _HeaderEntry:
-    """A line of the header."""
+    """An entry of the header."""
 
     def __init__(self, line: Mapping[str, Any]) -> None:
         if set(line) != {"dtype", "shape", "data_offsets"}:
@@ -333,34 +333,32 @@ class _HeaderEntry:
         self.shape = _parse_shape(line["shape"])
         self.begin, self.end = line["data_offsets"]
         if type(self.begin) is not int or type(self.end) is not int or not 0 <= self.begin <= self.end:
-            raise ValueError("an entry that ends before it begins")
+            raise ValueError("an entry with a negative length")
         self.compressed = False
         self._check_length(self.end - self.begin)
 
     @property
     def size(self) -> int:
-        """How many numbers."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take in memory."""
+        """The number of bytes in memory."""
         return self.size * self.dtype.itemsize
 
     def apply_encoding(self, encoding: Any) -> None:
-        """Take the bytes for numbers of another dtype, perhaps compressed."""
+        """Interpret the bytes as numbers of another dtype, optionally compressed."""
         name, shape, self.compressed = encoding
         if self.dtype is not torch.uint8 or type(self.compressed) is not bool:
-            raise ValueError("a code that is none")
+            raise ValueError("an invalid encoding")
         self.dtype = parse_dtype(name)
         self.shape = _parse_shape(shape)
         length = self.end - self.begin
         if not self.compressed:
             self._check_length(length)
         elif self.nbytes > MAX_COMPRESSION_RATIO * length:
-            raise WireError(
-                f"wire: expected tensors at most {MAX_COMPRESSION_RATIO} times as large as what came of them"
-            )
+            raise WireError(f"wire: expected tensors at most {MAX_COMPRESSION_RATIO} times as large as their bytes")
 
     def _check_length(self, length: int) -> None:
         if self.nbytes != length:
@@ -373,7 +371,7 @@ DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 def _encode_tensor(
     name: str, leaf: str | None, tensor: Tensor, compress: bool, error: float, curved: set[str]
 ) -> _EncodedTensor:
-    """An entry of the bytes, rounded and compressed where that is asked for."""
+    """Serialize an entry, rounded and compressed if requested."""
     shape = list(tensor.shape)
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
         tensor = _round_to_grid(tensor.detach(), error)
@@ -389,7 +387,7 @@ def _encode_tensor(
 
 
 def _round_to_grid(x: Tensor, error: float) -> Tensor:
-    """The nearest multiples of a power of two: exact in floating numbers, so that the bound is kept to the last bit."""
+    """Round to multiples of a power of two: exact in floating point, so that the bound holds to the last bit."""
     if not x.is_floating_point() or x.itemsize == 1:
         return x
     step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
@@ -399,14 +397,14 @@ def _round_to_grid(x: Tensor, error: float) -> Tensor:
 
 
 def _compress(data: memoryview, width: int) -> bytes:
-    """The bytes by their place in a number, compressed; filled up where that takes less than a share of them."""
+    """Compress the bytes by their position in a number, padded if that saves a minimum share of them."""
     planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
     made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
     return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
 
 
 def _decompress(data: np.ndarray, out: np.ndarray, width: int) -> None:
-    """Undo `_compress`, piece by piece: as many bytes as were said come of it, before they are made."""
+    """Undo `_compress` in pieces, after checking the announced number of bytes."""
     zstandard = _import_zstandard(_wire_error)
     if zstandard.frame_content_size(data.data) != len(out):
         raise ValueError("a compressed entry of another size")
@@ -431,7 +429,7 @@ def _import_zstandard(error: Callable[[str], Exception]) -> Any:
 
 
 def _to_fields(value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
-    """The fields by name, as plain values; those of a ticket's message are its own."""
+    """Return the fields by name, as plain values; a ticket includes the fields of its message."""
     if isinstance(value, Ticket):
         own = {"id": value.id, "start_version": _to_builtin(value.version)}
         return _check_packed_fields(own, TICKET_FIELDS) | _to_fields(value.message)
@@ -449,7 +447,7 @@ def _check_packed_fields(content: dict[str, Any], expected: Mapping[str, Callabl
 
 
 def _to_builtin(value: Any) -> Any:
-    """Numbers of NumPy as those of Python, sequences and mappings as plain ones."""
+    """Convert NumPy numbers, sequences and mappings to plain Python values."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -458,7 +456,7 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
-    """The value with these fields, each of which must be of its type."""
+    """Return the value with these fields, each of which must be of its type."""
     if kind == "ticket":
         own = _check_fields({name: content.pop(name) for name in TICKET_FIELDS}, TICKET_FIELDS)
         return Ticket(own["id"], own["start_version"], _from_fields("message", content, space), space)
@@ -533,7 +531,7 @@ TICKET_FIELDS = {"id": _has_type(str), "start_version": _has_type(int)}
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
-    """The layout must be that of the other side, as far as it is told."""
+    """Check that the layout equals the other side's, as far as it is stated."""
     names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
         raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")
@@ -563,7 +561,7 @@ def _as_byte_view(data: Any) -> memoryview:
 
 
 def _check_size(head: bytes, error: Callable[[str], Exception]) -> None:
-    """A header that can be read without much memory."""
+    """Check that a header can be parsed with little memory."""
     if len(head) > MAX_HEADER_BYTES:
         raise error(f"a header of more than {MAX_HEADER_BYTES} bytes")
     _check_values(head.decode("latin-1"), error)
@@ -588,12 +586,12 @@ def _parse_json(text: str) -> Any:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name that is there twice")
+        raise ValueError("a duplicate name")
     return found
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _parse_shape(shape: Any) -> tuple[int, ...]:
@@ -602,7 +600,7 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
         or len(shape) > MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
     ):
-        raise ValueError("a shape that is none")
+        raise ValueError("an invalid shape")
     return tuple(shape)
 
 
@@ -611,6 +609,6 @@ def _shape_tuple(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _error_summary(error: Exception) -> str:
-    """What went wrong in one line: what came may be long."""
+    """Return a one-line summary of an error of limited length."""
     text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
     return repr(text[:200])[1:-1]

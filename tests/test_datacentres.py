@@ -34,7 +34,7 @@ def play(tmp_path):
 
 def test_speakers_are_whole_and_workers_have_about_as_much(datacentres):
     owners = np.repeat(np.arange(30), np.arange(30) % 7 + 1)
-    parts = datacentres.by_speaker(owners, 4, np.random.default_rng(0), owners=owners)
+    parts = datacentres.by_speaker(owners, 4, np.random.default_rng(0), user_ids=owners)
     assert sorted(np.concatenate(parts)) == list(range(len(owners)))
     assert sum(len(set(owners[part])) for part in parts) == 30
     # Who gets the last speaker had least.

@@ -125,7 +125,9 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
         random = random % 2
     x = random.view(dtype).reshape(300, 4)
     memory = [x, x[0, 0].reshape(()), x[:0]]
-    assert alike(unpack(pack(Payload(torch.zeros(1, 2), 1, client_state=memory), compress=compress)).client_state, memory)
+    assert alike(
+        unpack(pack(Payload(torch.zeros(1, 2), 1, client_state=memory), compress=compress)).client_state, memory
+    )
 
 
 def test_views_come_back_as_their_values():
@@ -256,7 +258,7 @@ def test_branches_within_one_another_are_counted_on_both_sides():
 
     value = Payload(torch.ones(1, 2), 1, client_state=nested(MAX_DEPTH - 1))
     assert unpack(pack(value)).client_state == value.client_state
-    with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 branches"):
+    with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 nested branches"):
         pack(replace(value, client_state=nested(MAX_DEPTH)))
 
 
@@ -469,8 +471,8 @@ HOSTILE = {
     "a header of many values": (with_length('{"a":[' + "[]," * 2**20 + "0]}"), "more than 1048576 values"),
     "deep brackets": (with_length(NESTED), "RecursionError|a header"),
     "deep text": (altered(PLAIN, value=NESTED), "RecursionError"),
-    "a name twice": (forged(PLAIN, '{"a":1,"a":2}'), "a name that is there twice"),
-    "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is no JSON"),
+    "a name twice": (forged(PLAIN, '{"a":1,"a":2}'), "a duplicate name"),
+    "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is not JSON"),
     "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
     "utf-16": (with_length("x") + PLAIN, "wire"),
     "another format": (altered(PLAIN, format="pt"), "not those of this package"),
@@ -478,36 +480,36 @@ HOSTILE = {
     "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
     "a key twice": (
         altered(PLAIN, value='{"dict": [["start", 1], ["start", 2]]}'),
-        "a key that is there twice",
+        "a duplicate key",
     ),
     "a tensor twice": (altered(PLAIN, value=VALUE.replace('"tensors/t"', '"start"')), "KeyError: 'start'"),
-    "an entry that nothing names": (altered(PLAIN, value=VALUE.replace('{"tensor": "tensors/t"}', "1")), "nothing names"),
-    "an overlap": (altered(PLAIN, tensors_t=line("F32", [2], 8, 16)), "do not follow"),
-    "a hole": (altered(PLAIN, tensors_t=line("F32", [1], 20, 24)), "do not follow"),
-    "less than all": (altered(PLAIN, tensors_t=line("F32", [1], 16, 20)), "not all that follows"),
-    "more than all": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 16 + 2**42)), "not all that follows"),
-    "backwards": (altered(PLAIN, tensors_t=line("F32", [0], 16, 8)), "ends before"),
+    "an entry that nothing names": (altered(PLAIN, value=VALUE.replace('{"tensor": "tensors/t"}', "1")), "unreferenced entries"),
+    "an overlap": (altered(PLAIN, tensors_t=line("F32", [2], 8, 16)), "are not contiguous"),
+    "a hole": (altered(PLAIN, tensors_t=line("F32", [1], 20, 24)), "are not contiguous"),
+    "less than all": (altered(PLAIN, tensors_t=line("F32", [1], 16, 20)), "do not cover the data"),
+    "more than all": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 16 + 2**42)), "do not cover the data"),
+    "backwards": (altered(PLAIN, tensors_t=line("F32", [0], 16, 8)), "a negative length"),
     "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "not that of its bytes"),
-    "a shape of less than none": (altered(PLAIN, tensors_t=line("F32", [-1, -2], 16, 24)), "a shape that is none"),
-    "a shape of many axes": (altered(PLAIN, tensors_t=line("F32", [1] * 40 + [2], 16, 24)), "a shape that is none"),
+    "a shape of less than none": (altered(PLAIN, tensors_t=line("F32", [-1, -2], 16, 24)), "an invalid shape"),
+    "a shape of many axes": (altered(PLAIN, tensors_t=line("F32", [1] * 40 + [2], 16, 24)), "an invalid shape"),
     "a huge shape of nothing": (altered(PLAIN, start=line("F32", [2**61, 2**61, 0], 0, 0)), "wire"),
     "another dtype": (altered(PLAIN, tensors_t=line("F77", [2], 16, 24)), "KeyError: 'F77'"),
-    "a truth value": (altered(PLAIN, tensors_t=line("BOOL", [8], 16, 24)), "a truth value"),
-    "a quantised dtype": (coded(SMALL, ["quint8", [16000], True]), "no dtype is called quint8"),
-    "no dtype": (coded(SMALL, ["Tensor", [16000], True]), "no dtype is called Tensor"),
+    "a truth value": (altered(PLAIN, tensors_t=line("BOOL", [8], 16, 24)), "an invalid boolean"),
+    "a quantised dtype": (coded(SMALL, ["quint8", [16000], True]), "unknown dtype quint8"),
+    "no dtype": (coded(SMALL, ["Tensor", [16000], True]), "unknown dtype Tensor"),
     "a bomb": (coded(SMALL, ["float32", [10**9], True]), "at most 100 times as large"),
     "a frame of more": (coded(SMALL, ["float32", [3999], True]), "of another size"),
     "no frame": (SMALL[:-160] + b"\0" * 160, "wire"),
     "points of no entries": (
         altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{2**61},')),
-        "of which there are no entries",
+        "points without entries",
     ),
-    "points of no leaves": (altered(PLAIN, value=VALUE.replace('"start"}', f'["points", [{2**18}, 0]]}}')), "are no entries"),
+    "points of no leaves": (altered(PLAIN, value=VALUE.replace('"start"}', f'["points", [{2**18}, 0]]}}')), "points without entries"),
     "a product that takes a day": (
         altered(SAMPLES[1], value=header_of(SAMPLES[1])["__metadata__"]["value"].replace('["points", [2,', f'["points", [{"9" * 4000},')),
-        "a shape that is none",
+        "an invalid shape",
     ),
-    "leaves twice": (altered(SAMPLES[1], leaves='["0.weight", "0.weight"]'), "leaves that are none"),
+    "leaves twice": (altered(SAMPLES[1], leaves='["0.weight", "0.weight"]'), "invalid leaves"),
     "a ticket of another type": (altered(PLAIN, ticket=None), "not those of this package"),
     "bytes that are none": (altered(PLAIN, value=VALUE.replace('{"tensor": "tensors/t"}', '{"bytes": "?"}')), "Error"),
 }  # fmt: skip

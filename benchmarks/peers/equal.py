@@ -80,7 +80,7 @@ def read() -> tuple[Work, Rounds]:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Inputs and labels, as `manifoldagg.experiments.task("digits")` has them."""
+    """Inputs and labels, as `manifoldagg.experiments.load_dataset("digits")` has them."""
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return inputs, torch.from_numpy(labels).to(torch.int64)

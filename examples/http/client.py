@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digits = load_dataset("digits")
     batches = Batches(digits.inputs[part::parts], digits.labels[part::parts], 32, np.random.default_rng(part))
-    model, trainer, memory = digits.model(), clients.Curve(degree=2, epochs=(1, 1), rate=0.01), None
+    model, trainer, client_state = digits.model(), clients.Curve(degree=2, epochs=(1, 1), rate=0.01), None
     generator = torch.Generator().manual_seed(part)
     with httpx.Client(base_url=options.url, timeout=30.0) as http:
         space = ParameterSpace.of_spec(ask(http, "GET", "/spec").raise_for_status().json())
@@ -70,8 +70,10 @@ def main() -> None:
             headers = {"Idempotency-Key": secrets.token_hex(16)}
             sent = ask(http, "POST", f"/dispatch/{options.name}", headers=headers).raise_for_status()
             ticket = wire.unpack(sent.content, spec=space)
-            payload = train_client(model, ticket.message, trainer, batches, client_state=memory, generator=generator)
-            memory = payload.client_state  # it stays here
+            payload = train_client(
+                model, ticket.message, trainer, batches, client_state=client_state, generator=generator
+            )
+            client_state = payload.client_state  # it stays here
             data = wire.pack(replace(payload, client_state=None), spec=space, ticket=ticket)
             answer = ask(http, "POST", f"/receive/{options.name}", data=data)
             told = answer.json()

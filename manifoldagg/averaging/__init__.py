@@ -1,4 +1,4 @@
-"""Averaging: the mean of the models of a run, the small space they lie near, and ensembles drawn from it."""
+"""Averaging: the mean of the models of a run, a subspace fitted to them, and ensembles drawn from it."""
 
 from manifoldagg.averaging.average import average
 from manifoldagg.averaging.ensemble import Ensemble, Score, ensemble

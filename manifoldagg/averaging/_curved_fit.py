@@ -1,4 +1,4 @@
-"""How a subspace of a curved space is fitted: L-BFGS over tangents at one point and places."""
+"""Subspace fit on a curved space: L-BFGS over tangents at one point and curve parameters."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ BOUNDARY_MARGIN = 1e-4
 def fit_curved(
     embedding: Embedding, points: Tensor, view: View, projected: Float64[Tensor, "m k"], options: FitOptions
 ) -> FitResult:
-    r"""$\min_{\varphi, x} \sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, from what its tangent space gives.
+    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting in its tangent space.
 
     L-BFGS over $\varphi_i = \exp_c u_i$ and places without borders, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$: first
     on the sum of squares, then, for p = 1, on that of $\sqrt{d^2 + \delta^2}$, $\delta$ 1e-9 of the points' spread.
@@ -96,7 +96,7 @@ def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
     """The least squares of the tangent space, its targets moved by what the space bends the embedding: the best of
-    a few rounds. Where the points lie on an embedding this finds it.
+    a few iterations. Where the points lie on an embedding this finds it.
     """
     space = embedding.space
     targets = projected

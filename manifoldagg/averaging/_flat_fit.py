@@ -1,4 +1,4 @@
-"""How a subspace of a flat space is fitted: where points lie beside it, and Levenberg and Marquardt's descent."""
+"""Subspace fit on a flat space: nearest places of the points, and Levenberg-Marquardt descent."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ RELATIVE_ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How a descent goes: the power p of the distances, the relative fall of the sum at which it ends, its steps."""
+    """The options of a descent: the power p of the distances, the relative tolerance, and the number of steps."""
 
     power: int
     tolerance: float
@@ -42,7 +42,7 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """Where a descent ended: what draws the embedding, the nearest places, distances, steps, and whether it is over."""
+    """The result of a descent: the embedding's points, nearest places, distances, steps, and convergence."""
 
     phi: Tensor
     coordinates: Tensor
@@ -52,7 +52,7 @@ class FitResult:
 
 
 class Residuals:
-    r"""Points $y_j$ seen from an embedding $\iota_\varphi$: their nearest places $x_j$, and how far these are.
+    r"""The residuals of points $y_j$ to an embedding $\iota_\varphi$: their nearest places $x_j$, and distances.
 
     The nearest place moves with $\varphi$. To first order only what is normal to the image changes the distance, so
     that the residual vectors are $e_j = N_j (y_j - \iota_\varphi(x_j))$ with the derivatives $-N_j\, \partial_\varphi
@@ -97,7 +97,7 @@ class Residuals:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def normal_equations(self, weights: Float64[Tensor, " m"]) -> NormalEquations:
-        r"""The normal equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j\, \delta|^2$."""
+        r"""Compute the equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j\, \delta|^2$."""
         if isinstance(self.embedding, Tunnel):
             ends = ((self.coordinates == 0) | (self.coordinates == 1))[:, None]
             slope = torch.func.vmap(torch.func.jacrev(self._tunnel_residual), in_dims=(None, 0, 0, 0))
@@ -148,7 +148,7 @@ class Residuals:
 
 @torch.no_grad()
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
-    r"""$\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
+    r"""Minimise $\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
 
     By steps of Levenberg and Marquardt on residuals whose places are eliminated (Kaufman 1975). Where p = 1 the squares
     are followed by $\sqrt{d^2 + \delta^2}$ with $\delta$ down to 1e-9 of the points' size, each reweighted by its value
@@ -231,7 +231,7 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
 
 
 def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m size"], Float64[Tensor, " m"]]:
-    """The nearest places of a simplex, and their distances: of the feet on all faces that lie in these the nearest.
+    """Return the nearest places of a simplex and their distances: the nearest foot over all faces.
 
     Example:
         >>> nearest_on_faces(torch.eye(2, dtype=torch.float64), torch.tensor([[1.0, 1.0], [3.0, 0.0]]).double())[0]

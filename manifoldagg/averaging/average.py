@@ -1,4 +1,4 @@
-"""The average of models as others hold them: state dicts, or lists of tensors or arrays, read where they lie."""
+"""The average of models that are state dicts or lists of tensors or arrays, read in place."""
 
 import re
 import warnings
@@ -40,7 +40,7 @@ def average(
     manifolds: Assignment | None = None,
     out: Model | None = None,
 ) -> Any:
-    r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ where entries are flat.
+    r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ for flat entries.
 
     A model is a state dict, or a list of tensors or NumPy arrays; the result is of the kind of the first, in its order,
     dtypes and devices, another mapping than a `dict` a `dict`. Sums are taken in float64 and rounded once, to bfloat16

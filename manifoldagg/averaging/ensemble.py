@@ -1,4 +1,4 @@
-"""Predictions averaged over models drawn from an embedding, and how good they are."""
+"""Ensembles: predictions averaged over models drawn from an embedding, and their scores."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""How good predictions $p_j$ of n classes $y_j$ are.
+    r"""The scores of predictions $p_j$ of n classes $y_j$.
 
     Attributes:
         samples: n.
@@ -35,7 +35,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""Of the same samples: what the drawn models say together, what each says, and what the single model says.
+    r"""The scores on the same samples of the ensemble, of each drawn model, and of the single model.
 
     Attributes:
         combined: of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
@@ -93,7 +93,7 @@ def ensemble(
     Raises:
         ArgumentError: naming the argument that does not fit.
         StateDictError: if `model` does not have the layout of the space.
-        DivergenceError: if what a model says is no number, naming the model.
+        DivergenceError: if what a model says is not a number, naming the model.
 
     Source: Benton et al. 2021, section 5; Garipov et al. 2018.
 
@@ -195,7 +195,7 @@ class _ScoreAccumulator:
         """Logarithms of probabilities (n, classes) and the true classes (n,).
 
         Raises:
-            ArgumentError: if these are no n class numbers.
+            ArgumentError: if these are not n class numbers.
         """
         n, classes = log_probabilities.shape
         if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:

@@ -26,7 +26,7 @@ Weights = Float[Tensor, " k"] | np.ndarray | Sequence[float] | None
 def karcher(
     space: Manifold, versions: Versions, weights: Weights = None, *, tolerance: float = 1e-12, max_steps: int = 100
 ) -> KarcherMean:
-    r"""The model $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, and how near it is to that.
+    r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, with a certificate of its accuracy.
 
     Where the leaves of the space are flat or spheres it is one combination of the models, summed in float64 and rounded
     once, with coefficients that follow from their Gram matrix. On others it is that of
@@ -76,7 +76,7 @@ def _mean_of_checked(
 ) -> KarcherMean:
     """The mean of points that were looked at.
 
-    On a product that has no span it is that of each factor: what is large on one is no measure for another.
+    On a product that has no span it is that of each factor: what is large on one is not a measure for another.
     """
     allowed = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
@@ -97,7 +97,7 @@ def _mean_of_checked(
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """At least one model of the space, all finite, of one shape, dtype and device, without their derivatives.
+    """Return the detached models: at least one, all finite, of one shape, dtype and device.
 
     Raises:
         ArgumentError: naming the first that does not fit.
@@ -109,7 +109,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """One model, a point of the space of the shape, dtype and device of `like`, without its derivative.
+    """Return one detached model, a point of the space of the shape, dtype and device of `like`.
 
     Raises:
         ArgumentError: naming it.
@@ -149,10 +149,10 @@ def _check_values(space: Manifold, point: Tensor, name: str) -> None:
 
 
 def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
-    """k weights in float64 whose sum is 1.
+    """Return k weights in float64 whose sum is 1.
 
     Raises:
-        ArgumentError: if they are no k finite numbers >= 0 with a positive sum.
+        ArgumentError: if they are not k finite numbers >= 0 with a positive sum.
     """
     given: Any = [1.0] * k if weights is None else weights
     try:

@@ -1,4 +1,4 @@
-"""The average of adapters: of the matrices that they stand for, which is not that of their factors."""
+"""The average of LoRA adapters: the mean of their matrices, which is not that of their factors."""
 
 import math
 import warnings
@@ -55,7 +55,7 @@ def average_adapters(
     scaling: Scaling = 1.0,
     residual: str | None = None,
 ) -> tuple[dict[str, Tensor], float] | tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    r"""The adapter of a rank that is nearest to the average of what adapters do to the weights of a model.
+    r"""Compute the adapter of a rank that is nearest to the average of the adapters' weight changes.
 
     An adapter changes a weight by $s B A$, and there the average is $\bar X = \sum_i w_i s_i B_i A_i$. Averages of the
     $A_i$ and of the $B_i$ do not multiply to that: factors are known up to $B G$, $G^{-1} A$, and not even copies of
@@ -187,7 +187,7 @@ def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndar
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """The factors of what is left out and is no rounding."""
+    """The factors of what is left out and is not rounding."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 

@@ -1,4 +1,4 @@
-"""The small space that the models of a run lie near: a curve, a simplex or a tunnel fitted to them."""
+"""Subspaces near the models of a run: a curve, a simplex or a tunnel fitted to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ RANK_TOLERANCE = 8 * torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    r"""A subspace that was fitted, $\iota_\xi(\mathcal{S})$, and what became of each point.
+    r"""A fitted subspace, $\iota_\xi(\mathcal{S})$, with the nearest place and the residual of each point.
 
     Attributes:
         embedding: $\iota$.
@@ -60,7 +60,7 @@ class Subspace:
         return float(self.residuals.sum())
 
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
-        r"""The mean of the points on the subspace, $\iota_\xi(\sum_j w_j x_j)$: the Karcher mean of their places.
+        r"""Compute the mean of the points on the subspace, $\iota_\xi(\sum_j w_j x_j)$.
 
         $\mathcal{S}$ is convex and flat in its own coordinates: parameters of a curve, barycentric ones of a simplex,
         $(t, \xi)$ of a tunnel (of which the ambient form is then made normal to the curve).
@@ -81,7 +81,7 @@ class Subspace:
         return self.embedding(self.phi, place)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the subspace, the points in their order and their distances.
+        """Plot the subspace, the points in their order and their distances.
 
         Args:
             axes: of matplotlib; those of a new figure where not given.
@@ -146,7 +146,7 @@ def fit_subspace(
     tolerance: float = 1e-6,
     max_steps: int = 200,
 ) -> Subspace:
-    r"""The subspace nearest to the models of a run:
+    r"""Fit the subspace nearest to the models of a run:
 
     $$\xi^* = \operatorname{argmin}_\xi \sum_j \min_{x \in \mathcal{S}} d(\Theta_j, \iota_\xi(x))^p .$$
 

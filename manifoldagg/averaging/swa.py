@@ -128,12 +128,12 @@ class SWA:
         self._cached_mean: tuple[object, KarcherMean] | None = None
 
     def selects(self, version: int) -> bool:
-        """Whether a version is averaged."""
+        """Return whether a version is averaged."""
         place = version - self.offset
         return place >= self.start and place % self.cycle == 0
 
     def update(self, version: int, model: Float[Tensor, "..."]) -> None:
-        """Take note of a new version.
+        """Add a new version.
 
         Args:
             version: higher than every one before; with the latest one again nothing happens.
@@ -160,22 +160,22 @@ class SWA:
 
     @property
     def has_reset_points(self) -> bool:
-        """Whether `reset_point` has anything to say: whether `periodic` is given."""
+        """Whether `reset_point` can return a point: whether `periodic` is given."""
         return self.periodic is not None
 
     @property
     def count(self) -> int:
-        """How many models are averaged: since the last overwriting, where there is one."""
+        """The number of averaged models, since the last reset if there was one."""
         return self._state.count
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions that are kept: those that are averaged if `kind="exact"`, none in streaming form."""
+        """The stored versions: the averaged ones if `kind="exact"`, none in streaming form."""
         return tuple(version for version, _ in self._state.models)
 
     @property
     def average(self) -> Float[Tensor, "..."] | None:
-        """A copy of the average in the dtype of the models; `None` where nothing was chosen.
+        """A copy of the average in the dtype of the models; `None` if no version was selected.
 
         Just after an overwriting it is the point that was written.
         """
@@ -186,12 +186,12 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The Frobenius norms of what truncations of a streaming mean of low-rank leaves left out, added up."""
+        """The sum of the Frobenius norms that truncations of a streaming mean of low-rank leaves left out."""
         return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
-        """The average of the models that are kept, with its certificate; `None` where none is, as in streaming form.
+        """The average of the stored models with its certificate; `None` without any, as in streaming form.
 
         Its tensors are copies.
         """
@@ -206,12 +206,12 @@ class SWA:
         return replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
 
     def average_or(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        r"""What a run returns that ends with `model`: the average, or a copy of $\Theta^T$ = `model` without one."""
+        r"""Return the average, or a copy of `model`, the last model $\Theta^T$, without one."""
         average = self.average
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
-        r"""The point that a version is to be overwritten with, or `None` where it is to stay.
+        r"""Return the point that replaces a version, or `None` if the version is not reset.
 
         A listener cannot write the model of a server. Who drives the run asks after `update(version, model)`: it is
         the average where $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of $C$ = `periodic` and a
@@ -237,7 +237,7 @@ class SWA:
             return point
 
     def state(self) -> dict[str, Any]:
-        """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
+        """Return the complete state for `load`: a tree of unshared tensors and numbers."""
         return self._consistent_read(
             lambda now: {
                 "options": self._options,
@@ -251,7 +251,7 @@ class SWA:
         )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned.
+        """Resume from the return value of `state`.
 
         Raises:
             ArgumentError: if it is no such tree, that of other options, or its models do not lie on this space. Nothing
@@ -376,9 +376,9 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""$m + (\Theta - m) / n$ for the n-th model, rounded as written, in `out` (float64, as is `mean`).
+    r"""Compute $m + (\Theta - m) / n$ for the n-th model, rounded as written, in `out` (float64, as is `mean`).
 
-    The quotient is no product with $1/n$, which would be rounded once more, so that one combination of the rows does
+    The quotient is not a product with $1/n$, which would be rounded once more, so that one combination of the rows does
     not do: the difference and the sum are one each, piece by piece, without scratch of size P.
 
     Example:

@@ -1,4 +1,4 @@
-"""The comparisons of a TOML file, one after the other: each is what the command would do with its command line."""
+"""Runner of the comparisons in a TOML file: one command line for each table, in order."""
 
 import json
 import os
@@ -46,7 +46,7 @@ FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
 
 
 def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
-    """Run the command once for each table of a file, with the options that were typed in place of the table's.
+    """Run the command once for each table of a file; typed options override those of the table.
 
     Everything is read before the first one runs. Paths in the file are relative to it, those typed to where one is.
 
@@ -62,7 +62,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
         and option.name not in ("config", "only")
     }
     if "name" in typed:
-        raise ArgumentError("name: expected none with --config: reports are named after its tables")
+        raise ArgumentError("name: expected no name with --config: reports are named after its tables")
     lines = command_lines(path, options_by_name(command.params, EXCLUDED_OPTIONS), only)
     here, there = Path.cwd(), path.parent.absolute()
     for name in FILE_OPTIONS if here != there else ():
@@ -102,7 +102,7 @@ def _is_on_command_line(context: Any, name: str) -> bool:
 def _rebase_paths(folder: Path, option: str, spec: str) -> str:
     """Words in which files that are meant from here are named from another folder.
 
-    What is no file here but would be one there is taken for one that is missing.
+    What is not a file here but would be one there is taken for one that is missing.
     """
     chosen = parse_spec(option, spec)
     is_there = Path.exists if chosen.name in DATASETS else Path.is_file
@@ -124,7 +124,7 @@ def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
 
 
 def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a comparison if it is there, of these settings, files and versions, and none is under way."""
+    """The report of a comparison if it is there, of these settings, files and versions, and none is in progress."""
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
         return None

@@ -1,4 +1,4 @@
-"""What the commands share: a console for results, one for errors, and the type of a usage error."""
+"""Consoles for results and for errors, and the exception type of a usage error."""
 
 from typing import Any
 

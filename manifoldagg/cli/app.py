@@ -1,4 +1,4 @@
-"""The application: its commands, each imported when it is used, and its exit codes."""
+"""The command-line application: its lazily imported commands and its exit codes."""
 
 import sys
 from importlib import import_module
@@ -21,7 +21,7 @@ COMMANDS = ("compare", "report", "route", "doctor")
 
 
 class LazyCommands(TyperGroup):
-    """A group that imports the module of a command when the command is used."""
+    """A command group that imports the module of a command on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -45,7 +45,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Read the arguments and do what they say: what is wrong is one line and exit code 2."""
+    """Parse the arguments and run the command; a usage error prints one line and returns exit code 2."""
     try:
         code = app(standalone_mode=False)
     except (ManifoldAggError, UsageError) as error:

@@ -47,7 +47,7 @@ def compare_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="What learns it: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  [default: the data set's]",
+            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  [default: the data set's]",
             show_default=False,
         ),
     ] = None,
@@ -80,14 +80,14 @@ def compare_command(
     validation: Annotated[
         float,
         typer.Option(
-            help="Test on this part of the training samples instead, to choose settings: nobody sees the test set."
+            help="Test on this part of the training samples instead, to choose settings without the test set."
         ),
     ] = 0.0,
     batch: Annotated[int, typer.Option(help="Samples a minibatch.")] = 16,
     scheduler: Annotated[
         str | None,
         typer.Option(
-            help="Who finishes when: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
+            help="The scheduler: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
             "`replay:trace.csv`.  [default: priority]",
             show_default=False,
         ),
@@ -98,7 +98,7 @@ def compare_command(
     ] = None,
     availability: Annotated[
         str | None,
-        typer.Option(help="Who comes and goes: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
+        typer.Option(help="Client availability: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
     ] = None,
     task_cost: Annotated[
         str,
@@ -123,12 +123,15 @@ def compare_command(
     jobs: Annotated[
         int, typer.Option(help="Processes that train. The results are the same, however many there are.")
     ] = 1,
-    eval_every: Annotated[int, typer.Option(help="Evaluate the model after so many rounds, and after the last.")] = 1,
+    eval_every: Annotated[int, typer.Option(help="Evaluate the model after so many updates, and after the last.")] = 1,
     target: Annotated[
         float | None,
-        typer.Option(help="The accuracy in [0, 1] to count rounds to.  [default: the data set's]", show_default=False),
+        typer.Option(
+            help="The accuracy in [0, 1] up to which updates are counted.  [default: the data set's]",
+            show_default=False,
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where reports go.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="The folder of the reports.")] = Path("runs"),
     name: Annotated[
         str | None,
         typer.Option(
@@ -146,7 +149,7 @@ def compare_command(
         bool,
         typer.Option(
             "--json",
-            help="Print one JSON object: what the files hold, and `files`. The rest is said on stderr.",
+            help="Print one JSON object: the content of the files, and `files`. Messages go to stderr.",
         ),
     ] = False,
     config: Annotated[
@@ -165,10 +168,10 @@ def compare_command(
 
     Every method sees the same split and the same initial model, and those that ask clients in the same way see the same
     order of events. By default two workers train the clients' models, out of a queue that favours clients with little
-    data; a client starts again from the server's model as soon as it has answered, and waits in the queue with it: that
-    is where staleness comes from.
+    data; a client starts again from the server's model as soon as it has returned its update. Its new task waits in
+    the queue, which causes staleness.
 
-    Names take options, `name:option=value,option=value`; what is wrong is answered with the nearest right word.
+    Names take options, `name:option=value,option=value`; an error message suggests the nearest valid name.
 
     Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
     bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
@@ -211,7 +214,7 @@ def compare_command(
 
     def left() -> str:
         if unfinished.exists():
-            return f"interrupted: what is done is kept in {unfinished}; --resume goes on"
+            return f"interrupted: finished runs are stored in {unfinished}; --resume continues them"
         return f"interrupted: nothing was written{kept}"
 
     with graceful_shutdown(left):
@@ -250,11 +253,11 @@ def _resume_notices(progress_folder: Path, resume: bool) -> list[str]:
     """What becomes of what an interrupted comparison has left, where that may surprise."""
     if resume:
         return [
-            f"Going on with {progress_folder}"
+            f"Resuming from {progress_folder}"
             if progress_folder.exists()
             else f"{progress_folder} is not there: from the beginning"
         ]
-    return [f"{progress_folder} is begun anew; --resume would go on"] if progress_folder.exists() else []
+    return [f"{progress_folder} is started anew; --resume would continue it"] if progress_folder.exists() else []
 
 
 def _progress_bars(console: Console, num_updates: int, stack: ExitStack) -> Callable[[str, int], None]:
@@ -280,7 +283,7 @@ def _progress_bars(console: Console, num_updates: int, stack: ExitStack) -> Call
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The summary as a table for the terminal."""
+    """Format the summary as a table for the terminal."""
     settings = comparison.settings
     timing = comparison.timing()
     seeds = len(settings["seeds"])
@@ -315,14 +318,14 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def rejection_lines(comparison: Comparison) -> list[str]:
-    """A line for each method of which updates were rejected: it may be no bad method, but one that nobody heard."""
+    """Return a warning for each method with rejected updates, as these lower its accuracy."""
     updates = comparison.settings["num_updates"] * len(comparison.settings["seeds"])
     counted = {name: row["rejected"] for name, row in comparison.summary().items()}
     return [f"{name}: {count} of {updates} updates were rejected" for name, count in counted.items() if count]
 
 
 def rate_lines(comparison: Comparison) -> list[str]:
-    """A line for each method on the rates that were tried, if they were, and the accuracy with the best."""
+    """Return a line for each tuned method with the rates that were tried and the best accuracy."""
     tuning = comparison.settings["tuning"] or {"methods": {}}
     return [f"{name}: {_format_search(told)}" for name, told in tuning["methods"].items()]
 

@@ -13,7 +13,7 @@ __all__ = ["doctor_command", "kernel_table"]
 
 
 def doctor_command() -> None:
-    """Say which kernels work on this machine, which one is chosen, and why.
+    """Report which kernels work on this machine, which one is selected, and why.
 
     Builds the compiled kernels if they are not built yet, and times what there is.
     """
@@ -23,7 +23,7 @@ def doctor_command() -> None:
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """What is said of each backend."""
+    """Format the status of each backend as a table."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("backend", no_wrap=True)
     grid.add_column("", overflow="fold")

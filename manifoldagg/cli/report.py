@@ -40,14 +40,14 @@ def report_command(
         "combined"
     ),
 ) -> None:
-    """Join comparisons into one table, and say how sure the differences are.
+    """Join comparisons into one table, with confidence intervals of the differences.
 
-    Runs are read at their end and, on equal terms, where each had spent what all methods of the task reached: in
-    virtual time, in gradients computed and in bytes sent. With 15 pairs of task and seed or more, methods are compared
-    by Wilcoxon's signed-rank test with Holm's correction.
+    Runs are read at their end and, on equal terms, at the largest cost that all methods of the problem reached: in
+    virtual time, in gradients computed and in bytes sent. With 15 pairs of problem and seed or more, methods are
+    compared by Wilcoxon's signed-rank test with Holm's correction.
 
-    Prints a table for each task and writes `report.md`, `table.csv`, `pairs.csv`, with --baseline `baseline.csv`, and
-    pictures of accuracy and of clients.
+    Prints a table for each problem and writes `report.md`, `table.csv`, `pairs.csv`, with --baseline `baseline.csv`,
+    and pictures of accuracy and of clients.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
     """
@@ -65,7 +65,7 @@ def report_command(
 
 
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
-    """A table for each task: what methods were worth at their end, and on equal terms."""
+    """Format a table for each problem: accuracy at the end, and at equal cost."""
     rows = combined.rows()
     for task in combined.runs:
         _, *heads = headings(combined, task)

@@ -34,11 +34,11 @@ def route_command(
     num_updates: Annotated[
         int, typer.Option("--updates", help="T, the updates that there will be; for `update`.")
     ] = 3000,
-    out: Annotated[Path, typer.Option(help="Where the routing goes; the picture goes beside it as .png.")] = Path(
-        "routing.csv"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The CSV file of the routing; the plot is written next to it as .png.")
+    ] = Path("routing.csv"),
 ) -> None:
-    """Say where tasks should go, by queueing theory.
+    """Compute the best routing of tasks to clients, by queueing theory.
 
     Clients are queues of a closed network. Prints what share of the tasks each group of clients should get, how long
     its queues are and how stale its updates, and the throughput and the bound beside those of uniform routing and of
@@ -63,18 +63,18 @@ def route_command(
 def objective_bound(
     objective: str, rates: np.ndarray, concurrency: int, *, num_updates: int, **constants: float
 ) -> Bound:
-    """The bound that an objective's name means: "time" is H, "update" is G."""
+    """Return the bound of an objective: "time" is H, "update" is G."""
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, concurrency, **constants)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
 
 
 def routing_tables(plan: Plan) -> tuple[Table, Table]:
-    """Groups of clients under the routing found, and the three routings side by side."""
+    """Format the groups of clients under the best routing, and a comparison of the three routings."""
     title = f"{len(plan.clients.names)} clients, {plan.bound.concurrency} tasks"
     groups = new_table("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
     for g in plan.groups():
-        # A name is no markup.
+        # A name is not a markup.
         groups.add_row(
             Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
         )

@@ -1,4 +1,4 @@
-"""The layout that the tables of all commands share."""
+"""The table layout of all commands."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ def new_table(first: str, *numbers: str, title: str | Text | None = None, captio
 
 
 def fold_names(grid: Table, methods: Iterable[str]) -> None:
-    """What is long, and folded in a narrow terminal, is the name of a method with its options."""
+    """Fold long method names in a narrow terminal."""
     for column in grid.columns:
         column.no_wrap = True
     names = grid.columns[0]

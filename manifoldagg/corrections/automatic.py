@@ -1,4 +1,4 @@
-"""The threshold of OrthoDC, chosen online from what the server sees."""
+"""Automatic threshold of OrthoDC, chosen online from the updates of a server."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,11 @@ ALWAYS_PROJECT = OrthoDC(1.0)
 
 @dataclass(frozen=True)
 class AutoThreshold(Correction):
-    r"""OrthoDC with the $\vartheta \in \{-1, 0, 1\}$ that comes nearest to a fresh update.
+    r"""OrthoDC with the $\vartheta \in \{-1, 0, 1\}$ that best predicts a fresh update.
 
     Two problems of least squares are solved at each update, and nothing is asked of the clients.
 
-    1. *What would the client have done from here?* A client that trains from $\Theta$ answers
+    1. *What would the client have done from here?* A client that trains from $\Theta$ returns
     $v(\Theta) \approx a - \beta\,\Theta$: on a quadratic loss, gradient descent does, with $\beta$ the part of the way
     to its minimum that it goes. Over the updates $(\Theta_k, v_k)$ so far, newest first,
 
@@ -127,7 +127,7 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""$\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ in [0, 1]; 1 where nothing has varied.
+    r"""Compute $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ in [0, 1]; 1 if the variance is 0.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""OrthoFL's calibration: where a client starts next, so that the others' progress does not undo its own."""
+"""OrthoFL's calibration: the start of a client's next task, orthogonal to the progress of the other clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ def calibrate(
     *,
     space: Manifold | None = None,
 ) -> Model:
-    r"""The model from which a client trains next: its own, moved by what the global model gained beside its update.
+    r"""Compute the start of a client's next task: its model plus the global model's gain orthogonal to its update.
 
     $$W_m + \Delta - \operatorname{proj}_{\Delta_m} \Delta, \qquad
     \operatorname{proj}_{\Delta_m} \Delta = \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}
@@ -95,7 +95,7 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""The same of shifts that are not formed: $\Delta$ is the displacement of a frame, and $\Delta_m$ its drift.
+    r"""Calibrate a frame without forming the shifts: $\Delta$ is its displacement, and $\Delta_m$ its drift.
 
     Args:
         shifts: with `segments` where there are named tensors.

@@ -1,4 +1,4 @@
-"""What a correction is: a small matrix, computed from a Gram matrix, that takes a stale update to the present."""
+"""The correction base class: a small matrix, computed from a Gram matrix, that is applied to a stale update."""
 
 import abc
 from collections.abc import Callable
@@ -27,7 +27,7 @@ AuxiliaryRow = tuple[str, Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    r"""What a correction made of a frame.
+    r"""The result of a correction of a frame.
 
     Attributes:
         frame: with the rows that the correction added.
@@ -47,30 +47,30 @@ class Corrected:
 
     @cached_property
     def corrected_gram(self) -> Gram:
-        r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
+        r"""$\bar C G \bar C^\top$: the Gram matrix of the corrected displacements and the drift."""
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""$\sum_i w_i C_{ij}$, (k,) or (S, k): a combination of the corrected rows as one of the frame's."""
+        r"""Compute $\sum_i w_i C_{ij}$, (k,) or (S, k): corrected rows as a combination of the frame's rows."""
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
     def combine(self, base: Row | None, weights: Any, out: Any = None) -> Any:
-        r"""$\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
+        r"""Compute $\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
         return self.frame.combine(base, self.row_coefficients(weights), out=out)
 
     def lost_to_cancellation(self) -> bool:
-        """Whether so little is left of a displacement, of a segment where there are some, that it is rounding."""
+        """Return whether a corrected displacement, or a segment of it, is no larger than rounding errors."""
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
     def move(self, weights: Any, out: Target = None) -> Any:
-        r"""$\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$, by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
+        r"""Compute $\Theta^\tau + \sum_i w_i C_i r$ by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
         return self.frame.move(self.gram, self.row_coefficients(weights), out)
 
     def rows(self) -> list[Row]:
-        r"""The corrected rows, each rounded once to the dtype of the frame's; exact where leaves are of low rank."""
+        r"""Compute the corrected rows, each rounded once to the frame's dtype; low-rank leaves are exact."""
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
         rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
@@ -80,10 +80,10 @@ class Corrected:
         return rows
 
     def displacements(self) -> Float[Tensor, "n P"]:
-        r"""The corrected rows, tangent at $\Theta^\tau$, each rounded once to the dtype of the frame's rows.
+        r"""Compute the corrected rows, tangent at $\Theta^\tau$, each rounded once to the frame's dtype.
 
         Raises:
-            ArgumentError: naming a leaf of low rank: what is added to one is no vector.
+            ArgumentError: naming a leaf of low rank: what is added to one is not a vector.
         """
         if self.frame.ambient.leaves:
             raise ArgumentError("space: displacements of low-rank leaves are no vectors: use `rows` or `combine`")
@@ -126,7 +126,7 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""$C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
+        r"""Return $C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$ and the correction's own rows.
@@ -137,15 +137,15 @@ class Correction(abc.ABC):
         """
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        """`frame` with the rows that it adds."""
+        """Return `frame` with additional rows."""
         return frame
 
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
-        """The state with its tensors brought up to date, given what was made of the frame."""
+        """Return the state with its tensors updated, given the corrected frame."""
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Whether it adds rows to such a frame; so it is taken to do where it has an `extend`."""
+        """Return whether the correction adds rows to such a frame; the default is whether it has an `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -222,7 +222,7 @@ class Correction(abc.ABC):
 
 @dataclass(frozen=True)
 class Composition(Correction):
-    r"""One correction after another: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$; $\bar C_a$ keeps the drift.
+    r"""A sequence of corrections: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$; $\bar C_a$ preserves the drift.
 
     Where the next one makes rows of the displacements or keeps a state, or so little of a displacement is left that
     $\bar C_a G \bar C_a^\top$ is rounding, what has been made of them is formed in between, which takes another pass.
@@ -235,12 +235,12 @@ class Composition(Correction):
 
     @property
     def granularity(self) -> str:  # type: ignore[override]  # of its parts
-        """The finest among them."""
+        """The finest granularity of the corrections."""
         return "tensor" if any(part.granularity == "tensor" for part in self.parts) else "model"
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # as above
-        """Whether one of them does."""
+        """Whether a correction has state."""
         return any(part.keeps_state for part in self.parts)
 
     def adds_rows(self, frame: Frame) -> bool:
@@ -281,7 +281,7 @@ Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
 
 def by_granularity(coefficients: Rule) -> Rule:
-    """For a method `coefficients`: of each segment by itself where `granularity` is `"tensor"`, else of the model."""
+    """Decorate `coefficients` to run on each segment if `granularity` is `"tensor"`, else on the whole model."""
 
     @wraps(coefficients)
     def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:

@@ -1,4 +1,4 @@
-"""Readings of a stale update: what it moved, where it went, and what it would have moved from here."""
+"""Readings of a stale update: its displacement, its position, and an estimate of its displacement from here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Tangent(Correction):
-    r"""Trust the displacement: $\pi v = v$ (ASGD).
+    r"""The displacement reading: $\pi v = v$ (ASGD).
 
     Source: Manifold (AsyncTan).
     """
@@ -34,7 +34,7 @@ class Tangent(Correction):
 
 @dataclass(frozen=True)
 class Position(Correction):
-    r"""Trust the model that was reached: the displacement from the current model to it (FedAsync).
+    r"""The position reading: the displacement from the current model to the client's model (FedAsync).
 
     $$\pi v = v - g$$
 
@@ -80,7 +80,7 @@ class Position(Correction):
 
 @dataclass(frozen=True)
 class DelayCompensated(Correction):
-    r"""Expand the client's gradient to first order about the base, its Hessian replaced by $\lambda\, e \odot e$.
+    r"""First-order expansion of the client's gradient about the base, its Hessian replaced by $\lambda\, e \odot e$.
 
     With the gradient $e = -v$, $\pi v = -(e + \lambda\, e \odot e \odot g)$, that is
 
@@ -119,7 +119,7 @@ class DelayCompensated(Correction):
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # of the option
-        """Whether the mean square is followed."""
+        """Whether the mean square is tracked."""
         return self.adaptive
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:

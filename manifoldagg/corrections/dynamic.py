@@ -1,4 +1,4 @@
-"""A correction that changes as the run converges: from trusting displacements to trusting positions."""
+"""A time-dependent correction, which blends from displacements to positions as the run converges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ PHASES = ("gradient", "tangent", "position")
 
 @dataclass(frozen=True)
 class OrthoDyn(Correction):
-    r"""OrthoGrad while the model travels, the tangent reading in between, OrthoPos once it circles a minimum.
+    r"""OrthoGrad during transient phases, the tangent reading in between, OrthoPos near a minimum.
 
     The statistic of how straight the way is, over the corrected end points $u$,
 
@@ -95,7 +95,7 @@ class OrthoDyn(Correction):
         return lines, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
     def correction_for(self, phase: str) -> Correction:
-        """What is used in a phase."""
+        """Return the correction of a phase."""
         if phase == "tangent":
             return Tangent()
         if phase == "gradient":

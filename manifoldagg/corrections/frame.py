@@ -30,7 +30,7 @@ GRANULARITIES = ("model", "tensor")
 
 
 class Deferred:
-    """In place of `out`: who calls forms the model, once everything else is known to fit."""
+    """A sentinel for `out`: the caller forms the model after all other checks."""
 
 
 DEFERRED = Deferred()
@@ -40,7 +40,7 @@ Target = Row | Deferred | None
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    r"""Rows $v_1, \dots, v_n, g$, then further ones: tangent vectors at the current point $\Theta^\tau$.
+    r"""Rows $v_1, \dots, v_n, g$, then additional ones: tangent vectors at the current point $\Theta^\tau$.
 
     On a flat space $v_i$ is a displacement from the base $\Theta^t$ and $g = \Theta^\tau - \Theta^t$ the drift:
     differences of stored tensors that are never formed. So they are where leaves are of low rank, as differences of the
@@ -87,7 +87,7 @@ class Frame:
         segments: Mapping[str, int] | None = None,
         ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
-        """The frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`.
+        """Build the frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`.
 
         Args:
             points: n rows.
@@ -106,14 +106,14 @@ class Frame:
         *,
         segments: Mapping[str, int] | None = None,
     ) -> "Frame":
-        """The frame of displacements in a flat space that are at hand as such."""
+        """Build the frame of displacements in a flat space."""
         return Frame((*displacements, current), (*(None for _ in displacements), base), segments)
 
     @staticmethod
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""The frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space: its rows are $-v_i$ and $-g$.
+        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space: its rows are $-v_i$ and $-g$.
 
         Example:
             >>> import torch
@@ -134,7 +134,7 @@ class Frame:
         rungs: int = DEFAULT_RUNGS,
         flat: bool | None = None,
     ) -> "Frame":
-        r"""The frame of displacements from `base`, on any space.
+        r"""Build the frame of displacements from `base`, on any space.
 
         Args:
             space: of the points. Its named tensors or factors are the segments.
@@ -183,17 +183,17 @@ class Frame:
 
     @property
     def num_displacements(self) -> int:
-        """n, how many rows are displacements."""
+        """The number n of rows that are displacements."""
         return len(self.rows) - 1 - len(self.extra)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`v1`, ..., `vn`, `g`, and those of the further rows."""
+        """The names of the rows: `v1`, ..., `vn`, `g`, and those of the additional rows."""
         return (*(f"v{i + 1}" for i in range(self.num_displacements)), "g", *self.extra)
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """How each leaf of a curved space was transported; empty on a flat one."""
+        """The transport method of each leaf of a curved space; empty on a flat one."""
         return () if self.transporter is None else self.transporter.transports
 
     @property
@@ -205,7 +205,7 @@ class Frame:
 
     @property
     def current(self) -> Row:
-        r"""$\Theta^\tau$, likewise."""
+        r"""$\Theta^\tau$ as a row; a vector (P,) on a curved space."""
         return self._drift_endpoints[1] if self.transporter is None else self.transporter.current.flatten()
 
     @property
@@ -216,20 +216,20 @@ class Frame:
         return (row, less) if self.is_pseudo_gradient else (less, row)
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
-        """One row, formed in float64."""
+        """Compute one row in float64."""
         less = self.minus[i]
         full = as_float64(self.rows[i])
         return full if less is None else full - as_float64(less)
 
     @property
     def size(self) -> int:
-        """P, how many numbers a row has."""
+        """The number P of entries of a row."""
         current = self.current
         return sum([piece.numel() for piece in current]) if isinstance(current, tuple) else current.numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a vector that is kept of the rows: that of the current one; of tensors of a model float32 or float64."""
+        """The dtype of vectors computed from the rows: that of the current one; float32 or float64 for tensor lists."""
         current = self.current
         if not isinstance(current, tuple):
             return current.dtype
@@ -237,13 +237,13 @@ class Frame:
         return torch.float64 if wide else torch.float32
 
     def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A vector (P,) to write into."""
+        """Allocate a vector (P,)."""
         current = self.current
         device = current[0].device if isinstance(current, tuple) else current.device
         return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
 
     def with_row(self, name: str, plus: Row, minus: Row | None = None, *, norm_only: bool = False) -> "Frame":
-        """This frame with one row more.
+        """Return this frame with an additional row.
 
         Args:
             name: what to call it.
@@ -262,16 +262,16 @@ class Frame:
 
     @property
     def has_norm_bounds(self) -> bool:
-        """Whether it is known how long the rows are, or are at most."""
+        """Whether the norms of the rows, or bounds on them, are known."""
         return "_norm_bounds" in self.__dict__
 
     def detach(self) -> "Frame":
-        """The same rows, which no derivative follows."""
+        """Return the frame with detached rows."""
         minus = tuple([None if row is None else detach(row) for row in self.minus])
         return replace(self, rows=tuple([detach(row) for row in self.rows]), minus=minus)
 
     def with_displacements(self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> "Frame":
-        """The frame of other tangents at the same current point: its displacements and the drift, without the rest."""
+        """Return the frame of other tangents at the current point, without the additional rows."""
         n = self.num_displacements
         minus = (*(None for _ in displacements), self.minus[n])
         rows = (*displacements, self.rows[n])
@@ -291,7 +291,7 @@ class Frame:
             raise ArgumentError(f"space: {operation} needs flat leaves; these are curved: {', '.join(curved)}")
 
     def gram(self, granularity: str = "model") -> Gram:
-        """Inner products of the rows: of the `"model"`, or of each `"tensor"`, that is segment.
+        """Compute inner products of the rows: of the `"model"`, or of each `"tensor"`, that is segment.
 
         Raises:
             ArgumentError: if `granularity` is another word, or a row is so long that its square overflows.
@@ -326,7 +326,7 @@ class Frame:
         return found
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""$\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$: the combination is no longer, and no entry of it larger.
+        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
 
         No row is read where `gram` has been asked.
         """
@@ -336,7 +336,7 @@ class Frame:
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """How long a combination of the rows is; where one of them was not read, how long at most.
+        """Return the norm of a combination of the rows, or a bound on it if a row was not read.
 
         Args:
             gram: of the rows; `None` where it is known how long they are at most.
@@ -347,7 +347,7 @@ class Frame:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self, coefficients: Matrix) -> Iterator[tuple["Frame", Matrix]]:
-        """The frame of each tensor by itself, with the coefficients there; of vectors the frame as it is."""
+        """Return the frame of each tensor with its coefficients; a frame of vectors is not split."""
         if not isinstance(self.current, tuple):
             yield self, coefficients
             return
@@ -376,14 +376,14 @@ class Frame:
         return tuple(f"{name}: squared length" for name in given)
 
     def inner_products(self, coefficients: Sequence[Any]) -> Float64[Tensor, "m m"]:
-        """Inner products of combinations of the rows, formed in float64, in the metric of the space."""
+        """Compute inner products of combinations of the rows in float64, in the metric of the space."""
         rows = [self.materialize_exact(line) for line in coefficients]
         return (
             self.ambient.gram(rows)[0] if self.transporter is None else self.transporter.gram(torch.stack(rows)).sum(0)
         )
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""$\mathrm{base} + \sum_j c_j\, r_j$, rounded once; with (S, k) coefficients, for each segment its own.
+        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once; (S, k) coefficients apply by segment.
 
         A leaf of low rank takes the matrix of its rank that is nearest.
 
@@ -416,7 +416,7 @@ class Frame:
         return lines if apart else lines[0], segments, minus
 
     def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
-        r"""$\sum_j c_j\, r_j$ to be kept: a new vector (P,), in `dtype` where it is given.
+        r"""Compute $\sum_j c_j\, r_j$ as a new vector (P,), in `dtype` if it is given.
 
         Where leaves are of low rank it is a tuple with one tensor a leaf, truncated to what their spaces keep.
         """
@@ -427,7 +427,7 @@ class Frame:
         return self.combine(None, coefficients, out=self.empty_vector(dtype) if apart else None)
 
     def materialize_exact(self, coefficients: Sequence[float] | Matrix) -> Any:
-        r"""$\sum_j c_j\, r_j$ in float64, of low-rank leaves of any rank: what comes between two readings."""
+        r"""Compute $\sum_j c_j\, r_j$ in float64, with low-rank leaves of any rank: an intermediate value."""
         if self.ambient.leaves:
             lines, _, minus = self._resolve_coefficients(coefficients)
             return self.ambient.combine_exact(self.rows, lines, minus=minus)
@@ -436,7 +436,7 @@ class Frame:
     def combination(
         self, base: Row | None, coefficients: Sequence[float] | Matrix, out: TensorList
     ) -> LinearCombination:
-        """What `combine` makes, to be formed in `out` together with others."""
+        """Return the result of `combine` unevaluated, to be computed in `out` together with others."""
         lines, _, minus = self._resolve_coefficients(coefficients)
         return LinearCombination.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
 
@@ -452,7 +452,7 @@ class Frame:
         return PendingSum(self, line) if isinstance(out, Deferred) else self.materialize(line)
 
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
-        r"""$\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once; formed if all its entries are finite.
+        r"""Compute $\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once, if all its entries are finite.
 
         No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. Where that is less than a quarter of the distance
         between the two largest numbers of each dtype, a finite entry stays one, whatever it is; otherwise the sum is
@@ -485,17 +485,17 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A combination of the rows of a flat frame, added to the current point: finite, and not formed yet."""
+    """An unevaluated finite combination of the rows of a flat frame, added to the current point."""
 
     frame: Frame
     coefficients: Matrix
 
     def materialize(self, out: Row | None) -> Any:
-        """The new point, a row: `out` where it is given."""
+        """Compute the new point as a row: `out` if it is given."""
         return self.frame.combine(self.frame.current, self._signed_coefficients, out=out)
 
     def combination(self, out: TensorList) -> LinearCombination:
-        """The new point, to be formed in `out` together with what else there is."""
+        """Return the new point unevaluated, to be computed in `out` together with others."""
         return self.frame.combination(self.frame.current, self._signed_coefficients, out)
 
     @property
@@ -503,7 +503,7 @@ class PendingStep:
         return -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
 
     def check_finite_result(self) -> None:
-        """Form it tensor by tensor and look at each entry.
+        """Check each entry, tensor by tensor.
 
         Raises:
             ArgumentError: if one is not finite.
@@ -516,23 +516,23 @@ class PendingStep:
 
 @dataclass(frozen=True, eq=False)
 class PendingSum:
-    """A combination of the rows of a frame that a state keeps, and not formed yet."""
+    """An unevaluated combination of the rows of a frame, to be stored in a state."""
 
     frame: Frame
     coefficients: Matrix
 
     def materialize(self, out: Row | None = None) -> Any:
-        """The sum, in `out` or as a new vector (P,)."""
+        """Compute the sum, in `out` or as a new vector (P,)."""
         if out is None:
             return self.frame.materialize(self.coefficients)
         return self.frame.combine(None, self.coefficients, out=out)
 
     def combination(self, out: TensorList) -> LinearCombination:
-        """The sum, to be formed in `out` together with what else there is."""
+        """Return the sum unevaluated, to be computed in `out` together with others."""
         return self.frame.combination(None, self.coefficients, out)
 
     def check_finite_result(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Look at each entry, tensor by tensor, unless the lengths of the rows say that all are finite.
+        """Check each entry, tensor by tensor, unless the norms of the rows imply that all are finite.
 
         Args:
             dtypes: in which the tensors are kept.
@@ -553,12 +553,12 @@ def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
 
 
 def detach(row: Row) -> Row:
-    """A row that no derivative follows."""
+    """Detach a row."""
     return TensorList([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
 
 
 def overflow_headroom(point: Row) -> float:
-    """By how much the largest number of the dtypes of a point may grow and still be rounded to itself."""
+    """Return the largest increase of a maximal number of the dtypes that still rounds to itself."""
     if isinstance(point, tuple):
         return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
     return _dtype_headroom(point.dtype)
@@ -572,7 +572,7 @@ def _dtype_headroom(dtype: torch.dtype) -> float:
 
 
 def require_flat(space: Manifold) -> None:
-    """A space on which displacements are differences of points.
+    """Return `space`, whose displacements must be differences of points.
 
     Raises:
         ArgumentError: if `space` is curved or no manifold.

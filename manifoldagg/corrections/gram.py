@@ -1,4 +1,4 @@
-"""A Gram matrix whose rows have names: all that a correction knows of an update."""
+"""A Gram matrix with named rows: the complete input of a correction."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ ten are left of the square, five of the length."""
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    r"""Inner products of the rows $v_1, \dots, v_n, g$ of a frame and of those that a correction has added.
+    r"""The inner products of the rows $v_1, \dots, v_n, g$ of a frame and of its additional rows.
 
     Attributes:
         parts: (S, k, k), for each segment, or one for the whole model.
@@ -50,7 +50,7 @@ class Gram:
 
     @staticmethod
     def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
-        """The Gram matrix of these numbers: (k, k), or (S, k, k) of segments.
+        """Build the Gram matrix of these numbers: (k, k), or (S, k, k) of segments.
 
         Args:
             matrix: nested lists, an array or a tensor of floats, torch numbers or sympy expressions.
@@ -70,11 +70,11 @@ class Gram:
 
     @property
     def num_displacements(self) -> int:
-        """n, how many rows are displacements; row n is the drift."""
+        """The number n of rows that are displacements; row n is the drift."""
         return int(self.parts.shape[-1]) - 1 - len(self.extra)
 
     def row_index(self, name: str) -> int:
-        """The place of a row that a correction has added.
+        """Return the index of an additional row.
 
         Raises:
             ArgumentError: if there is none of this name.
@@ -85,7 +85,7 @@ class Gram:
         return self.num_displacements + 1 + self.extra.index(name)
 
     def __getitem__(self, segment: str) -> "Gram":
-        """That of one segment, by its name.
+        """Return the Gram matrix of one segment by its name.
 
         Raises:
             ArgumentError: if there is none of this name, or the segments were not read.
@@ -97,35 +97,35 @@ class Gram:
         return Gram(self.parts[place : place + 1], self.extra, (segment,))
 
     def __iter__(self) -> Iterator["Gram"]:
-        """Segment by segment."""
+        """Iterate over the segments."""
         for part in self.parts:
             yield Gram(part[None], self.extra)
 
     @property
     def total(self) -> "Gram":
-        """That of the whole model."""
+        """The Gram matrix of the whole model."""
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def identity(self) -> Matrix:
-        """The coefficients that leave the displacements as they are: (n, k)."""
+        """Return the coefficients that leave the displacements unchanged: (n, k)."""
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""$\bar C$, (n + 1, k): corrected displacements, and the drift as it is; (S, n + 1, k) where $C$ is."""
+        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): corrected displacements, and the unchanged drift."""
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
     def transform(self, coefficients: Matrix) -> Matrix:
-        r"""$C G C^\top$, (S, m, m): inner products of m combinations of the rows."""
+        r"""Compute $C G C^\top$, (S, m, m): inner products of m combinations of the rows."""
         inner: Matrix = coefficients @ self.parts @ coefficients.swapaxes(-1, -2)
         return inner
 
     def corrected(self, coefficients: Matrix) -> "Gram":
-        r"""$\bar C G \bar C^\top$: of the corrected displacements and the drift."""
+        r"""Compute $\bar C G \bar C^\top$: the Gram matrix of the corrected displacements and the drift."""
         return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 
     def squared_norm(self, coefficients: Matrix) -> Any:
-        r"""$\sum_s c_s^\top G_s\, c_s$, the square of a combination of the rows: (k,), or (S, k).
+        r"""Compute $\sum_s c_s^\top G_s\, c_s$, the squared norm of a combination of the rows: (k,), or (S, k).
 
         Example:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).squared_norm(np.array([1.0, -0.5], dtype=object))
@@ -136,7 +136,7 @@ class Gram:
         return terms.reshape(len(parts), -1).sum(1).sum()
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""$\sum_j |c_j| \sqrt{G_{jj}}$: the length of this combination of the rows is no more than that.
+        r"""Compute $\sum_j |c_j| \sqrt{G_{jj}}$, an upper bound on the norm of this combination of the rows.
 
         Args:
             coefficients: $c$, numbers: (k,), or (S, k) with those of each segment.
@@ -151,7 +151,7 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Whether so little is left of a displacement that its inner products are rounding.
+    """Return whether the inner products of a displacement are no larger than rounding errors.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.
@@ -168,7 +168,7 @@ def _identity(n: int, k: int) -> Matrix:
 
 
 def as_object_array(numbers: Any) -> Matrix:
-    """An object array of plain floats where no derivative follows them, and of what they are elsewhere."""
+    """Return an object array of plain floats, except for entries that autograd tracks."""
     if isinstance(numbers, Tensor):
         if not needs_autograd_path([numbers]):
             return numbers.detach().numpy().astype(object)
@@ -181,5 +181,5 @@ def as_object_array(numbers: Any) -> Matrix:
 
 
 def detach_scalar(value: Any) -> Any:
-    """A number without the derivatives that follow it."""
+    """Return a number without its derivatives."""
     return value.detach() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What a client's own path of training tells of its curvature, and so of a stale update."""
+"""Krylov delay compensation: the curvature along a client's training path corrects its stale update."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["KrylovDC"]
 
 @dataclass(frozen=True)
 class KrylovDC(Correction):
-    r"""Take off what the drift has done for the client already, by the curvature that its path of training shows.
+    r"""Subtract the part of the displacement that the drift already covers, by the curvature along the training path.
 
     The displacements are points of a path, $v_j = \theta_j - \Theta^t$, equally many local steps apart, with the legs
     $w_j = v_j - v_{j-1}$. On a quadratic loss, gradient descent takes a leg to the next by one symmetric matrix,
@@ -34,7 +34,7 @@ class KrylovDC(Correction):
     within the span, if the path has run through all of it: if $n - 1$ is the number of different eigenvalues that the
     first gradient meets.
 
-    One point is no path, and is left as it is. Nothing is asked of a client but where it came by, such as
+    One point is not a path, and is left as it is. Nothing is asked of a client but where it came by, such as
     [`Trajectory`][manifoldagg.federated.clients.Trajectory] sends with `pieces=n`.
 
     Args:
@@ -88,7 +88,7 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    r"""Ritz values of the symmetric map of each leg to the next, in [0, 1], and their vectors.
+    r"""Compute Ritz values of the symmetric map of each leg to the next, in [0, 1], and their vectors.
 
     Args:
         inner: (..., n, n) inner products of the legs.

@@ -1,4 +1,4 @@
-"""Orthogonal corrections: remove from an update what lies along the drift."""
+"""Orthogonal corrections: removal of the component of an update along the drift."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 
 @dataclass(frozen=True)
 class OrthoDC(Correction):
-    r"""Remove the component along the drift from each displacement that conflicts with it.
+    r"""Removal of the component along the drift from each displacement that conflicts with it.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v & \text{otherwise} \end{cases}$$
@@ -59,7 +59,7 @@ class OrthoDC(Correction):
 
 @dataclass(frozen=True)
 class OrthoCorrect(Correction):
-    r"""Project where the displacement conflicts with the drift, and subtract $\alpha$ times the drift elsewhere.
+    r"""Projection of displacements that conflict with the drift; others are reduced by $\alpha$ times the drift.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v - \alpha\, g & \text{otherwise} \end{cases}$$
@@ -110,7 +110,7 @@ class OrthoCorrect(Correction):
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
+    r"""Return gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
 
     Source: Report §3.
 
@@ -122,7 +122,7 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""The position reading, projected where the displacement conflicts: $(\alpha, \vartheta) = (1, 0)$.
+    r"""Return the position reading, projected in conflict: $(\alpha, \vartheta) = (1, 0)$.
 
     As printed it differs from surgery on $v - g$ where $0 < \langle v, g\rangle < \langle g, g\rangle$; with `clip` it
     never does.
@@ -137,7 +137,7 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Only what is orthogonal to the drift, always: $\vartheta = 1$, any $\alpha$.
+    r"""Return the projection orthogonal to the drift, always: $\vartheta = 1$, any $\alpha$.
 
     Source: Report §3.
 
@@ -149,7 +149,7 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
 
 
 def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
-    r"""The lines that project where a displacement conflicts with the drift, and subtract $\alpha\, g$ elsewhere."""
+    r"""Return the coefficient rows that project displacements in conflict, and subtract $\alpha\, g$ elsewhere."""
     lines = gram.identity()
     inner = gram.matrix
     n = gram.num_displacements
@@ -166,7 +166,7 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
+    r"""Return whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
 
     Args:
         threshold: $\vartheta$.

@@ -1,4 +1,4 @@
-"""A control point that turns with the chord of its curve."""
+"""Rotation of a control point with the chord of its curve."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def rotate_control(
     *,
     space: Manifold | None = None,
 ) -> Float[Tensor, "..."]:
-    r"""The control point of a curve whose chord was corrected, at the same place relative to the chord.
+    r"""Return the control point of a curve with a corrected chord, at the same position relative to the chord.
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
 
@@ -86,7 +86,7 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""The turned control point less $\Theta^\tau$, as a combination of three vectors whose inner products are known.
+    r"""Return the rotated control point less $\Theta^\tau$ as a combination of three vectors.
 
     Args:
         inner: (3, 3) numbers, of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and $e = \hat\Theta - \Theta^\tau$.

@@ -1,4 +1,4 @@
-"""Corrections against several other updates: sequential surgery, and the complement of a span."""
+"""Corrections against several other updates: sequential surgery, and the orthogonal complement of a span."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class GradientSurgery(Correction):
         granularity: `"model"` or `"tensor"`.
 
     Raises:
-        ArgumentError: if `order` is no permutation (of n + 1 numbers, when it is used).
+        ArgumentError: if `order` is not a permutation (of n + 1 numbers, when it is used).
 
     Source: Yu et al. 2020, Algorithm 1, which draws the order.
 
@@ -74,7 +74,7 @@ class GradientSurgery(Correction):
 
 @dataclass(frozen=True, eq=False)
 class Pairwise(Correction):
-    r"""What of a displacement lies outside the span of the other clients' most recent updates.
+    r"""The component of a displacement outside the span of the other clients' most recent updates.
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
@@ -87,7 +87,7 @@ class Pairwise(Correction):
         tolerance: of the rank.
 
     Raises:
-        ArgumentError: if `others` are no tensors or not finite, or an option is out of range; when applied, if they
+        ArgumentError: if `others` are not tensors or not finite, or an option is out of range; when applied, if they
             do not fit the space.
 
     Source: OrthoFL §5.3, Lemma C.1.
@@ -144,7 +144,7 @@ class Pairwise(Correction):
 
 
 def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLERANCE) -> list[Any]:
-    r"""The $x$ that solves $\min_x \|v - \sum_j x_j r_j\|$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
+    r"""Solve $\min_x \|v - \sum_j x_j r_j\|$ for $x$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
 
     A root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix: the next pivot is the row with the
     largest part outside the span of those before it, relative to its own length, so that the units of a row do not

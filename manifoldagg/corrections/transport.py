@@ -1,4 +1,4 @@
-"""Transport on curved spaces: how tangents at the base come to the current point, and are measured there."""
+"""Transport on curved spaces: tangents at the base are moved to the current point and measured there."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
-    """How one leaf was transported: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its rungs."""
+    """The transport method of a leaf: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its rungs."""
 
     leaf: str
     method: str
@@ -32,7 +32,7 @@ class Transport(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transporter:
-    r"""The way of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
+    r"""The transport of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
 
     Args:
         space: with inner, exp and log, and what the transport needs.
@@ -71,12 +71,12 @@ class Transporter:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The factors of the space, in the order in which they lie in a point."""
+        """The factors of the space, in the order of storage."""
         return self.space.leaves(self.base)
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """What brings the tangents of each leaf to the current point."""
+        """The transport method of each leaf."""
         found = []
         for leaf in self.leaves:
             method = self.transport or ("parallel" if "transport" in leaf.space.capabilities else "ladder")
@@ -90,25 +90,25 @@ class Transporter:
         return -self.log(self.base, "base")
 
     def log(self, points: Tensor, name: str) -> Tensor:
-        r"""$\log_{\Theta^\tau}$ of points within reach."""
+        r"""Compute $\log_{\Theta^\tau}$ of points within reach."""
         return checked_log(self.space, self.current, points, f"{name}: out of reach of the current point")
 
     def to_current(self, displacements: Tensor) -> Tensor:
-        r"""Tangents (n, *shape) at the base, transported to the current point."""
+        r"""Transport tangents (n, *shape) at the base to the current point."""
         check_tangent(self.space, self.base, displacements, name="displacements")
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""$\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
+        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
     def to_base(self, tangents: Tensor) -> Tensor:
-        """Tangents (n, *shape) at the current point, taken back to the base."""
+        """Transport tangents (n, *shape) at the current point back to the base."""
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Inner products of tangents (k, P) at the current point, in float64, for each leaf: (S, k, k)."""
+        """Compute inner products of tangents (k, P) at the current point in float64, for each leaf: (S, k, k)."""
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -136,7 +136,7 @@ class Transporter:
 
 
 def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor:
-    r"""$\log_x$ of points (n, *shape) that lie on the space.
+    r"""Compute $\log_x$ of points (n, *shape) that lie on the space.
 
     Raises:
         ArgumentError: saying `name` is wrong, if a point has no log or is beyond the injectivity radius.

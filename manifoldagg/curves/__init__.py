@@ -1,4 +1,4 @@
-"""Embeddings: small spaces drawn into a manifold, and how they are learned."""
+"""Embeddings: low-dimensional spaces in a manifold, such as curves, and how they are learned."""
 
 from manifoldagg.curves.batchnorm import refresh_buffers
 from manifoldagg.curves.bezier import Bezier

@@ -1,4 +1,4 @@
-r"""Lengths along [0, 1] by quadrature, and the way back from them: a speed is a function of parameters."""
+r"""Arc length on [0, 1] by quadrature, and its inverse."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,7 +24,7 @@ MAX_BISECTIONS = 52
 
 
 def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
-    r"""$\int |v|$ over [first edge, last edge] to a relative error of 1e-12, where the speed itself is as exact.
+    r"""Integrate $\int |v|$ over [first edge, last edge] to a relative error of 1e-12, if the speed is as exact.
 
     Composite Gauss-Legendre of 16 nodes; a panel is halved until its halves agree with it, so that kinks and cusps cost
     a few panels more. It is differentiable in what `speed` depends on.
@@ -45,7 +45,7 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
 
 
 def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Float[Tensor, "*batch"]) -> Tensor:
-    r"""The parameter before which a part of the length lies: the inverse of `arc_length`, for many parts at once.
+    r"""Return the parameters at fractions of the arc length: the inverse of `arc_length`.
 
     Args:
         speed: as for `arc_length`.

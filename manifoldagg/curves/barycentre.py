@@ -1,4 +1,4 @@
-"""Barycentric coordinates, and the weighted Karcher mean as a function of points and weights that has derivatives."""
+"""Barycentric coordinates, and the weighted Karcher mean as a differentiable function of points and weights."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ MAX_STEPS = 500
 
 
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
-    """Coordinates (*batch, n); an `ArgumentError` says which is negative, or the sum, where a transform hides neither.
+    """Return coordinates (*batch, n); an `ArgumentError` names a negative one or the sum, unless a transform hides it.
 
     Both hold up to the square root of the precision of their dtype.
     """
@@ -40,7 +40,7 @@ def check_barycentric(coordinates: Any, n: int) -> Tensor:
 
 
 def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    r"""The Karcher means (*batch, *shape) of points (*batch, n, *shape) with weights (*batch, n) of sum 1, in float64.
+    r"""Compute Karcher means (*batch, *shape) of points (*batch, n, *shape), weights (*batch, n), in float64.
 
     Right up to the second derivatives in both, under every transform; a `DivergenceError` if one is not found.
     """

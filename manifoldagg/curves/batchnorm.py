@@ -1,4 +1,4 @@
-"""BatchNorm statistics for a point of a curve: those of the models that made the curve do not fit it."""
+"""BatchNorm statistics for a point of a curve, recomputed from data."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ __all__ = ["batch_norm_layers", "evaluation_mode", "refresh_buffers", "refreshed
 def refresh_buffers(
     space: ParameterSpace, model: nn.Module, point: Float[Tensor, " P"], batches: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """What `model` carries, with BatchNorm statistics that are means over `batches` at `point`.
+    """Return the buffers of `model`, with BatchNorm statistics averaged over `batches` at `point`.
 
     Every batch counts alike, as in `torch.optim.swa_utils.update_bn`. The other layers compute as in evaluation, so
     nothing is dropped out and nothing is drawn. The model lends its code: its parameters, buffers and modes are what
@@ -61,7 +61,7 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """What a loss carries, with the statistics of these layers as means over `batches` at `point`; it is not written.
+    """Return the buffers of a loss, with statistics of these layers averaged over `batches` at `point`.
 
     Raises:
         ArgumentError: if a batch has another form than [`refresh_buffers`][manifoldagg.curves.refresh_buffers] takes,
@@ -96,13 +96,13 @@ def refreshed_buffers(
 
 
 def batch_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """The layers that keep statistics."""
+    """Return the layers that track running statistics."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation within the block; afterwards modes and momenta are what they were."""
+    """Switch to evaluation mode within the block, and restore modes and momenta afterwards."""
     modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
     try:
         for module, *_ in modes:

@@ -33,7 +33,7 @@ MAX_ITERATIONS = 100
 
 
 def weights(degree: int, t: Any) -> list[Any]:
-    r"""The weights $\binom{n}{i} t^i (1-t)^{n-i}$, i = 0 … n, at a number or an array of them; none for degree -1.
+    r"""Compute the weights $\binom{n}{i} t^i (1-t)^{n-i}$, i = 0 … n, at numbers; degree -1 has no weights.
 
     Example:
         >>> weights(2, 0.5)
@@ -44,7 +44,7 @@ def weights(degree: int, t: Any) -> list[Any]:
 
 
 def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"]:
-    """The weights as one tensor in float64, differentiable in `t`.
+    """Compute the weights as one tensor in float64, differentiable in `t`.
 
     Example:
         >>> basis(2, torch.tensor(0.5))
@@ -55,14 +55,14 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
 
 
 def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    r"""$\sqrt{w^\top G\, w}$ for weights $w$, with derivative 0 where it vanishes: (*batch,)."""
+    r"""Compute $\sqrt{w^\top G\, w}$ for weights $w$, with derivative 0 at 0: (*batch,)."""
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
     positive = value > 0
     return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ in degree p + q; of $b^\top G\, b$ for a Gram matrix.
+    r"""Compute coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ in degree p + q.
 
     $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
 
@@ -86,7 +86,7 @@ def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
 
 
 def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
-    """Coefficients of the derivative, one fewer.
+    """Compute the coefficients of the derivative, one fewer.
 
     Example:
         >>> derivative_coefficients([0.0, 0.5, 2.0])
@@ -97,7 +97,7 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 
 
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
-    """The places of [0, 1] where a polynomial changes its sign, from the first to the last; 0 counts as negative.
+    """Return the sign changes of a polynomial on [0, 1] in ascending order; 0 counts as negative.
 
     A polynomial changes sign no more often than its coefficients do (Descartes' rule): [0, 1] is halved until on each
     piece they do so once at most. Newton's method, with bisection as its guard, finds the place on a piece.
@@ -125,7 +125,7 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
 
 
 def argmin(coefficients: Sequence[float]) -> float:
-    """Where a polynomial is least on [0, 1]: of all changes of sign of its derivative and both ends.
+    """Return the minimiser of a polynomial on [0, 1], among the critical points and both ends.
 
     That is a global minimum, to the rounding of the coefficients; of several minima it is one.
 
@@ -139,8 +139,7 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Where functions change their sign between `low` and `high`; where one does not, `high` if it is positive, else
-    `low`.
+    """Find the sign changes of functions in [`low`, `high`]; without one, return `high` if positive, else `low`.
 
     Chandrupatla's method: inverse quadratic interpolation where it is trustworthy, else bisection; it always ends.
 

@@ -1,4 +1,4 @@
-"""Bézier curves of any degree: the embedding of [0, 1] that follows its control points."""
+"""Bézier curves of any degree."""
 
 import abc
 import math
@@ -26,7 +26,7 @@ MAX_DEGREE = 1000
 
 
 class BezierSpline(CurveEmbedding):
-    r"""Bézier curves of one `degree`, one after the other, of control points that share the joints: one piece or more.
+    r"""A spline of one or more Bézier curves of one `degree`, with shared joints.
 
     On a flat space they and their derivatives are sums of control points and of their differences.
     """
@@ -36,7 +36,7 @@ class BezierSpline(CurveEmbedding):
     @property
     @abc.abstractmethod
     def pieces(self) -> int:
-        """How many curves there are."""
+        """The number of pieces."""
 
     @property
     def size(self) -> int:
@@ -172,11 +172,11 @@ class Bezier(BezierSpline):
         return 1
 
     def weights(self, t: float) -> list[float]:
-        """The degree + 1 Bernstein weights at `t`, as numbers: what control points of a flat space are summed with."""
+        """Return the degree + 1 Bernstein weights of the control points at `t`, as numbers."""
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
-        r"""What a derivative `w` at $\iota_\varphi(x)$ is for the control points: $b_i(x)\, w$ on a flat space.
+        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the control points: $b_i(x)\, w$ on a flat space.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -194,7 +194,7 @@ class Bezier(BezierSpline):
         return weighted_sum(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$: the triangle's two sides.
+        r"""Return control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$, by de Casteljau.
 
         On a curved space these agree with the curve to third order in its size; their ends are on it.
 
@@ -234,7 +234,7 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Control points of the same curve with a higher degree: $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$.
+        r"""Return control points of the curve in a higher degree: $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$.
 
         They belong to `Bezier(space, degree + times)`. On a curved space the curves agree to third order in their
         size; the ends are the same.
@@ -247,7 +247,7 @@ class Bezier(BezierSpline):
             (degree + 1 + times, *space.shape).
 
         Raises:
-            ArgumentError: if `phi` has another shape, or `times` is no integer or negative.
+            ArgumentError: if `phi` has another shape, or `times` is not an integer or negative.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -268,7 +268,7 @@ class Bezier(BezierSpline):
     def through(
         self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
     ) -> Points:
-        r"""Control points of the curve nearest to points: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+        r"""Fit control points to points: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
 
         With degree + 1 points the curve goes through each of them.
 
@@ -281,7 +281,7 @@ class Bezier(BezierSpline):
             (degree + 1, *space.shape), summed in float64; differentiable in `points` at given parameters.
 
         Raises:
-            ArgumentError: if the space is curved, there are too few points, or the parameters are no m finite numbers
+            ArgumentError: if the space is curved, there are too few points, or the parameters are not m finite numbers
                 or so few different ones that they do not determine the curve.
 
         Example:
@@ -314,7 +314,7 @@ class Bezier(BezierSpline):
         return torch.stack([points[0], *fitted, points[-1]] if fixed_ends else fitted)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""The $t \in [0, 1]$ whose point is nearest, and the distance, for points (*batch, *space.shape).
+        r"""Return the $t \in [0, 1]$ of the nearest point, and the distance, for points (*batch, *space.shape).
 
         On a flat space the squared distance is a polynomial of degree 2n whose Bernstein coefficients are read from
         one Gram matrix a point: the least of all changes of sign of its derivative, a global minimum up to the rounding
@@ -345,7 +345,7 @@ class Bezier(BezierSpline):
 
 
 def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
-    r"""The point at `t` of the curve of a polygon, along geodesics.
+    r"""Compute the point at `t` of the curve of a polygon, along geodesics.
 
     Args:
         space: with exp and log.
@@ -370,14 +370,14 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Weighted sums (*batch, *shape) of points (k, *shape), in their own dtype under autocast too."""
+    """Compute weighted sums (*batch, *shape) of points (k, *shape), in their dtype, also under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])
 
 
 def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
-    r"""$\langle \varphi_{i+1} - \varphi_i,\, \varphi_{j+1} - \varphi_j \rangle$ in float64, on the CPU: one pass."""
+    r"""Compute $\langle \varphi_{i+1} - \varphi_i,\, \varphi_{j+1} - \varphi_j \rangle$ in float64, on the CPU."""
     rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
     inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
     if not bool(inner.isfinite().all()):
@@ -386,7 +386,7 @@ def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
 
 
 def check_space(space: Manifold) -> None:
-    """A space on which curves can be drawn.
+    """Return `space`, which must support curves.
 
     Raises:
         ArgumentError: saying what is missing.

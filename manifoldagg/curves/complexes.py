@@ -24,7 +24,7 @@ VolumeMode = Literal["face", "volume"]
 
 @dataclass(frozen=True)
 class Complex(Hull):
-    r"""Simplices on common vertices $\varphi_0, \dots, \varphi_{V-1}$: moving one moves every face that has it.
+    r"""A simplicial complex on vertices $\varphi_0, \dots, \varphi_{V-1}$, which its simplices share.
 
     A place is $x \in \mathbb{R}^V$, barycentric coordinates of all vertices that vanish outside one face;
     $\iota_\varphi(x)$ is the point of that face's [`Simplex`][manifoldagg.curves.simplex.Simplex], and two faces agree
@@ -77,7 +77,7 @@ class Complex(Hull):
 
     @property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """The vertices of each connected part; one part where every vertex can be reached from every other.
+        """The vertices of each connected component.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -91,7 +91,7 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Places (*batch, V): a face, each as likely, and in it uniform."""
+        """Draw places (*batch, V): a face with equal probability, and a uniform place on it."""
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -104,7 +104,7 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        r"""Places (*batch, V) whose points are uniform in the image: a face is drawn by its volume.
+        r"""Draw places (*batch, V) whose points are uniform in the image: a face is drawn by its volume.
 
         Args:
             phi: all vertices (V, *space.shape).
@@ -126,18 +126,18 @@ class Complex(Hull):
         return self._sample_in_faces(faces[1:].reshape(batch), generator)
 
     def log_volumes(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, " faces"]:
-        """The log-volume of each face, as of a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
+        """Compute the log-volume of each face, as of a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
         self._check_phi(phi)
         return torch.stack([Simplex(self.space, len(face)).log_volume(phi[list(face)]) for face in self.faces])
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        """The sum of the faces' volumes, on a flat space, for faces of one dimension; where they overlap, of both."""
+        """Compute the sum of the faces' volumes on a flat space, for faces of one dimension; overlaps count twice."""
         self._check_phi(phi)
         self._check_equal_dimensions()
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""A regulariser of the vertices: $\log \sum_f V_f$ or, `by="face"`, $\sum_f \log V_f$, which opens every face.
+        r"""Compute a regulariser: $\log \sum_f V_f$ or, `by="face"`, $\sum_f \log V_f$, which opens every face.
 
         Raises:
             ArgumentError: if the space is curved, `phi` does not fit, or volumes of faces of several dimensions are
@@ -155,7 +155,7 @@ class Complex(Hull):
     def log_volume_gradient(
         self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
     ) -> Float[Tensor, "size ..."]:
-        r"""The gradient of `log_volume`: $\sum_f s_f\, \partial \log V_f$, with $s_f = V_f / \sum V$, or 1 by face."""
+        r"""Compute the gradient of `log_volume`: $\sum_f s_f\, \partial \log V_f$, $s_f = V_f / \sum V$."""
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
         shares = phi.new_ones(len(self.faces), dtype=torch.float64) if by == "face" else self._volume_fractions(phi)
@@ -168,7 +168,7 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """The nearest place of all faces, and how far it is: as for a simplex, the first of equally near ones."""
+        """Return the nearest place over all faces, and its distance; ties go to the first face."""
         self._check_phi(phi)
         places = []
         distances = []
@@ -181,7 +181,7 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """What the vertices are summed with at `x` (*batch, V), which lies on a face: `x` by its sum, in float64."""
+        """Return the float64 weights of the vertices at `x` (*batch, V), which lies on a face: `x` over its sum."""
         self._containing_face(x)
         return super().weights(x)
 

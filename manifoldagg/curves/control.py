@@ -1,4 +1,4 @@
-"""The points of an embedding while they are learned: which of them move, from where, and as which parameters."""
+"""Trainable control points of an embedding: which points are learned, from which start, as which parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""Which points of $\varphi$ learn in the second phase, where they begin, and how they move.
+    r"""The settings of the inner points of $\varphi$: which learn, their initial positions, and their parameters.
 
     Args:
         rate: learning rate of the inner points; that of the ends where not given.
@@ -54,10 +54,10 @@ class Control:
         check_number("volume", self.volume, at_least=0)
 
     def indices(self, size: int) -> set[int]:
-        """Of the points that learn, from 0.
+        """Return the indices of the points that learn, from 0.
 
         Raises:
-            ArgumentError: if `free` is no sequence of different indices of `size` points.
+            ArgumentError: if `free` is not a sequence of different indices of `size` points.
         """
         if self.free is None:
             return {*range(1, size - 1)}
@@ -68,7 +68,7 @@ class Control:
         return moving
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
-        """Whether the inner points move relative to the chord: all of those of a flat curve do, from 0, or none.
+        """Check the indices, and return whether the inner points move relative to the chord.
 
         Raises:
             ArgumentError: if they should and cannot, or the embedding has no volume.
@@ -88,7 +88,7 @@ class Control:
 
     @torch.no_grad()
     def initialize(self, space: Manifold, phi: Tensor) -> None:
-        """Put the inner points of φ where they begin; φ is written."""
+        """Write the initial inner points into φ."""
         last = len(phi) - 1
         for i in range(1, last):
             if self.start == "base":
@@ -100,7 +100,7 @@ class Control:
 
 
 class FreePoints:
-    r"""$\varphi$ in one tensor, and parameters for its last point and for the `free` ones.
+    r"""The tensor $\varphi$, and parameters for its last point and for the `free` ones.
 
     Parameters are views of $\varphi$; neighbouring inner points share one. In the *relative* form (flat spaces) those
     of the inner points are displacements $\delta_i$ from the chord:
@@ -133,13 +133,13 @@ class FreePoints:
             self.inner = {(1, last): self.shift}
 
     def groups(self, rate: float, control_rate: float) -> list[dict[str, Any]]:
-        """Parameter groups: the end points, then the inner ones."""
+        """Return parameter groups: the end points, then the inner ones."""
         starts = [self.start] if 0 in self.free and len(self.phi) > 1 else []
         inner = [{"params": list(self.inner.values()), "lr": control_rate}] if self.inner else []
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        r"""Hand a derivative by $\varphi$ (size, *shape) to the parameters of the free points."""
+        r"""Set the gradients of the free points from a derivative by $\varphi$ (size, *shape)."""
         pulled = derivative
         if self.shift is not None:
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
@@ -152,7 +152,7 @@ class FreePoints:
             self.start.grad = pulled[0]
 
     def refresh(self) -> None:
-        """Write the inner points of the relative form into φ; views need no refreshing."""
+        """Write the inner points of the relative form into φ; views are always current."""
         if self.shift is not None:
             with torch.no_grad():
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
@@ -173,7 +173,7 @@ class FreePoints:
 def initial_points(
     embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The base, and a new tensor of the points that a fit begins with.
+    """Return the base, and a new tensor of the initial points of a fit.
 
     Raises:
         ArgumentError: naming the argument that does not fit.

@@ -1,4 +1,4 @@
-"""What a path over a landscape is like: how high it climbs, what it gains on the straight line, how much it bends."""
+"""Diagnostics of a path through a loss landscape: its barrier, its gain over the straight line, its curvature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class Barrier:
 
     @property
     def argmax(self) -> float:
-        """The `t` where the curve is highest above the line between the losses at its ends."""
+        """The `t` at which the curve is highest above the line between the losses at its ends."""
         return self.t[self._excess(self.losses).argmax()].item()
 
     @property
@@ -61,11 +61,11 @@ class Barrier:
 
     @property
     def chord_argmax(self) -> float:
-        """The part of the chord where it is highest above that line."""
+        """The position on the chord of its barrier."""
         return self.fraction[self._excess(self.chord).argmax()].item()
 
     def plot(self, axes: Any = None, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> Any:
-        """Draw both profiles, and the line from which their heights are measured.
+        """Plot both profiles, and the line from which their heights are measured.
 
         Args:
             axes: of matplotlib; those of a new figure where not given.
@@ -94,7 +94,7 @@ class Barrier:
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    r"""How a path bends, $k$ being the length of its curvature vector.
+    r"""The curvature of a path, $k$ being the length of its curvature vector.
 
     Attributes:
         t: (m,) places.
@@ -113,14 +113,14 @@ class Curvature:
 
     @property
     def argmax(self) -> float:
-        """Where that is."""
+        """The parameter of the maximum."""
         return self.t[self.values.argmax()].item()
 
 
 def barrier(
     curve: CurveEmbedding, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
 ) -> Barrier:
-    r"""How high the loss rises on the way from one end of a curve to the other, and on the straight way:
+    r"""Compute the barrier of the loss along a curve and along its chord:
 
     $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big).$$
 
@@ -203,7 +203,7 @@ def chord_ratio(profile: Barrier) -> float:
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
-    r"""How a path bends: with velocity $v$ and covariant acceleration $a$
+    r"""Compute the curvature of a path with velocity $v$ and covariant acceleration $a$
 
     $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$

@@ -1,4 +1,4 @@
-r"""At which parameter a Bézier curve has gone a given part of its chord: Manifold (12), solved exactly.
+r"""The curve parameter at a given part of the chord of a Bézier curve: Manifold (12), solved exactly.
 
 With displacements $v_i = \varphi_i - \varphi_0$ and their Gram matrix $G$, the squared distance from the start is
 
@@ -32,7 +32,7 @@ Gram = Sequence[Sequence[Any]]
 
 
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
-    r"""The smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
+    r"""Find the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$: (n, P); a quadratic has the
@@ -45,7 +45,7 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
         and for rho < 1e-150.
 
     Raises:
-        ArgumentError: if `displacements` is no finite (n, P) tensor, `rho` is negative or no number, or
+        ArgumentError: if `displacements` is not a finite (n, P) tensor, `rho` is negative or no number, or
             `overshoot` is unknown.
 
     Source: Manifold (12). Cost: one pass over the displacements.
@@ -64,7 +64,7 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """As `parameter_at_distance`, from the n x n Gram matrix of the displacements: no tensor is touched.
+    """Compute `parameter_at_distance` from the n x n Gram matrix of the displacements, without tensors.
 
     `rho` and `overshoot` are those of a caller who has checked them; squared norms are checked here.
     """
@@ -99,7 +99,7 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
 
 
 def squared_distance(inner: Gram) -> list[Any]:
-    """Bernstein coefficients of d², of degree 2n, from the Gram matrix of the displacements, of which v_0 is 0."""
+    """Compute Bernstein coefficients of d², of degree 2n, from the Gram matrix of the displacements; v_0 is 0."""
     zeros = [0.0] * (len(inner) + 1)
     return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 

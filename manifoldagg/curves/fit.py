@@ -1,4 +1,4 @@
-"""Learning a curve, or another embedding: two phases of stochastic gradient steps on its points."""
+"""Fitting of embeddings: two phases of stochastic gradient steps on the control points."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ STATE_KEYS = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "gene
 
 @dataclass(frozen=True)
 class Training:
-    r"""How a step is taken, and what it makes smaller besides the loss.
+    r"""The settings of a training step and of its regularisers.
 
     Args:
         optimizer: any optimiser of `torch.optim` that steps without a closure, called with parameter groups and `lr`;

@@ -1,4 +1,4 @@
-"""Frames that follow a Bézier curve on a flat space."""
+"""Moving frames along a Bézier curve on a flat space."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ __all__ = ["rotation_minimising"]
 def rotation_minimising(
     control: Control, t: Times, *, start: Float64[Tensor, "k m"], steps: int = 64
 ) -> Float64[Tensor, "*times k m"]:
-    r"""Normal vectors carried along the curve from $t = 0$ without turning about it: $R'$ is along $b'$.
+    r"""Transport normal vectors along the curve from $t = 0$ without rotation about it: $R'$ is along $b'$.
 
     On a grid of equal steps each follows from the one before by double reflection: in the plane that halves the
     chord between the two points, then in the one that takes the reflected tangent to the new one. One more such

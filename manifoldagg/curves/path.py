@@ -1,4 +1,4 @@
-"""Curves: what every embedding of [0, 1] can do, and `Path`, one curve with its control points."""
+"""Curves: the common interface of embeddings of [0, 1], and `Path`, a curve with its control points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ class CurveEmbedding(Embedding):
 
     @property
     def breaks(self) -> tuple[float, ...]:
-        """Parameters between which the curve is smooth."""
+        """The parameters between which the curve is smooth."""
         return (0.0, 1.0)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$: (*batch, *space.shape). One jvp."""
+        r"""Compute $\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$: (*batch, *space.shape), by one jvp."""
         return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\nabla_{\iota'} \iota'$ at $t$, the covariant acceleration: (*batch, *space.shape).
+        r"""Compute $\nabla_{\iota'} \iota'$ at $t$, the covariant acceleration: (*batch, *space.shape).
 
         It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ at s = 0: in normal coordinates the connection
         vanishes at the centre. Two nested jvps.
@@ -65,7 +65,7 @@ class CurveEmbedding(Embedding):
         return bend
 
     def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        r"""$\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64, negative for b < a.
+        r"""Compute $\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64, negative for b < a.
 
         It is differentiable in $\varphi$. On a flat space it costs one pass over $\varphi$: speeds are read from the
         Gram matrix of the differences of control points; what is shorter than 1e-150 there counts as none.
@@ -85,7 +85,7 @@ class CurveEmbedding(Embedding):
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        r"""The $t$ with length(0, t) = part · length(0, 1): by it a curve is followed at constant speed.
+        r"""Find the $t$ with length(0, t) = part · length(0, 1), for traversal at constant speed.
 
         Args:
             phi: control points (size, *space.shape).
@@ -105,7 +105,7 @@ class CurveEmbedding(Embedding):
         return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""The $t \in [0, 1]$ whose point is nearest, and the distance, for points (*batch, *space.shape).
+        r"""Return the $t \in [0, 1]$ of the nearest point, and the distance, for points (*batch, *space.shape).
 
         The best of 32 places a control point, then the zero of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$
         between its neighbours: exact to rounding where these have one minimum between them. The search is not
@@ -124,7 +124,7 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Whether points (*batch, *space.shape) lie within `tolerance` of the curve, in units of the space: (*batch,).
+        r"""Return whether points (*batch, *space.shape) lie within `tolerance` of the curve: (*batch,).
 
         Where it is not given it is what rounding may do: $\sqrt\varepsilon$ of the coarser dtype on a curved space,
         $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat one.
@@ -143,16 +143,16 @@ class CurveEmbedding(Embedding):
         return torch.rand(*batch, generator=generator, dtype=torch.float64, device=device)
 
     def at(self, phi: Phi) -> "Path[Self]":
-        """The curve of one `phi`, as a value with methods of $t$ alone."""
+        """Return the curve of one `phi`, as a value with methods of $t$ alone."""
         self._check_phi(phi)
         return Path(self, phi)
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        """Control points of the parts before and after `t`."""
+        """Return control points of the parts before and after `t`."""
         raise NotImplementedError(f"{type(self).__name__} has no split")
 
     def reverse(self, phi: Phi) -> Points:
-        r"""Control points of $t \mapsto \iota_\varphi(1 - t)$: the same ones from the last to the first."""
+        r"""Return control points of $t \mapsto \iota_\varphi(1 - t)$: the same ones in reverse order."""
         self._check_phi(phi)
         return phi.flip(0)
 
@@ -223,36 +223,36 @@ class Path(Generic[C]):
         return self.curve(self.phi, t)
 
     def velocity(self, t: Parameter) -> Points:
-        """The tangent at `t`."""
+        """Compute the tangent at `t`."""
         return self.curve.velocity(self.phi, t)
 
     def acceleration(self, t: Parameter) -> Points:
-        """The covariant acceleration at `t`."""
+        """Compute the covariant acceleration at `t`."""
         return self.curve.acceleration(self.phi, t)
 
     def length(self, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        """The length from `a` to `b`."""
+        """Compute the length from `a` to `b`."""
         return self.curve.length(self.phi, a, b)
 
     def parameter_at_length(self, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        """Where `fraction` of the length is behind."""
+        """Return the parameter at a `fraction` of the length."""
         return self.curve.parameter_at_length(self.phi, fraction)
 
     def nearest(self, point: Points) -> tuple[Tensor, Tensor]:
-        """The parameter of the nearest point, and the distance."""
+        """Return the parameter of the nearest point, and the distance."""
         return self.curve.nearest(self.phi, point)
 
     def contains(self, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        """Whether points lie within `tolerance` of the path."""
+        """Return whether points lie within `tolerance` of the path."""
         return self.curve.contains(self.phi, point, tolerance=tolerance)
 
     def split(self, t: float) -> tuple["Path[C]", "Path[C]"]:
-        """The parts before and after `t`, each over [0, 1]."""
+        """Return the parts before and after `t`, each over [0, 1]."""
         left, right = self.curve.split(self.phi, t)
         return Path(self.curve, left), Path(self.curve, right)
 
     def reverse(self) -> "Path[C]":
-        """The path from its end to its start."""
+        """Return the path from its end to its start."""
         return Path(self.curve, self.curve.reverse(self.phi))
 
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
@@ -291,7 +291,7 @@ class Path(Generic[C]):
 
 
 def as_parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:
-    """A number or a tensor of numbers as float64 on the device of `phi`.
+    """Convert a number or a tensor of numbers to float64 on the device of `phi`.
 
     Raises:
         ArgumentError: if a number is not finite.

@@ -1,4 +1,4 @@
-"""How long a fit goes on: its two phases, which batch comes in which, what ends them, and how to come back to one."""
+"""The two phases of a fit: their batches, their stopping criteria, and their state for resuming."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ __all__ = ["Phases", "Schedule"]
 
 @dataclass(frozen=True)
 class Phases:
-    """How long the two phases take, in which order, and what ends them early.
+    """The lengths, the order and the early stopping of the two phases.
 
     The first trains the last point alone, the second the embedding.
 
@@ -64,17 +64,17 @@ class Phases:
 
     @classmethod
     def first(cls, epochs: int, steps: int | None = None) -> "Phases":
-        """The first phase alone: ordinary training."""
+        """Return the first phase alone: ordinary training."""
         return cls((epochs, 0), None if steps is None else (steps, 0))
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Of either phase: steps where they are given, else passes."""
+        """The limits of each phase: steps if given, else passes."""
         return self.epochs if self.steps is None else self.steps
 
 
 class Schedule:
-    """(phase, batch) of every step, phase 0 for the end point and 1 for the embedding.
+    """The (phase, batch) of every step, phase 0 for the end point and 1 for the embedding.
 
     One phase after the other, or in turn, a pass over the batches each. A phase is done after its amount of steps or
     passes, or when its losses have reached a plateau. Where it stands can be asked for, and gone on from, between any
@@ -115,11 +115,11 @@ class Schedule:
         return bool(asked) and all(asked)
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, in numbers and tensors."""
+        """Return the position in the schedule as numbers and tensors."""
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Take notice of the loss of the latest step: does it end its phase?
+        r"""Record the loss of the latest step, and end its phase on a plateau.
 
         Compared are running means $a \leftarrow a + (\ell - a) / n$, n the patience, relative to the best of them.
         """

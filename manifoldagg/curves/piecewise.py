@@ -1,4 +1,4 @@
-"""Piecewise Bézier curves: one after the other, with shared joints."""
+"""Piecewise Bézier curves with shared joints."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ __all__ = ["Piecewise"]
 
 @dataclass(frozen=True)
 class Piecewise(BezierSpline):
-    r"""m Bézier curves of one degree n, each over an m-th of [0, 1], each beginning where the one before it ends.
+    r"""A curve of m Bézier pieces of one degree n, each over an m-th of [0, 1], with shared joints.
 
     $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its
     velocity is continuous where the neighbours of a joint mirror each other, which `smooth` makes them do; at a joint,
@@ -49,7 +49,7 @@ class Piecewise(BezierSpline):
         check_space(self.space)
 
     def smooth(self, phi: Phi) -> Points:
-        r"""Control points whose curve has a continuous velocity: what follows a joint mirrors what precedes it.
+        r"""Return control points of a curve with continuous velocity: a joint's successor mirrors its predecessor.
 
         From the start on, the control point after each joint $J$ becomes $\exp_J(-\log_J \varphi_{-})$, the
         reflection of the one before it. The first piece, the joints and all other control points stay. Of degree 2 each
@@ -78,7 +78,7 @@ class Piecewise(BezierSpline):
         return torch.stack(points)
 
     def piece(self, phi: Phi, k: int) -> Path[Bezier]:
-        """The k-th piece, from 0 on, as a Bézier curve of its own over [0, 1].
+        """Return the k-th piece, from 0 on, as a Bézier curve over [0, 1].
 
         Raises:
             ArgumentError: if there is no such piece.
@@ -89,7 +89,7 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """The parameter of the nearest point, and the distance: the best piece's, as `Bezier.nearest` finds them."""
+        """Return the parameter of the nearest point over all pieces, and the distance, as `Bezier.nearest`."""
         found = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         places = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(found)])
         distances, best = torch.stack([d for _, d in found]).min(0)

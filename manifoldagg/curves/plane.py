@@ -1,4 +1,4 @@
-"""The plane through a curve, and a function over it: the picture of a loss landscape."""
+"""The plane through a curve, and the loss landscape on it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ RANK_TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Plane:
-    r"""Values of a function over the plane that a curve spans.
+    r"""The values of a function over the plane that a curve spans.
 
     The plane has the curve's start at (0, 0), its end at (chord, 0), and the control point farthest from the
     chord above it.
@@ -58,7 +58,7 @@ class Plane:
         label: str = "loss",
         ends: tuple[str, str] = ("base model", "client's model"),
     ) -> Any:
-        """Draw contours, curves, chord and control points; `ends` are called so.
+        """Plot contours, curves, chord and control points; `ends` are the labels of the end points.
 
         Args:
             axes: of matplotlib; those of a new figure where not given.
@@ -160,7 +160,7 @@ def plane(
 
 @dataclass(frozen=True, eq=False)
 class View:
-    r"""Points as a tangent space sees them: at a centre $c$, along unit tangents $a_i$ there, in float64.
+    r"""Points in coordinates of a tangent space: at a centre $c$, along unit tangents $a_i$ there, in float64.
 
     Attributes:
         space: of the points.
@@ -174,7 +174,7 @@ class View:
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":
-        """The plane at the first of some points (n + 1, *space.shape) in which they lie or are seen.
+        """Return the plane at the first of some points (n + 1, *space.shape) that contains or approximates them.
 
         Its first axis points to the last point, or to the farthest where the ends meet; the second to what is farthest
         from that line, and is zero where nothing is.
@@ -203,7 +203,7 @@ class View:
         return torch.stack([self.space._inner(center, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
     def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
-        """Where a curve is seen: on a flat space that is the curve of the control points as they are seen."""
+        """Return the curve in the view; on a flat space it is the curve of the viewed control points."""
         if not self.space.flat:
             return self(curve(phi, t))
         flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
@@ -212,7 +212,7 @@ class View:
     def grid(
         self, function: Callable[[Tensor], float], dtype: torch.dtype, low: Tensor, high: Tensor, resolution: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Coordinates from `low` to `high`, and the function over them, of points in `dtype`."""
+        """Evaluate the function on a grid of coordinates from `low` to `high`, of points in `dtype`."""
         ends = zip(low.tolist(), high.tolist(), strict=True)
         x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
 

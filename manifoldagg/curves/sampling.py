@@ -1,4 +1,4 @@
-"""At which places of an embedding a batch meets it: drawn uniformly, in strata, or fixed by a quadrature."""
+"""Sampling of places of an embedding for a batch: uniform, stratified, or fixed by a quadrature."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""(weight, place) `samples` times, with $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$ for the uniform $P$.
+    r"""A sampling of `samples` (weight, place) pairs with $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$ for uniform $P$.
 
     Args:
         kind: how places are drawn:
@@ -46,7 +46,7 @@ class Sampling:
         check_count("samples", self.samples)
 
     def check(self, embedding: Embedding) -> None:
-        """Strata and quadratures are of [0, 1].
+        """Check that strata and quadratures are used for embeddings of [0, 1] only.
 
         Raises:
             ArgumentError: if `embedding` has other places.
@@ -57,7 +57,7 @@ class Sampling:
     def coordinates(
         self, embedding: Embedding, phi: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[tuple[float, Coordinates]]:
-        r"""The weights and places for one batch.
+        r"""Return the weights and places for one batch.
 
         Args:
             embedding: with `sample`; where it has `sample_in`, as a tunnel, that draws them.

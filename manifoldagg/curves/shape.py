@@ -1,4 +1,4 @@
-"""The shape of a Bézier curve on a flat space, from its control points in few coordinates: those of their own span.
+"""The shape of a Bézier curve on a flat space, in coordinates of the span of its control points.
 
 Where it is slow or sharp, how it bends, and which of its points are the feet of others. Everything is in float64.
 """
@@ -31,7 +31,7 @@ Times = Float64[Tensor, "*times"]
 
 
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
-    """Control points in an orthonormal basis of their span, the first at 0: (n + 1, min(n, P)), no derivatives.
+    """Compute control points in an orthonormal basis of their span, the first at 0: (n + 1, min(n, P)), no derivatives.
 
     Distances and angles are those of the control points, to rounding also where these nearly lie in a line.
 
@@ -53,7 +53,7 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 
 
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
-    r"""An orthonormal basis of the span of $\varphi_i - \varphi_0$, and the control points in it, differentiable.
+    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and differentiable coordinates in it.
 
     The basis is that of Gram and Schmidt: the first vector along $\varphi_1 - \varphi_0$, and so along $b'(0)$, the
     first two with $\varphi_2$ in their plane, and so on.
@@ -67,14 +67,14 @@ def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Con
 
 
 def derivative(control: Control, t: Times, order: int = 1) -> Float64[Tensor, "*times k"]:
-    """The derivative of the curve of this order at `t`; the curve itself for order 0."""
+    """Compute the derivative of the curve of this order at `t`; order 0 is the curve itself."""
     for _ in range(order):
         control = (len(control) - 1) * control.diff(dim=0)
     return basis(len(control) - 1, t) @ control
 
 
 def min_speed(control: Control) -> tuple[float, float]:
-    r"""Where $|b'|$ is least on [0, 1], and its value there: $t$ is a root of $(|b'|^2)'$ or an end."""
+    r"""Find the minimum of $|b'|$ on [0, 1]: its $t$, a root of $(|b'|^2)'$ or an end, and its value."""
     velocity = (len(control) - 1) * control.diff(dim=0)
     t = _critical_parameters(derivative_coefficients(_gram(velocity, velocity)), control)
     speed = derivative(control, t).norm(dim=-1)
@@ -83,7 +83,7 @@ def min_speed(control: Control) -> tuple[float, float]:
 
 
 def max_curvature(control: Control) -> tuple[float, float]:
-    r"""Where the curvature is greatest on [0, 1], and its value there; $b'$ must not vanish.
+    r"""Find the maximum of the curvature on [0, 1]: its parameter and its value; $b'$ must not vanish.
 
     $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2,$$
 
@@ -111,7 +111,7 @@ def max_curvature(control: Control) -> tuple[float, float]:
 
 
 def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
-    r"""The curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$, $T = b' / |b'|$."""
+    r"""Compute the curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$, $T = b' / |b'|$."""
     velocity = derivative(control, t)
     bend = derivative(control, t, 2)
     tangent = unit(velocity)
@@ -120,10 +120,10 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 
 
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
-    r"""Every t in [0, 1] that is a foot of a point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, and both ends.
+    r"""Find every foot t in [0, 1] of a point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, and both ends.
 
     The roots of a polynomial of degree 2n - 1, and one step of Newton's method on the sum itself, which is exact where
-    the polynomial's coefficients cancel. The others of these 2n + 1 parameters are no feet.
+    the polynomial's coefficients cancel. The others of these 2n + 1 parameters are not feet.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     pairs = (control @ velocity.mT).unsqueeze(-1) - velocity @ points.mT
@@ -169,7 +169,7 @@ def nearest_normal_disk(
 
 
 def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
-    """`v` over its length; 0 for 0."""
+    """Normalise `v`; 0 remains 0."""
     size = v.norm(dim=-1, keepdim=True)
     # Not a quotient that is replaced: its derivative at 0 would be NaN all the same.
     return v / torch.where(size > 0, size, torch.ones_like(size))

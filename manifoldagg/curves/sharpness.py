@@ -1,4 +1,4 @@
-"""Sharpness-aware learning: the slope a little uphill, which prefers flat minima to sharp ones."""
+"""Sharpness-aware minimisation: gradients at an ascent point, which favour flat minima."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ __all__ = ["ASAM", "SAM", "Sharpness", "sharpness_aware_gradient"]
 
 @runtime_checkable
 class Sharpness(Protocol):
-    """Which point near `theta` is looked at for a given slope."""
+    """Base class of the choice of the ascent point near `theta`."""
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """The point (*shape) uphill of `theta`, for the derivative (*shape) of the loss by coordinates.
+        """Return the ascent point (*shape) of `theta` for the derivative (*shape) of the loss by coordinates.
 
         Raises:
             ArgumentError: if it has no meaning on `space`.
@@ -30,7 +30,7 @@ class Sharpness(Protocol):
 
 @dataclass(frozen=True)
 class SAM:
-    r"""Uphill by the radius: $\exp_\theta(\rho\, g / \|g\|_\theta)$, $g$ the gradient of the loss.
+    r"""Ascent by a radius: $\exp_\theta(\rho\, g / \|g\|_\theta)$, $g$ the gradient of the loss.
 
     On a flat space that is $\theta + \rho g / \|g\|$. To first order it is the highest point within $\rho$. Where
     $g = 0$ it is $\theta$.
@@ -39,7 +39,7 @@ class SAM:
         radius: $\rho > 0$.
 
     Raises:
-        ArgumentError: if `radius` is no positive number.
+        ArgumentError: if `radius` is not a positive number.
 
     Source: Foret et al. 2021; Yun, Yang 2023 for curved spaces.
 
@@ -62,7 +62,7 @@ class SAM:
 
 @dataclass(frozen=True)
 class ASAM:
-    r"""Uphill in proportion to the parameters: $\theta + \rho\, T^2 g / \|T g\|$, elementwise.
+    r"""Ascent in proportion to the parameters: $\theta + \rho\, T^2 g / \|T g\|$, elementwise.
 
     $T = |\theta| + \eta$. With $\eta = 0$ it goes along when coordinates are rescaled. On flat spaces only.
 
@@ -71,7 +71,7 @@ class ASAM:
         eta: $\eta \ge 0$, the least scale.
 
     Raises:
-        ArgumentError: if `radius` is no positive number or `eta` is negative.
+        ArgumentError: if `radius` is not a positive number or `eta` is negative.
 
     Source: Kwon et al. 2021, (7).
 
@@ -100,7 +100,7 @@ class ASAM:
 def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""The loss at $\theta$, and its derivative by coordinates: taken uphill where `sharpness` says so.
+    r"""Compute the loss at $\theta$, and its derivative by coordinates at the ascent point of `sharpness`.
 
     With sharpness, $\theta' =$ `perturb` of the derivative at $\theta$, and the result is the derivative at
     $\theta'$; on a curved space the gradient there, carried back to $\theta$. It costs a second pass of the model.
@@ -116,7 +116,7 @@ def sharpness_aware_gradient(
         The loss at `theta`, a scalar, and the derivative (*shape).
 
     Raises:
-        ArgumentError: if the loss is no scalar that depends on `theta`, or `sharpness` has no meaning on `space`.
+        ArgumentError: if the loss is not a scalar that depends on `theta`, or `sharpness` has no meaning on `space`.
         DivergenceError: if the loss uphill is not finite.
 
     Example:

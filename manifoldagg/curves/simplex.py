@@ -1,4 +1,4 @@
-"""Simplices: the hull of a few models, with its volume, its nearest points and the ensembles drawn from it."""
+"""Simplices: the hull of a few models, its volume, its nearest points, and ensembles drawn from it."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    r"""Combinations of the points of $\varphi$, whose places are barycentric coordinates of all of them."""
+    r"""An embedding of combinations of the points of $\varphi$, whose places are barycentric coordinates."""
 
     @property
     def domain(self) -> tuple[int, ...]:
@@ -56,14 +56,14 @@ class Hull(Embedding):
         return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """What the vertices are summed with at `x` (*batch, size): `x` by its sum, in float64."""
+        """Return the float64 weights of the vertices at `x` (*batch, size): `x` over its sum."""
         weights = check_barycentric(x, self.size).double()
         return weights / weights.sum(-1, keepdim=True)
 
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""What derivatives `w` (*batch, *space.shape) at $\iota_\varphi(x)$ are for the vertices: flat, $x_i w$."""
+        r"""Pull derivatives `w` (*batch, *space.shape) at $\iota_\varphi(x)$ back to the vertices: flat, $x_i w$."""
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
         self._check_phi(phi)
@@ -75,7 +75,7 @@ class Hull(Embedding):
     def contains(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
     ) -> Tensor:
-        r"""Whether points (*batch, *space.shape) are within a distance `tolerance` of the image: (*batch,).
+        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image: (*batch,).
 
         The default is the rounding of $\iota_\varphi$: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$, $\varepsilon$
         of the coarser dtype. Errors are those of `nearest`, and one for a negative `tolerance`.
@@ -93,7 +93,7 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""$\frac1n \sum_j f(\iota_\varphi(x_j))$: the mean prediction of n draws, with one model in memory at a time.
+        r"""Compute $\frac1n \sum_j f(\iota_\varphi(x_j))$, the mean prediction of n draws, one model at a time.
 
         Args:
             phi: the points that draw the embedding.
@@ -143,7 +143,7 @@ class Simplex(Hull):
         vertices: $k + 1 \ge 1$; $\varphi$ has shape (vertices, *space.shape).
 
     Raises:
-        ArgumentError: if `space` is no manifold or `vertices` no positive integer.
+        ArgumentError: if `space` is not a manifold or `vertices` no positive integer.
 
     Source: Benton, Maddox, Lotfi, Wilson 2021.
 
@@ -170,14 +170,14 @@ class Simplex(Hull):
         return self.vertices
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Places (*batch, k + 1), uniform: Dirichlet(1, ..., 1), as exponential variables by their sum."""
+        """Draw places (*batch, k + 1) uniformly: Dirichlet(1, ..., 1), by normalised exponential variables."""
         device = None if generator is None else generator.device
         spacings = torch.empty(*batch, self.vertices, dtype=torch.float64, device=device)
         spacings.exponential_(generator=generator)
         return spacings / spacings.sum(-1, keepdim=True)
 
     def log_volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""$\tfrac12 \log\det(E E^\top) - \log k!$, $E$ the edges $\varphi_i - \varphi_0$, on a flat space: in float64.
+        r"""Compute $\tfrac12 \log\det(E E^\top) - \log k!$ in float64, $E$ the edges $\varphi_i - \varphi_0$; flat.
 
         It is $\sum_i \log(h_i / i)$, the heights $h_i$ the pivots of the Cholesky factor of $E E^\top$. The error is
         about $\varepsilon / \sin^2\alpha$, $\alpha$ the smallest angle of an edge with the span of those before it.
@@ -191,12 +191,12 @@ class Simplex(Hull):
         return torch.where(solid, parts.log().sum(), -math.inf)
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""$\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$, as for `log_volume`; 0 where the simplex is degenerate."""
+        r"""Compute $\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$; 0 if the simplex is degenerate."""
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""The gradient of `log_volume` (a regulariser): $B^\top (E E^\top)^{-1} E$, $E = B \varphi$, 0 at $-\infty$.
+        r"""Compute the gradient of `log_volume`: $B^\top (E E^\top)^{-1} E$, $E = B \varphi$, 0 at $-\infty$.
 
         Returns:
             (k + 1, *space.shape) in the dtype of `phi`, combinations of the edges that carry no derivative:
@@ -214,7 +214,7 @@ class Simplex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""$\min_x \|\iota_\varphi(x) - p\|$ over the simplex, on a flat space: where, and how far.
+        r"""Compute $\min_x \|\iota_\varphi(x) - p\|$ over the simplex on a flat space: the place and the distance.
 
         Returns:
             For points (*batch, *space.shape) $x$ (*batch, k + 1), without derivatives, and the distances (*batch,),
@@ -254,7 +254,7 @@ class Simplex(Hull):
     def add_vertex(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float[Tensor, "more ..."], "Simplex"]:
-        r"""$\varphi$ with one more vertex, the last, of the same dtype and device; and the simplex of that many."""
+        r"""Append a vertex of the same dtype and device to $\varphi$, and return it with the larger simplex."""
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": check_shape("point", point, *self.space.shape)})
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)

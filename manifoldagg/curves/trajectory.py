@@ -1,4 +1,4 @@
-"""Curves from points that go by: the one nearest to all of them, or points of their path, and none of them kept."""
+"""Curves from a stream of points: the nearest curve, or points of the path, without storing the stream."""
 
 import math
 
@@ -24,7 +24,7 @@ SINGULAR_TOLERANCE = 1e-6
 
 
 class PathFit:
-    r"""The Bézier curve nearest to a path, whose points $\theta_1, \dots, \theta_K$ it sees one by one.
+    r"""A streaming fit of the Bézier curve nearest to a path with points $\theta_1, \dots, \theta_K$.
 
     $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0, \quad \varphi_n = \theta_K,
         \qquad u_k = x_k / x_K,$$
@@ -90,7 +90,7 @@ class PathFit:
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Take in $\theta_k$ (*space.shape), the next one; it is neither kept nor written."""
+        r"""Add the next point $\theta_k$ (*space.shape), which is neither stored nor modified."""
         before = self._parameters[-1]
         now = before + (1.0 if self._last is None else self._step(self._last, point))
         self._parameters.append(now)
@@ -101,7 +101,7 @@ class PathFit:
             combine(None, [total, row], [kept, taken], minus=[None, minus], out=total)
 
     def points(self, end: Float[Tensor, "..."]) -> Float[Tensor, "degree ..."]:
-        r"""$\varphi_1, \dots, \varphi_n$.
+        r"""Return $\varphi_1, \dots, \varphi_n$.
 
         Args:
             end: $\theta_K$ (*space.shape), the last point that was seen; $\varphi_n$ is a copy of it.
@@ -171,7 +171,7 @@ class PathFit:
 
 
 class PathPoints:
-    r"""The points of a path of K steps at i/m of them, i = 1 … m: the corners of a polygon that cuts it short.
+    r"""The points of a path of K steps at i/m of them, i = 1 … m: the corners of a polygon.
 
     Between two points of the path that is the geodesic's; the last one is the end, bit for bit. They are the control
     points but the first of `Piecewise(space, degree=1, pieces=m)`.
@@ -207,7 +207,7 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Take in the next point (*space.shape); it is neither kept nor written."""
+        """Add the next point (*space.shape), which is neither stored nor modified."""
         m = self.pieces
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
             # In m-ths of a step from the point before, so that nothing is rounded.
@@ -222,7 +222,7 @@ class PathPoints:
             self._last.copy_(point)
 
     def points(self, end: Float[Tensor, "..."]) -> Float[Tensor, "pieces ..."]:
-        """All m of them.
+        """Return all m points.
 
         Args:
             end: the last point that was seen.
@@ -235,7 +235,7 @@ class PathPoints:
 
 
 def check_path(degree: int, time: str) -> None:
-    """What a path can be fitted by.
+    """Check the embedding for a fit to a path.
 
     Raises:
         ArgumentError: naming the argument that is out of range.

@@ -116,7 +116,7 @@ class Tunnel(Embedding):
         return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
-        """Places (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball; no point is needed.
+        """Draw places (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball.
 
         Raises:
             NotImplementedError: for the ambient form, whose normal spaces are those of one `phi`: see `sample_in`.
@@ -127,7 +127,7 @@ class Tunnel(Embedding):
     def sample_in(
         self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product", validate: bool = True
     ) -> Float[Tensor, "..."]:
-        r"""Places of the tunnel of one $\varphi$.
+        r"""Draw places of the tunnel of one $\varphi$.
 
         A normal vector $z$ is made uniform in the ball as $r z / \sqrt{|z|^2 + 2E}$, $E$ standard exponential: the
         shadow of a sphere of two dimensions more, which needs no count of dimensions. By volume, $t$ has the density
@@ -158,7 +158,7 @@ class Tunnel(Embedding):
         return self._sample_at(phi, t, generator, by_volume=uniform == "volume")
 
     def check(self, phi: Phi) -> float:
-        r"""That the tunnel of $\varphi$ is regular: $r \max_t |k(t)|$, which is below 1.
+        r"""Check that the tunnel of $\varphi$ is regular, and return $r \max_t |k(t)|$, which is below 1.
 
         Both $\min |b'|$ and $\max |k|$ are found among the roots of polynomials, not on a grid. Where r = 0 the tunnel
         is the curve, whatever that is.
@@ -185,7 +185,7 @@ class Tunnel(Embedding):
         return reach * bend
 
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
-        r"""The volume that a unit of places is drawn as: $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, in float64.
+        r"""Compute the volume of the image of a unit of places: $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, in float64.
 
         $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, whose $\xi$ is in
         chords, times $|\varphi_n - \varphi_0|^{n-1}$: the root of the determinant of the pullback metric.
@@ -199,7 +199,7 @@ class Tunnel(Embedding):
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
-        r"""$\log(L\, V_m(r))$, $L$ the length of the curve and $V_m$ the volume of a ball in its m normal dimensions.
+        r"""Compute $\log(L\, V_m(r))$, $L$ the curve's length and $V_m$ the volume of a ball in m normal dimensions.
 
         Weyl and Hotelling: exact for every regular curve with $r \max |k| < 1$, counted with multiplicity where the
         tunnel meets itself. m is n - 1 for the subspace form and P - 1 for the ambient one. In float64 and
@@ -215,12 +215,12 @@ class Tunnel(Embedding):
         return length.log() + log_ball(self._form.num_normal, self.radius * chord)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
-        """The exponential of `log_volume`: 0 or infinite where that leaves float64."""
+        """Compute the exponential of `log_volume`: 0 or infinite outside the range of float64."""
         return self.log_volume(phi).exp()
 
     @torch.no_grad()
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""The place nearest to a point, and their distance.
+        r"""Return the place nearest to a point, and their distance.
 
         It lies at a foot of the point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, or in an end: of all roots of
         that polynomial and both ends the one whose disk is nearest. No derivatives.
@@ -256,7 +256,7 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
-        r"""Whether points (*batch, *space.shape) lie in the tunnel: (*batch,).
+        r"""Return whether points (*batch, *space.shape) lie in the tunnel: (*batch,).
 
         For some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and no longer than $r$: the ends are flat. Points at
         most $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$ away, $u$ the rounding of the coarser dtype, count as
@@ -291,7 +291,7 @@ class Tunnel(Embedding):
     def profile(
         self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-        """Mean and maximum of a function over cross-sections, from points drawn uniformly from the ball of each.
+        """Compute the mean and maximum of a function over cross-sections, from points drawn uniformly from each ball.
 
         Args:
             phi: control points.
@@ -488,7 +488,7 @@ def _chord(space: Manifold, phi: Tensor) -> float:
 
 
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
-    r"""$\log V_m(r)$, $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$, the volume of a ball of m dimensions.
+    r"""Compute $\log V_m(r)$, $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$, the volume of a ball of m dimensions.
 
     Example:
         >>> import torch
@@ -500,18 +500,18 @@ def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]
 
 
 def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, "..."]:
-    """Numbers uniform in [0, 1)."""
+    """Draw numbers uniform in [0, 1)."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
-    """What takes a standard normal vector of this length into the unit ball, uniformly; `tail` is uniform in [0, 1)."""
+    """Return the factor that maps a standard normal vector of this length to a uniform point of the unit ball."""
     factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
     return factor
 
 
 def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
-    r"""Parameters drawn with the density $|b'(t)| / L$, exactly: by rejection below the hodograph's longest vector."""
+    r"""Draw parameters with the density $|b'(t)| / L$, exactly: by rejection below the hodograph's longest vector."""
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
     kept = control.new_zeros(0)
     while len(kept) < count:

@@ -1,4 +1,4 @@
-"""Several methods on the same federations: the same data, initial models and order of events, seed by seed."""
+"""Comparison of methods on the same federations: equal data, initial models and event order for each seed."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,14 +40,14 @@ from manifoldagg.simulation.workload import build_event_loop
 
 __all__ = ["Comparison", "Landscape", "compare"]
 LANDSCAPE_AFTER = 0.5
-"""The plane is drawn for the first curve that arrives after this part of the rounds."""
+"""The plane is drawn for the first curve that arrives after this part of the updates."""
 MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
 """The loss of a plane is taken over so many samples at most, and so many labels."""
 
 
 @dataclass(frozen=True)
 class Landscape:
-    """The planes of one learned curve: the loss of the client's own data, and of everybody's held-out data."""
+    """The planes of one learned curve: the loss on the client's own data, and on all held-out data."""
 
     method: str
     update_index: int
@@ -58,7 +58,7 @@ class Landscape:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """The results of `compare`.
 
     Attributes:
         settings: everything that the results follow from.
@@ -71,11 +71,11 @@ class Comparison:
     landscape: Landscape | None = field(compare=False)
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
-        """A row of the table for each method; means and sample standard deviations over the seeds."""
+        """Return a table row for each method, with means and sample standard deviations over the seeds."""
         return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
 
     def results(self) -> dict[str, object]:
-        """A tree for JSON, of all but the log; it depends on the settings alone: equal seeds give equal bits."""
+        """Return all results but the log as a JSON-compatible tree, which the settings determine bit for bit."""
         methods = {
             name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
             for name, summary in self.summary().items()
@@ -83,7 +83,7 @@ class Comparison:
         return {"settings": self.settings, "methods": methods}
 
     def log(self) -> list[dict[str, object]]:
-        """A row for each evaluation, with its method and seed; likewise."""
+        """Return a row for each evaluation with its method and seed, which the settings determine bit for bit."""
         return [
             {"method": name, "seed": seed} | asdict(row)
             for name, runs in self.runs.items()
@@ -92,7 +92,7 @@ class Comparison:
         ]
 
     def timing(self) -> dict[str, dict[str, list[float]]]:
-        """Wall-clock seconds of training, and those of evaluation, by method: one number a seed."""
+        """Return the wall-clock seconds of training and of evaluation, by method, for each seed."""
         return {
             "seconds": {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()},
             "evaluation_seconds": {
@@ -133,26 +133,26 @@ def compare(
         dataset: what is learned.
         methods: what is compared, with distinct names.
         clients: how many clients share the data.
-        num_updates: answered tasks a run.
+        num_updates: updates in each run.
         seeds: how many repetitions; the seeds are 0, 1, ...
         partition: how the data are split, as in `FederatedDataset.split`.
         holdout: which part is held out, as in `FederatedDataset.split`.
         validation: which part of the rest to hold out in its place.
         batch: samples a minibatch.
-        target: the accuracy to time; the task's own where not given.
+        target: the accuracy to time; the data set's own if it is not given.
         scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
         delays: of clients that work alone, in place of a scheduler.
         availability: who comes and goes.
         task_cost: of a task: `"fixed"` or `"trainer"`.
-        concurrency: how many are under way at a time.
-        eval_every: evaluate after so many rounds.
+        concurrency: the number of tasks in flight.
+        eval_every: evaluate after so many updates.
         executor: what trains; one that a function makes serves all runs. Results do not depend on it.
-        progress: called with the method's name and the seed after each round.
+        progress: called with the method's name and the seed after each update.
         tuning: searches the methods' rates first.
         folder: where to keep what is done until all is over: the runs, every half minute where the one that is under
             way stands, also when something ends it, and the log so far. It is made, and stays for who has the result
             to remove; what another comparison left there is removed.
-        resume: go on with what is in `folder`, if there is something: a comparison that was interrupted at any point
+        resume: resume from `folder`, if there is something: a comparison that was interrupted at any point
             finds what it would have found, bit for bit.
 
     Raises:
@@ -170,7 +170,7 @@ def compare(
         check_instance("tuning", tuning, Tuning, "Tuning(), or None")
     target = check_number("target", dataset.target if target is None else target, at_least=0, at_most=1)
     if resume and folder is None:
-        raise ArgumentError("resume: expected a `folder` to go on from")
+        raise ArgumentError("resume: expected a `folder` to resume from")
     if isinstance(scheduler, Scheduler):
         raise ArgumentError(
             "scheduler: expected a function that makes one for each run, got one, which the first run would use up"

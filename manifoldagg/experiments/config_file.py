@@ -1,4 +1,4 @@
-"""Configurations: comparisons in a TOML file, each of which is a command line."""
+"""Configuration files: comparisons in a TOML file, each of which is translated into a command line."""
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ DASHES = "--"
 
 @runtime_checkable
 class Option(Protocol):
-    """An option of a command, as the parser of the command line has it."""
+    """An option of a command as declared on the command line."""
 
     opts: Sequence[str]
     multiple: bool
@@ -31,7 +31,7 @@ class Option(Protocol):
 
 
 def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
-    """Options by their long names, without dashes in front.
+    """Return options by their long names without leading dashes.
 
     Args:
         options: of a command.
@@ -42,7 +42,7 @@ def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> 
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The command line of each table of a file, by the table's name and in the file's order.
+    """Return the command line of each table of a file, by the table's name and in the file's order.
 
     A table has options of the command by their long names; those in `[defaults]` hold where it does not say otherwise.
     Values have the option's type. Words may be a list, which is joined by commas; an option that may be repeated has
@@ -62,12 +62,12 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
     except OSError as error:
         raise ArgumentError(f"config: {path} cannot be read: {error}") from None
     except ValueError as error:
-        raise ArgumentError(f"config: {path} is no TOML: {error}") from None
+        raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
     for name, table in tree.items():
         if name in ("", ".", "..") or set("/\\") & set(name):
             raise ArgumentError(f"config: {path}: expected names of folders, got {name!r}")
         if not isinstance(table, dict):
-            raise ArgumentError(f"config: {path}: {name}: expected a table; what all share stands in [{DEFAULTS}]")
+            raise ArgumentError(f"config: {path}: {name}: expected a table; shared options belong in [{DEFAULTS}]")
         for key in table:
             choose(f"config: {path}: {name}", "option", key, options)
     shared = tree.pop(DEFAULTS, {})

@@ -1,4 +1,4 @@
-"""Data sets by name, each with a model that suits it, out of files that a user has: nothing is downloaded."""
+"""Registry of data sets, each with a suitable model; they are read from local files and never downloaded."""
 
 import json
 import zipfile
@@ -39,7 +39,7 @@ MAX_CLASSES = 2**31
 
 
 def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None = None) -> LabelledDataset:
-    """The task of that name, or the one that a function makes.
+    """Load the data set of that name, or the one that a function builds.
 
     | name | options |
     | --- | --- |
@@ -55,12 +55,12 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
 
     Args:
         source: the name, or the function.
-        model: in place of the task's own, `mlp`, `cnn`, `gru` or `transformer` with the options of
+        model: in place of the data set's own, `mlp`, `cnn`, `gru` or `transformer` with the options of
             `manifoldagg.experiments.models`, such as `"cnn:norm=batch"`.
 
     Raises:
         ArgumentError: if the name is unknown, the package that carries its data is not installed, a file is not what
-            was expected, the function makes something else, or the model does not suit the task.
+            was expected, the function makes something else, or the model does not suit the data set.
 
     Example:
         >>> load_dataset("digits").inputs.shape
@@ -71,14 +71,14 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
         made = make()
     if not isinstance(made, LabelledDataset):
         raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
-    # A task of a module of one's own is not ours to write into.
+    # A data set of a user's module must not be modified.
     made = replace(made, model=made.model if model is None else _model_factory(model, made.signature))
     object.__setattr__(made, "factory", partial(load_dataset, source, model))
     return made
 
 
 def digits() -> LabelledDataset:
-    """The handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions.
+    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions.
 
     Raises:
         ArgumentError: if scikit-learn is not installed.
@@ -93,7 +93,7 @@ def digits() -> LabelledDataset:
 
 
 def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
-    """Images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
+    """Load images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
         folder: where the files lie, as for [`read_images`][manifoldagg.experiments.read_images]. The set is called by
@@ -114,7 +114,7 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
 
 
 def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
-    """A text of plays by speaker, with gated recurrent units that tell the next character at every place.
+    """Load a text of plays by speaker, with gated recurrent units that predict the next character.
 
     A speech begins with a line that ends in a colon, the speaker's name; an empty line ends it. What one speaker says
     is put together and cut into sequences; who says too little for one is left out, and so is the rest after the last.
@@ -159,7 +159,7 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
 
 
 def leaf(folder: Path | str) -> LabelledDataset:
-    """A data set of LEAF by user: images (FEMNIST) with convolutions, text (Shakespeare) with gated recurrent units.
+    """Load a LEAF data set by user: images (FEMNIST) with convolutions, text (Shakespeare) with recurrent units.
 
     Args:
         folder: with `train` and `test`, folders of JSON files, the second of which is the test split; or with JSON
@@ -187,7 +187,7 @@ def leaf(folder: Path | str) -> LabelledDataset:
             owners += [who] * len(y)
             test += [tested] * len(y)
     if not xs:
-        raise ArgumentError(f"folder: {folder}: expected samples in it, got none")
+        raise ArgumentError(f"folder: {folder}: expected samples in it, it contains no samples")
     characters = sorted({c for text in (*xs, *ys) if isinstance(text, str) for c in text})
     number = {character: i for i, character in enumerate(characters)}
     inputs = _leaf_inputs(folder, xs, number)
@@ -204,7 +204,7 @@ def leaf(folder: Path | str) -> LabelledDataset:
 
 
 def npz(path: Path | str) -> LabelledDataset:
-    """Arrays of your own, as `numpy.savez(path, inputs=..., labels=...)` writes them.
+    """Load arrays that `numpy.savez(path, inputs=..., labels=...)` wrote.
 
     Args:
         path: of the file. It has `inputs`, (samples, ...) of numbers or (samples, length) of whole ones, tokens, and
@@ -238,7 +238,7 @@ def _from_arrays(
     user_ids: np.ndarray | None = None,
     test_mask: np.ndarray | None = None,
 ) -> LabelledDataset:
-    """A task of NumPy arrays."""
+    """Build a data set of NumPy arrays."""
     if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
         raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
     sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
@@ -270,7 +270,7 @@ def _from_arrays(
 def _with_model(
     name: str, inputs: Tensor, labels: Tensor, model_factory: Callable[..., nn.Module], **fields: Any
 ) -> LabelledDataset:
-    """A task with the model that suits it."""
+    """Return a data set with a suitable model."""
     made = LabelledDataset(name, inputs, labels, partial(model_factory), **fields)
     return replace(made, model=partial(model_factory, made.signature))
 
@@ -279,7 +279,7 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Users of the JSON files of a folder, in the order of the files' names, with their samples."""
     files = sorted(place.glob("*.json"))
     if not files:
-        raise ArgumentError(f"folder: {place}: expected JSON files in it; there are none")
+        raise ArgumentError(f"folder: {place}: expected JSON files in it; it contains no such file")
     for file in files:
         try:
             content = json.loads(_read_text(file))
@@ -334,7 +334,7 @@ def _name(folder: Path) -> str:
 
 
 def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
-    """What makes the task of that name."""
+    """Return the factory of the named data set."""
     chosen = parse_spec("data", source)
     if chosen.name in DATASETS:
         read = DATASETS[chosen.name]
@@ -346,7 +346,7 @@ def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
 
 
 def _user_dataset(chosen: Spec) -> LabelledDataset:
-    """The task of a module of the user's."""
+    """Load the data set of a user's module."""
     name = chosen.options[""]
     where = f"data: {chosen.name}:{name}"
     found = import_object(where, chosen.name, name, f"a data set ({', '.join(DATASETS)})")
@@ -364,7 +364,7 @@ def _user_dataset(chosen: Spec) -> LabelledDataset:
 
 
 def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
-    """What makes the model of that name for a task."""
+    """Return the factory of the named model for a data set."""
     chosen = parse_spec("model", text)
     make = getattr(models, choose("model", "model", chosen.name, MODELS))
     made = partial(

@@ -1,4 +1,4 @@
-"""The picture of a trace: who trained when, staleness by colour."""
+"""A Gantt chart of a trace, coloured by staleness."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ MIN_OUTLINED_WIDTH = 0.01
 
 
 def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: str = "") -> Any:
-    """Draw who trained when: one row a client, a bar from start to answer, its colour the staleness.
+    """Draw a Gantt chart: one row for each client, a bar for each task, coloured by staleness.
 
     A thin line leads from a task's dispatch to its start. Rows are in order of the clients' names, numbers in
     them by value.

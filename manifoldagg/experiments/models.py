@@ -1,4 +1,4 @@
-"""Models that suit a task: a multilayer perceptron, convolutions, a recurrent network, a transformer."""
+"""Default models for data sets: a multilayer perceptron, convolutions, a recurrent network, a transformer."""
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ NORMS = ("none", "batch", "group")
 
 
 def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
-    """One hidden layer with ReLU, over inputs of any shape.
+    """Build a multilayer perceptron with one hidden ReLU layer, for inputs of any shape.
 
     Args:
-        signature: the task.
+        signature: of the data set.
         hidden: its units.
 
     Raises:
@@ -33,10 +33,10 @@ def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
 
 
 def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
-    """Two 3 x 3 convolutions, each with ReLU and pooled by 2, and two dense layers: the shape of Manifold's Figure 5.
+    """Build two 3 x 3 convolutions, each with ReLU and pooling by 2, and two dense layers (Manifold, Figure 5).
 
     Args:
-        signature: the task, of images (channels, height, width) of 4 x 4 pixels or more.
+        signature: of a data set of images (channels, height, width) of 4 x 4 pixels or more.
         width: channels of the first convolution; the second one has twice as many.
         dense: units of the first dense layer.
         norm: after each convolution: `"none"`, `"batch"`, whose running statistics are buffers of the model, or
@@ -71,10 +71,10 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
 
 
 def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
-    """Tokens embedded, gated recurrent units, a linear layer.
+    """Build a network of an embedding, gated recurrent units and a linear layer.
 
     Args:
-        signature: the task, of tokens.
+        signature: of a data set of tokens.
         embedding: numbers for a token.
         hidden: units of a layer.
         layers: how many.
@@ -95,10 +95,10 @@ def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: 
 def transformer(
     signature: Signature, *, width: int = 64, heads: int = 4, layers: int = 2, dropout: float = 0.0
 ) -> nn.Module:
-    """A causal transformer with learned positions: each place sees itself and what comes before.
+    """Build a causal transformer with learned positions.
 
     Args:
-        signature: the task, of tokens.
+        signature: of a data set of tokens.
         width: numbers for a token, a multiple of `heads`; the layers between are four times as wide.
         heads: of the attention.
         layers: how many.

@@ -1,4 +1,4 @@
-"""The pictures of a report: accuracy along any axis, clients by accuracy, who trained when, the planes of a curve."""
+"""The plots of a report: accuracy along any axis, accuracy by client, Gantt charts, and planes of a curve."""
 
 import math
 import textwrap
@@ -17,7 +17,7 @@ from manifoldagg.simulation.trace import TaskRecord
 __all__ = ["axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_traces", "format_percent"]
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-"""Of Okabe and Ito: who sees fewer colours can tell them apart."""
+"""The palette of Okabe and Ito, which colour-blind readers can distinguish."""
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """Lines of one colour differ by them."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -30,9 +30,9 @@ LABEL_WIDTH = 32
 WIDTH = 6.4
 """Inches: at 80 % of a page's width the letters are as large as a footnote's."""
 MAX_PANELS = 3
-"""Traces in one picture, at most."""
+"""The maximal number of traces in one plot."""
 UNITS = {
-    "updates": ("answers, one client's update each", ((1, ""),)),
+    "updates": ("updates", ((1, ""),)),
     "time": ("virtual time", ((1, "s"),)),
     "gradients": ("minibatch gradients computed", ((1, ""), (1e3, "thousands"), (1e6, "millions"), (1e9, "billions"))),
     "bytes": ("sent down and up", ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"))),
@@ -40,7 +40,7 @@ UNITS = {
 
 
 def axis_unit(axis: str, maximum: float) -> tuple[float, str, str]:
-    """What an axis is called, in which unit, and how much one is, where its largest value is `maximum`.
+    """Return the label, the unit and the scale of an axis whose largest value is `maximum`.
 
     Example:
         >>> axis_unit("bytes", 2.5e6)
@@ -52,7 +52,7 @@ def axis_unit(axis: str, maximum: float) -> tuple[float, str, str]:
 
 
 def format_percent(fraction: float) -> str:
-    """A share as it was given, with as many digits as it has.
+    """Format a share as a percentage with all its digits.
 
     Example:
         >>> [format_percent(share) for share in (0.85, 0.925, 0.999)]
@@ -70,7 +70,7 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Accuracy along an axis: for each method the mean over its seeds, as far as all of them come.
+    """Draw accuracy along an axis: for each method the mean over its seeds, as far as all seeds reach.
 
     Where there are several seeds, and no more methods than colours, a band shows one standard deviation. Between two
     evaluations a run is worth what it was at the earlier one.
@@ -120,7 +120,7 @@ def draw_accuracy(
 
 
 def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
-    """Accuracies of the clients from the worst to the best, for each method the mean of each place over its seeds.
+    """Draw the sorted accuracies of the clients, for each method the mean of each position over its seeds.
 
     Args:
         path: of the picture.
@@ -154,7 +154,7 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
 
 
 def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, title: str) -> None:
-    """Who trained when, a panel for each course of events: methods that ask in the same way share one.
+    """Draw Gantt charts, one panel for each event order; methods with equal dispatches share a panel.
 
     Args:
         path: of the picture.
@@ -182,7 +182,7 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """The planes of one curve, one below the other, each with its own scale."""
+    """Draw the planes of one curve below one another, each with its own scale."""
     figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
         said, drawn = plane

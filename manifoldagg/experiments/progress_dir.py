@@ -1,4 +1,4 @@
-"""A comparison that is under way, in a folder: runs that are over, where the one that is not stands, the log so far."""
+"""The progress directory of a running comparison: finished runs, the checkpoint of the current run, and the log."""
 
 import hashlib
 import json
@@ -30,18 +30,18 @@ if sys.platform != "win32":
 __all__ = ["ComparisonProgress", "LearnedCurve", "remove"]
 
 CHECKPOINT_SECONDS = 30.0
-"""So often it is written down where a run stands."""
+"""The interval of the snapshots of a run."""
 OWN_FILES = re.compile(
     r"(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
 )
 
 
 class LearnedCurve(NamedTuple):
-    """A curve that a client sent, to draw its plane when all is over.
+    """A curve that a client returned, stored for the plot of its plane.
 
     Attributes:
         method: whose it is.
-        update_index: of the answer.
+        update_index: the index of the update.
         client: who sent it.
         phi: control points (n + 1, P).
     """
@@ -53,12 +53,12 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """What a comparison keeps while it is under way. As a context it is let go of, and stays there.
+    """The stored progress of a running comparison; leaving its context releases the folder and keeps the files.
 
     Args:
         folder: made where it is not there.
         settings: that its results follow from.
-        resume: go on with what is there; otherwise it is removed.
+        resume: resume from the stored progress; otherwise it is removed.
 
     Raises:
         ArgumentError: if the folder holds something else, cannot be written, or another process is at it.
@@ -94,15 +94,15 @@ class ComparisonProgress:
         self._resources.close()
 
     def log_evaluation(self, method: str, seed: int, evaluation: Evaluation) -> None:
-        """Another line of the log, which is made anew by a comparison that goes on."""
+        """Append a line to the log; a resumed comparison rewrites the log."""
         self._log.write(json.dumps({"method": method, "seed": seed} | asdict(evaluation), allow_nan=False) + "\n")
 
     def checkpoint_policy(self, method: str, seed: int) -> CheckpointPolicy:
-        """Of a run that is under way."""
+        """Return the checkpoint policy of the current run."""
         return CheckpointPolicy(f"{self._run_path(method, seed)}.checkpoint", every_seconds=CHECKPOINT_SECONDS, keep=1)
 
     def load_run(self, method: str, seed: int) -> RunResult | None:
-        """A run that is over; `None` if it is not.
+        """Load a finished run, or return `None` if it has not finished.
 
         Raises:
             CheckpointError: if its file is not what was kept, or has another run.
@@ -122,7 +122,7 @@ class ComparisonProgress:
         )
 
     def save_run(self, method: str, seed: int, run: RunResult) -> None:
-        """Keep a run that is over."""
+        """Save a finished run."""
         kinds = {"client": torch.int64, "staleness": torch.int64}
         trace = {
             one.name: torch.tensor(
@@ -142,12 +142,12 @@ class ComparisonProgress:
         Path(self.checkpoint_policy(method, seed).path).unlink(missing_ok=True)
 
     def load_curve(self, method: str) -> LearnedCurve | None:
-        """The one of a method that may be drawn, if there is one by now."""
+        """Load the stored curve of a method, if there is one."""
         path = self._folder / f"{_method_key(method)}.curve"
         return LearnedCurve(*tensor_file.load(path, "curve")) if path.exists() else None
 
     def save_curve(self, curve: LearnedCurve) -> None:
-        """Keep a curve that may be drawn."""
+        """Save a curve for the plot."""
         tensor_file.save(self._folder / f"{_method_key(curve.method)}.curve", "curve", tuple(curve))
 
     def _run_path(self, method: str, seed: int) -> Path:
@@ -155,7 +155,7 @@ class ComparisonProgress:
 
 
 def remove(folder: Path) -> None:
-    """Remove what a comparison kept, when all is over; nothing where nothing is.
+    """Remove the progress directory of a finished comparison, if there is one.
 
     Raises:
         ArgumentError: if the folder holds something else.
@@ -171,7 +171,7 @@ def _method_key(method: str) -> str:
 
 def _check_own_files(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ArgumentError(f"folder: {folder} exists and is no folder")
+        raise ArgumentError(f"folder: {folder} exists and is not a folder")
     others = [path.name for path in folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
     if others:
         raise ArgumentError(f"folder: {folder} exists and is not that of a comparison: it has {min(others)!r}")

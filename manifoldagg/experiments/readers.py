@@ -1,4 +1,4 @@
-"""Readers: image data sets in the IDX format (MNIST and those that came after it), from files that a user has."""
+"""Readers of image data sets in the IDX format (MNIST and its successors) from local files."""
 
 import gzip
 import math
@@ -28,7 +28,7 @@ MAX_GZIP_RATIO = 1032
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
-    r"""The array of an IDX file, gzipped or not.
+    r"""Read the array of an IDX file, gzipped or not.
 
     Two zero bytes, one for the type of the numbers, one for how many dimensions there are; then the dimensions as
     unsigned 32-bit numbers and the numbers themselves, last dimension fastest, all of them big-endian.
@@ -74,7 +74,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
 def read_images(
     folder: str | os.PathLike[str], part: str = "t10k"
 ) -> tuple[Float32[Tensor, "samples 1 28 28"], Int64[Tensor, " samples"]]:
-    r"""The images and labels of MNIST, Fashion-MNIST, KMNIST or any set that uses their file names.
+    r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST or any data set with their file names.
 
     Args:
         folder: where `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte` lie, gzipped (`.gz`) or not; a dot in place
@@ -130,5 +130,5 @@ def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:
     if len(numbers) < size:
         raise ArgumentError(f"path: {path}: expected {expected}; the file ends after {len(numbers)}")
     if stream.read(1):
-        raise ArgumentError(f"path: {path}: expected {expected}; the file goes on after them")
+        raise ArgumentError(f"path: {path}: expected {expected}; the file continues after them")
     return torch.from_numpy(np.frombuffer(numbers, dtype.newbyteorder(">")).astype(dtype).reshape(dimensions))

@@ -1,4 +1,4 @@
-"""The methods that can be compared by name: every rule, with its trainer and the default options of both."""
+"""Registry of methods by name: every rule with its trainer and the default options of both."""
 
 import abc
 import csv
@@ -37,20 +37,20 @@ from manifoldagg.simulation.spec_parser import (
 __all__ = ["RULES", "TRAINERS", "MethodDefaults", "method", "methods"]
 
 TRIAL_CLIENTS = range(10_000)
-"""Clients that a rule is tried with, before it is known who takes part."""
+"""The number of clients in a trial construction of a rule."""
 
 
 class PerClients(abc.ABC):
-    """What follows from who takes part."""
+    """A value that depends on the participating clients."""
 
     @abc.abstractmethod
     def __call__(self, clients: Sequence[int]) -> Any:
-        """It, for these clients."""
+        """Return the value for these clients."""
 
 
 @dataclass(frozen=True)
 class NumClients(PerClients):
-    """How many take part."""
+    """The number of participating clients."""
 
     def __call__(self, clients: Sequence[int]) -> int:
         return len(clients)
@@ -58,7 +58,7 @@ class NumClients(PerClients):
 
 @dataclass(frozen=True)
 class UniformShares(PerClients):
-    """The same share for each."""
+    """Equal shares for all clients."""
 
     def __call__(self, clients: Sequence[int]) -> dict[int, float]:
         return dict.fromkeys(clients, 1 / len(clients))
@@ -66,7 +66,7 @@ class UniformShares(PerClients):
 
 @dataclass(frozen=True)
 class Factory(PerClients):
-    """What `make` makes of options, some of which follow from who takes part."""
+    """A call of `make` with options, some of which depend on the participating clients."""
 
     make: Callable[..., Any]
     options: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Factory(PerClients):
 
 @dataclass(frozen=True)
 class MethodDefaults:
-    """What a rule has where nothing is said: the name of its trainer, options of its own, and of that trainer."""
+    """The defaults of a rule: the name of its trainer, its options, and the trainer's options."""
 
     trainer: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class MethodDefaults:
 
 @dataclass(frozen=True)
 class MethodTemplate:
-    """What the name of a method stands for.
+    """The rule, the trainer and the options that a method's name refers to.
 
     Attributes:
         label: what it is called without options.
@@ -153,7 +153,7 @@ SPECIAL_DEFAULTS: Mapping[str, Any] = {
     "uniform_shares": UniformShares(),
     "adam": torch.optim.Adam,
 }
-"""What some strings of the TOML file stand for."""
+"""The values of special strings in the TOML file."""
 _DEFAULTS = _load_defaults(Path(__file__).with_name("defaults.toml"))
 RULES: Mapping[str, MethodDefaults] = _DEFAULTS[0]
 """The default trainer and the default options of each rule in a comparison."""
@@ -164,7 +164,7 @@ RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate
 
 
 def method(text: str, rate: float | None = None) -> Method:
-    """The method of that name, with its options: fields of the rule or of its trainer.
+    """Build the named method with its options: fields of the rule or of its trainer.
 
     An option of both is the rule's; `trainer.rate` is the trainer's. `trainer=` chooses another. Options whose values
     are objects take their names in lower case, and theirs with a dot: `staleness=hinge,staleness.a=5`,
@@ -197,7 +197,7 @@ def method(text: str, rate: float | None = None) -> Method:
 
 
 def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Method]:
-    """The methods of these names; each of `rates` is `"0.5"`, for all, or `"fedasync=0.5"`, for one.
+    """Build the named methods; each of `rates` is `"0.5"`, for all, or `"fedasync=0.5"`, for one.
 
     Args:
         names: each as [`method`][manifoldagg.experiments.registry.method] takes them; or all in one, separated by
@@ -349,7 +349,7 @@ def _rate_option(chosen: Spec) -> str:
     """
     base = _template(chosen.name, chosen.options)
     if base.rate_field is None or base.rate_field.partition(".")[0] not in inspect.signature(base.rule.make).parameters:
-        raise ArgumentError(f"rate: {chosen.name} has none")
+        raise ArgumentError(f"rate: {chosen.name} has no rate")
     return base.rate_field
 
 

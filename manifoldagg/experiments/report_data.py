@@ -1,4 +1,4 @@
-"""Reports of several comparisons, read and joined: what each method was worth on each task, on equal terms."""
+"""Data of a combined report: runs of several comparisons, joined and compared at equal cost."""
 
 import json
 import math
@@ -19,15 +19,15 @@ PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
     *("scheduler", "delays", "availability", "files", "task_cost"),
 )
-"""Settings that make a task, with the data."""
+"""Settings that define a problem, with the data."""
 UNCHECKED_SETTINGS = ("data", "methods", "seeds", "clients_without_samples", *PROBLEM_SETTINGS)
-"""Settings in which reports of a task may differ, or cannot."""
+"""Settings in which reports of a problem may differ, or cannot."""
 ProblemKey = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run as a report has it.
+    """A run as read from a report.
 
     Attributes:
         folder: of the report.
@@ -42,14 +42,14 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A method on a task, over its seeds.
+    """The results of a method on a data set, over its seeds.
 
     Attributes:
-        problem: the task.
+        problem: the name of the problem.
         method: the method.
         num_seeds: how many.
         final_accuracy: accuracy at the end of each run.
-        accuracy_at_budget: accuracy by axis, where each run had spent no more than the task's `CombinedReport.budget`
+        accuracy_at_budget: accuracy by axis, where each run had spent no more than the `CombinedReport.budget`
             on it.
         updates_to_target: to the target, of the runs that reached it; `None` if none did.
         time_to_target: to the target, likewise, in virtual seconds.
@@ -76,10 +76,10 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How much more accurate a method was on a task than another one, seed by seed.
+    """The difference of the accuracies of two methods on a data set, paired by seed.
 
     Attributes:
-        problem: the task.
+        problem: the name of the problem.
         method: the method.
         baseline: the other one.
         difference_at_budget: the difference by axis, over the seeds that both have, where each run had spent no more
@@ -94,12 +94,12 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class CombinedReport:
-    """Runs of several reports.
+    """The runs of several reports.
 
     Attributes:
-        runs: by task, method and seed.
-        targets: by task.
-        notes: in which settings reports of one task differ, but for methods and seeds.
+        runs: by problem, method and seed.
+        targets: by problem.
+        notes: in which settings reports of one problem differ, but for methods and seeds.
     """
 
     runs: Mapping[str, Mapping[str, Mapping[int, LoggedRun]]]
@@ -107,13 +107,13 @@ class CombinedReport:
     notes: Sequence[str] = ()
 
     def budget(self, problem: str, axis: str) -> float:
-        """The most on an axis that every run of a task spent: what all methods reach."""
+        """Return the largest cost on an axis that every run of a problem reaches."""
         return min(
             run.evaluations[-1].value_on(axis) for seeds in self.runs[problem].values() for run in seeds.values()
         )
 
     def rows(self) -> list[ReportRow]:
-        """A row for each task and method."""
+        """Return a row for each problem and method."""
         return [
             self._row(task, method, list(seeds.values()))
             for task, methods in self.runs.items()
@@ -121,7 +121,7 @@ class CombinedReport:
         ]
 
     def paired_tests(self, axis: str) -> list[PairedTest]:
-        """Every pair of methods, by accuracy where all methods of a task had spent equally much on an axis."""
+        """Test every pair of methods on the accuracies at equal cost on an axis."""
         budgets = {task: self.budget(task, axis) for task in self.runs}
         scores: dict[str, dict[Any, float]] = {}
         for task, methods in self.runs.items():
@@ -132,12 +132,12 @@ class CombinedReport:
         return compare_pairs(scores)
 
     def paired_differences(self, baseline: str) -> list[PairedDifference]:
-        """Every method but `baseline` beside it, on each task that has both, with intervals of the paired differences.
+        """Compare every method with `baseline` on each problem, with intervals of the paired differences.
 
         Terms are equal for the two: how little a third one spent does not count.
 
         Raises:
-            ArgumentError: if no task has it, or no method and seed beside it.
+            ArgumentError: if no problem has it, or no method and seed beside it.
         """
         names = dict.fromkeys(method for methods in self.runs.values() for method in methods)
         choose("baseline", "method", baseline, names)
@@ -151,7 +151,9 @@ class CombinedReport:
                         PairedDifference(task, method, baseline, {axis: _mean_difference(pairs, axis) for axis in AXES})
                     )
         if not found:
-            raise ArgumentError(f"baseline: expected a method that has a task and a seed with another; got {baseline}")
+            raise ArgumentError(
+                f"baseline: expected a method that has a problem and a seed in common with another; got {baseline}"
+            )
         return found
 
     def _row(self, problem: str, method: str, runs: Sequence[LoggedRun]) -> ReportRow:
@@ -190,13 +192,13 @@ def _mean_difference(pairs: Sequence[tuple[list[Evaluation], list[Evaluation]]],
 def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
     """Read the reports of `manifoldagg compare` in these folders, and join their runs.
 
-    A task is a data set, known by its name and a checksum of its samples, with what learns it, who holds which part and
-    who comes when. Tasks of one data set are called by what differs. Reports of one task may differ in more than
-    methods and seeds, such as in their rounds: what it is, the notes say.
+    A problem is a data set, known by its name and a checksum of its samples, with what learns it, who holds which part
+    and who comes when. Problems of one data set are named by their differences. Reports of one problem may differ in
+    more than methods and seeds, such as in their updates: what it is, the notes say.
 
     Raises:
         ArgumentError: if a folder is no report, naming the file and what is wrong with it; or if two have a run of the
-            same task, method and seed, naming both.
+            same problem, method and seed, naming both.
     """
     reports = [_load_report(Path(folder)) for folder in folders]
     if not reports:
@@ -231,7 +233,7 @@ def _problem_key(report: _Report) -> ProblemKey:
 
 
 def _problem_names(reports: Sequence[_Report]) -> dict[ProblemKey, str]:
-    """What tasks are called: those of data of one name have behind it in what they differ."""
+    """Name the problems; those of data sets with one name are followed by their differences."""
     known = list(dict.fromkeys(map(_problem_key, reports)))
     names = {}
     for task in known:
@@ -248,7 +250,7 @@ def _problem_names(reports: Sequence[_Report]) -> dict[ProblemKey, str]:
 
 
 def _setting_differences(reports: Sequence[_Report]) -> list[str]:
-    """A sentence for each setting in which reports of a task differ."""
+    """Return a sentence for each setting in which reports of a problem differ."""
     notes = []
     for key in dict.fromkeys(key for report in reports for key in report.settings if key not in UNCHECKED_SETTINGS):
         for other in reports[1:]:
@@ -295,7 +297,9 @@ def _load_report(folder: Path) -> _Report:
     rows = _read_log(folder / "log.jsonl")
     if missing := [key for key in wanted if key not in rows or key not in clients]:
         method, seed = missing[0]
-        raise ArgumentError(f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}; there are none")
+        raise ArgumentError(
+            f"folders: {folder / 'log.jsonl'}: expected rows of {method}, seed {seed}; there are no such rows"
+        )
     for method, seed in wanted:
         first, last = rows[method, seed][0].updates, rows[method, seed][-1].updates
         if (first, last) != (0, settings["num_updates"]):

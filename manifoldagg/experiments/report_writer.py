@@ -1,4 +1,4 @@
-"""A joined report: one table of all runs as Markdown and CSV, how sure the differences are, and pictures."""
+"""Writer of a combined report: a table of all runs as Markdown and CSV, confidence intervals, and plots."""
 
 import csv
 import re
@@ -22,12 +22,12 @@ BUDGET_AXES = ("time", "gradients", "bytes")
 TABLE_NOTE = """\
 Accuracies are those of the server's model on the held-out samples of all clients together, in percent: means over the
 seeds with their intervals of 95 % (Student's t). *At* an amount, each run is read at its last evaluation that had spent
-no more; it is the most that every run of the task reached, and nothing is interpolated. *To* a target are means over
+no more; it is the most that every run of the problem reached, and nothing is interpolated. *To* a target are means over
 the runs that reached it. The last two columns are what a run had spent at its end, on average."""
 TEST_NOTE = """\
-Each pair of methods by Wilcoxon's signed-rank test on the pairs of task and seed that both have, two-sided, at {axis};
+Each pair of methods by Wilcoxon's two-sided signed-rank test on the common pairs of problem and seed, at {axis};
 p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points. Seeds of one
-task have its samples in common: what holds over them may not hold on other data."""
+problem share its samples, so results over them may not hold on other data."""
 BASELINE_NOTE = """\
 Accuracy less that of {other}, in percentage points: means of the differences seed by seed, with their intervals of 95 %
 (Student's t), where the runs of the two had spent equally much."""
@@ -36,7 +36,7 @@ Accuracy less that of {other}, in percentage points: means of the differences se
 def write_combined_report(
     combined: CombinedReport, folder: Path | str, *, axis: str = "updates", baseline: str | None = None
 ) -> list[Path]:
-    """Write `report.md`, `table.csv`, `pairs.csv` and, for each task, pictures of accuracy and of clients.
+    """Write `report.md`, `table.csv`, `pairs.csv` and, for each problem, plots of accuracy and of clients.
 
     With `baseline` also `baseline.csv`.
 
@@ -50,7 +50,7 @@ def write_combined_report(
         The files.
 
     Raises:
-        ArgumentError: if `folder` holds something else or cannot be written, `axis` is none, or no task has
+        ArgumentError: if `folder` holds something else or cannot be written, `axis` is invalid, or no problem has
             the method `baseline`.
     """
     folder = Path(folder)
@@ -76,7 +76,7 @@ def write_combined_report(
 
 
 def headings(combined: CombinedReport, problem: str) -> list[str]:
-    """Of the columns of a task's table, after that of the method."""
+    """Return the column headings of a problem's table, after the column of the method."""
     target = format_percent(combined.targets[problem])
     at = [f"at {_format_amount(axis, combined.budget(problem, axis))}, %" for axis in BUDGET_AXES]
     return [
@@ -94,7 +94,7 @@ def headings(combined: CombinedReport, problem: str) -> list[str]:
 
 
 def row_cells(row: ReportRow) -> list[str]:
-    """A row in words, under `headings`."""
+    """Format a row as text, under `headings`."""
     share = "" if row.num_reached in (0, row.num_seeds) else f" ({row.num_reached} of {row.num_seeds})"
     rounds, seconds = (
         "never" if mean is None else _format_number(mean) + share
@@ -182,9 +182,9 @@ def _test_section(combined: CombinedReport, pairs: Sequence[PairedTest], axis: s
     if few:
         most = max(pair.count for pair in few)
         who = "No methods have" if not tested else f"{len(few)} further pairs of methods do not have"
-        parts.append(f"{who} the {MIN_PAIRS} pairs of task and seed that a test takes: at most {most}.")
+        parts.append(f"{who} the {MIN_PAIRS} pairs of problem and seed that a test requires: at most {most}.")
     if not pairs:
-        parts.append("No two methods have a task and a seed in common.")
+        parts.append("No two methods have a problem and a seed in common.")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""The folder that a comparison leaves behind: numbers and pictures, whole or not at all."""
+"""The report of a comparison: a folder of results and plots, which is written atomically."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.pn
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write `results.json`, `log.jsonl`, `timing.json`, the pictures, and where a curve was learned `plane.png`.
+    """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
 
     The files are made beside `folder` and put in its place at the end: it never holds half a report.
 
@@ -50,7 +50,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def read_report(folder: Path) -> dict[str, object]:
-    """What the files of a report hold, with the log as `log`, times as `timing`, and `files`: as `--json` prints it.
+    """Read the files of a report, as `--json` prints them: with `log`, `timing` and `files`.
 
     Raises:
         OSError: if one cannot be read.
@@ -63,7 +63,7 @@ def read_report(folder: Path) -> dict[str, object]:
 
 
 def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:
-    """A folder that a report can be written to: nothing is made, and what is there already is a report.
+    """Check that a report can be written to a folder, and that an existing folder is a report.
 
     Args:
         folder: where.
@@ -98,7 +98,7 @@ def _write_json(path: Path, tree: object) -> None:
 
 
 def environment_info() -> dict[str, object]:
-    """The versions and the machine that times are of."""
+    """Return the versions and the machine to which the timings refer."""
     from manifoldagg import __version__
 
     return {
@@ -128,5 +128,5 @@ def _draw(comparison: Comparison, folder: Path) -> None:
             f"training data of client {landscape.client}": landscape.local,
             "held-out data of all clients": landscape.held_out,
         }
-        title = f"{landscape.method}: the curve learned in round {landscape.update_index}"
+        title = f"{landscape.method}: the curve learned in update {landscape.update_index}"
         plots.draw_planes(folder / "plane.png", planes, title=title)

@@ -1,4 +1,4 @@
-"""Evidence: how sure a mean over seeds is, and whether methods differ over many tasks and seeds."""
+"""Statistics: confidence intervals over seeds, and paired tests of methods over data sets and seeds."""
 
 import math
 import statistics
@@ -12,14 +12,14 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["MIN_PAIRS", "MeanCI", "PairedTest", "compare_pairs", "holm", "mean_ci"]
 
 MIN_PAIRS = 15
-"""Pairs of task and seed from which on methods are tested: of fewer little could be said."""
+"""The smallest number of pairs of problem and seed in a test of two methods."""
 DECIMALS = 12
 """Of a difference; what comes after them is noise."""
 
 
 @dataclass(frozen=True)
 class MeanCI:
-    """A mean with its interval of 95 %.
+    """A mean with its 95 % confidence interval.
 
     Attributes:
         value: the mean.
@@ -33,17 +33,17 @@ class MeanCI:
 
     @property
     def low(self) -> float | None:
-        """Where the interval begins."""
+        """The lower end of the interval."""
         return None if self.half_width is None else self.value - self.half_width
 
     @property
     def high(self) -> float | None:
-        """Where it ends."""
+        """The upper end of the interval."""
         return None if self.half_width is None else self.value + self.half_width
 
 
 def mean_ci(values: Sequence[float]) -> MeanCI:
-    r"""The mean, and Student's interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
+    r"""Compute the mean and Student's interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
 
     It holds the mean over all seeds in 95 of 100 comparisons, if what seeds give is about normal.
 
@@ -67,12 +67,12 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Two methods on the same tasks and seeds.
+    """A paired test of two methods on the same problems and seeds.
 
     Attributes:
         first: a method.
         second: another.
-        count: tasks and seeds that both have.
+        count: the number of common pairs of problem and seed.
         wins: how often the first was.
         losses: how often the second was.
         median_difference: the median of the first's score less the second's.
@@ -91,7 +91,7 @@ class PairedTest:
 
 
 def compare_pairs(scores: Mapping[str, Mapping[Hashable, float]]) -> list[PairedTest]:
-    """All pairs of methods, each on the tasks and seeds that both have; those that have none are left out.
+    """Test all pairs of methods on their common problems and seeds; pairs without any are left out.
 
     No method is chosen beforehand to be compared with the others, so that all p-values are corrected together.
 
@@ -100,7 +100,7 @@ def compare_pairs(scores: Mapping[str, Mapping[Hashable, float]]) -> list[Paired
     one size, and for up to 13 in any case; else the normal approximation, with the variance corrected for ties.
 
     Args:
-        scores: by method, the score for each pair of task and seed.
+        scores: by method, the score for each pair of problem and seed.
 
     Source: Wilcoxon 1945; Holm 1979; Demšar 2006 for why.
 
@@ -134,7 +134,7 @@ def compare_pairs(scores: Mapping[str, Mapping[Hashable, float]]) -> list[Paired
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    r"""Holm's step-down correction: $\max_{j \le i} \min(1, (m - j + 1)\, p_{(j)})$ for the i-th smallest of m.
+    r"""Apply Holm's step-down correction: $\max_{j \le i} \min(1, (m - j + 1)\, p_{(j)})$ for the i-th smallest of m.
 
     Args:
         p_values: p-values.

@@ -1,4 +1,4 @@
-"""Tuning: one line search for the global rate of every method, on seeds that no comparison uses."""
+"""Tuning: a line search for the global rate of each method, on seeds that no comparison uses."""
 
 import math
 import statistics
@@ -32,7 +32,7 @@ NUM_EVALUATIONS = 40
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a comparison chooses the methods' global rates before it begins.
+    """The settings of the search for the methods' global rates before a comparison.
 
     Attributes:
         seeds: of the runs of a search, beyond those of the comparison.
@@ -54,7 +54,7 @@ class Tuning:
         num_used_seeds: int,
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
-        """Methods with the best rates that [`tune`][manifoldagg.experiments.tuning.tune] finds; for JSON what it tried.
+        """Tune the methods, and return them with the search results for JSON.
 
         Of a method whose rate is to stay as it is, that is `"by hand"`, and of one without a rate `None`.
 
@@ -85,7 +85,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Search:
-    """What a line search tried.
+    """The results of a line search.
 
     Attributes:
         start: where it began.
@@ -97,7 +97,7 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The power with the highest mean; of equal ones the nearest to the start, and the lower of these.
+        """The power with the highest mean; ties go to the nearest to the start, then to the lower one.
 
         Where all means are 0, as nothing learned, it is the lowest.
         """
@@ -108,16 +108,16 @@ class Search:
 
     @property
     def best_rate(self) -> float:
-        """The best."""
+        """The best rate."""
         return self.start * 2.0**self.best_power
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the best is the last that was tried on its side: it may go on beyond."""
+        """Whether the best rate is the last one tried on its side, so that a better one may lie beyond."""
         return self.best_power in (min(self.scores), max(self.scores))
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the search as a JSON-compatible dictionary."""
         tried = [
             {"rate": self.start * 2.0**power, "tail_accuracy": list(scores)} for power, scores in self.scores.items()
         ]
@@ -127,9 +127,9 @@ class Search:
 def line_search(
     score: Callable[[float], Sequence[float]], start: float, *, max_doublings: int = MAX_DOUBLINGS
 ) -> Search:
-    r"""The best of $s\,2^k$: for $k = -1, 0, 1$, and on from the best until it has a worse one on both sides.
+    r"""Search the best of $s\,2^k$ from $k = -1, 0, 1$ until the best has a worse neighbour on both sides.
 
-    Where every rate scores 0 it goes on to lower ones. No $|k|$ is beyond `max_doublings`.
+    Where every rate scores 0 it continues to lower ones. No $|k|$ is beyond `max_doublings`.
 
     Args:
         score: of a rate: one number a repetition, none negative, of which the mean counts.
@@ -160,7 +160,7 @@ def line_search(
 
 
 def tail_accuracy(result: RunResult) -> float:
-    """The mean accuracy over the last quarter of the rounds, of which a single one says little.
+    """Compute the mean accuracy over the last quarter of the updates, which reduces noise.
 
     Each update moves the model.
     """
@@ -186,8 +186,8 @@ def tune(
     """Search the global rate of a method: the one with the best mean of
     [`tail_accuracy`][manifoldagg.experiments.tuning.tail_accuracy].
 
-    Every method has as many runs a rate and as many rounds a run. A run in which the method fails scores 0, and so does
-    a rate that its rule does not take.
+    All methods have equally many runs for each rate, and equally many updates in each run. A run in which the method
+    fails scores 0, and so does a rate that its rule rejects.
 
     Args:
         method: whose rate begins the search.
@@ -197,18 +197,18 @@ def tune(
         delays: of clients that work alone.
         availability: who comes and goes.
         task_cost: of a task.
-        concurrency: how many are under way at a time.
+        concurrency: the number of tasks in flight.
         executor: what trains.
         cache: a folder, with a file for each search: each run that is done is kept there at once and not done again. A
             search is known by all that it depends on, by what is in data and files too, but functions by their names.
-        progress: called with the method's name and rate, and the seed, after each round.
+        progress: called with the method's name and rate, and the seed, after each update.
 
     Returns:
         What was tried; `None` where the method has no rate to search, or `rate=None`.
 
     Raises:
-        ArgumentError: as `run`; if the method's `rate` is no field of its rule; if a file in `cache` is not what was
-            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or availability are no names.
+        ArgumentError: as `run`; if the method's `rate` is not a field of its rule; if a file in `cache` is not what was
+            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or availability are not names.
     """
     check_count("num_updates", num_updates)
     check_method("method", method)
@@ -255,7 +255,7 @@ def tune(
 
 
 def with_rate(method: Method, rate: float) -> Method:
-    """The method with another global rate.
+    """Return the method with another global rate.
 
     Raises:
         ArgumentError: if it has none, or its rule does not take this one.
@@ -275,7 +275,7 @@ def with_rate(method: Method, rate: float) -> Method:
 
 @dataclass(frozen=True)
 class RateOverride:
-    """A rule that a function makes for the clients, with another rate."""
+    """A rule factory with another rate."""
 
     factory: Callable[[Sequence[int]], Any]
     rate_field: str

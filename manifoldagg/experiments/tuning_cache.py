@@ -1,4 +1,4 @@
-"""What a search has done already, in a file that is known by all that the search follows from."""
+"""Cache of tuning runs, in a file that is identified by all settings that determine the runs."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ __all__ = ["TuningCache", "cache_key", "cache_path"]
 def cache_key(
     method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
 ) -> dict[str, object]:
-    """All that the runs of a search follow from, but for the rate."""
+    """Return all settings but the rate that determine the runs of a search."""
     for name, given in specs.items():
         if given is not None and not isinstance(given, str):
-            raise ArgumentError(f"cache: expected a name for {name}, as functions are not told apart; got {given!r}")
+            raise ArgumentError(f"cache: expected a name for {name}, as functions cannot be identified; got {given!r}")
     task = federations[0].dataset
     return {
         "manifoldagg": __version__,
@@ -39,13 +39,13 @@ def cache_key(
 
 
 def cache_path(folder: Path, method: Method, key: Mapping[str, object]) -> Path:
-    """The file of a search: the rule's name tells a reader which, the digest is of what it follows from."""
+    """Return the file of a search, named after the rule and a digest of all settings."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
 
 
 class TuningCache:
-    """The runs of a search that are done, and the file that they are in."""
+    """The finished runs of a search, and their file."""
 
     def __init__(self, path: Path | None, key: Mapping[str, object]) -> None:
         self._path = path
@@ -55,7 +55,7 @@ class TuningCache:
             self._tail_accuracy = self._read(path)
 
     def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
-        """What came of a run; it is made where it is not there yet, and kept."""
+        """Return the cached result of a run, or run it and cache the result."""
         done = self._tail_accuracy.setdefault(repr(rate), {})
         if str(seed) not in done:
             done[str(seed)] = execute()

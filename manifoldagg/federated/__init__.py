@@ -1,4 +1,4 @@
-"""Thin federated drivers over the geometry: rules, trainers, the server, and a front door for other codebases."""
+"""Federated aggregation: rules, client trainers, the server, and functions for other code bases."""
 
 from manifoldagg.federated.clients.client import train_client
 from manifoldagg.federated.limits import UpdateLimits

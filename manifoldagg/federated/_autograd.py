@@ -1,4 +1,4 @@
-"""Without derivatives: for methods that take other people's tensors, in whatever mode they are called."""
+"""A decorator that disables gradients and inference mode."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -1,4 +1,4 @@
-"""Buffers: what a model carries beside its geometry, and how it follows the steps of the server."""
+"""Model buffers: tensors of a model that are not trained, and their update policies."""
 
 import fnmatch
 import math
@@ -45,7 +45,7 @@ BufferPolicy = Mapping[str, str] | Sequence[str]
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Names and shapes of buffers of one policy, one dtype and one device, all of them variances or none."""
+    """Names and shapes of the buffers that share one policy, one dtype and one device; all or none are variances."""
 
     policy: str
     names: tuple[str, ...]
@@ -53,23 +53,23 @@ class BufferGroup:
 
     @cached_property
     def is_variance(self) -> bool:
-        """Whether they are variances, of which none is negative."""
+        """Whether the buffers are variances, which are never negative."""
         return self.names[0].endswith(VARIANCE_SUFFIX)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many numbers each of them has."""
+        """The number of elements of each buffer."""
         return tuple(map(math.prod, self.shapes))
 
     @cached_property
     def is_1d(self) -> bool:
-        """Whether all have one dimension: those of batch normalisation, which need no views."""
+        """Whether all buffers have one dimension, as in batch normalisation, so that they need no views."""
         return all(len(shape) == 1 for shape in self.shapes)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBuffers(Mapping[str, Tensor]):
-    """Buffers by name, those of a group in one vector: what is done to hundreds of them is done to a few.
+    """Buffers by name, packed into one vector for each group.
 
     Args:
         groups: which buffers lie in which vector, one after another.
@@ -83,7 +83,7 @@ class PackedBuffers(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, policy_by_name: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "PackedBuffers":
-        """Copies of `tensors`, which the policies `policy_by_name` name."""
+        """Copy `tensors` into groups by the policies of `policy_by_name`."""
         held = TensorList([tensors[name] for name in policy_by_name])
         devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
         groups = _group_buffers(
@@ -105,16 +105,16 @@ class PackedBuffers(Mapping[str, Tensor]):
         return PackedBuffers, (self.groups, self.vectors, self.order)
 
     def clone(self) -> "PackedBuffers":
-        """The same in memory of its own."""
+        """Return a copy in memory of its own."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The buffers by name, each in memory of its own: those of a group in one call."""
+        """Return the buffers by name, each in memory of its own. Each group is copied in one call."""
         return self._split(torch.split_with_sizes_copy)
 
     @cached_property
     def requested_names(self) -> tuple[str, ...]:
-        """The names of those that clients send back: all but what is left."""
+        """The names of the buffers that clients return: all that the server does not leave unchanged."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
 
@@ -150,24 +150,26 @@ class PendingBuffers:
 
 
 def check_buffer_policy(patterns: Any) -> BufferPolicy:
-    """Policies by name or pattern, or patterns alone.
+    """Validate buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
 
     Raises:
         ArgumentError: if they are neither; one string is no sequence of patterns.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-        raise ArgumentError(f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}")
+        raise ArgumentError(
+            f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}"
+        )
     return patterns if isinstance(patterns, Mapping) else list(patterns)
 
 
 def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
-    """Each entry's policy: `"average"`, `"latest"` or `"leave"`.
+    """Return the policy of each entry: `"average"`, `"latest"` or `"leave"`.
 
     A name goes before a pattern, an earlier pattern before a later one. What no pattern matches is averaged. Where
-    averaging makes no sense, in all that is no floating number of 16 bits or more, the latest is taken in its place.
+    averaging makes no sense, in all that is not a floating number of 16 bits or more, the latest is taken in its place.
 
     Raises:
-        ArgumentError: if `patterns` are none, a policy is none, or a pattern of a mapping matches nothing.
+        ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches nothing.
 
     Example:
         >>> counter = Entry("1.num_batches_tracked", (), torch.int64)
@@ -181,11 +183,11 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
         matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
         if isinstance(given, Mapping) and not any(matched):
-            raise ArgumentError(f"buffer_policy: {pattern!r} matches nothing that the model carries")
+            raise ArgumentError(f"buffer_policy: {pattern!r} matches no entry of the model")
     chosen = {}
     for entry in entries:
         policy = "average"
-        if named:  # hundreds of names that nobody has a pattern for take a millisecond else
+        if named:  # otherwise hundreds of names without a pattern take a millisecond
             matches = (policy for pattern, policy in named.items() if fnmatch.fnmatchcase(entry.name, pattern))
             policy = named.get(entry.name) or next(matches, "average")
         averages = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
@@ -201,7 +203,7 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add copies of the buffers that an update brought to those that wait for the model to move.
+    """Add copies of the buffers of an update to the pending buffers.
 
     Raises:
         ArgumentError: if a value is not finite, or a variance negative, and it is not the server's own (such as the
@@ -222,7 +224,7 @@ def accumulate(
     if pending is None:
         return PendingBuffers(weight, (), latest)
     if pending.latest.groups != current.groups:
-        raise ArgumentError(f"{name}: expected the buffers and policies of the updates that wait")
+        raise ArgumentError(f"{name}: expected the buffers and policies of the buffered updates")
     total = list(vectors)
     for i, group in enumerate(current.groups):
         if group.policy == "average":
@@ -232,7 +234,7 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""The buffers after a step: averaged ones go to $b + s\,(\bar b - b)$, as far as the model along its curve.
+    r"""Return the buffers after a step: averaged ones go to $b + s\,(\bar b - b)$, as far as the model on its curve.
 
     Args:
         pending: what the updates brought. The mean of a single one is its own, bit for bit.
@@ -258,16 +260,14 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
 def initial_buffers(
     space: Manifold, buffers: Mapping[str, Tensor] | None, buffer_policy: BufferPolicy
 ) -> tuple[PackedBuffers, dict[str, str]]:
-    """Copies of the buffers that a server starts from, and the policy of each; nothing where it keeps none.
+    """Return copies of the initial buffers of a server and the policy of each; nothing if it has no buffers.
 
     Raises:
         ArgumentError: if they are not what the space carries.
     """
     if buffers is None:
         if buffer_policy:
-            raise ArgumentError(
-                "buffers: expected the buffers to start from, as `buffer_policy` says what becomes of them"
-            )
+            raise ArgumentError("buffers: expected the initial buffers, as `buffer_policy` is given")
         return PackedBuffers(), {}
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"buffers: expected a ParameterSpace to carry them, got {type(space).__name__}")
@@ -280,7 +280,7 @@ def initial_buffers(
 
 
 def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
-    """A tree of plain values and tensors, of which `buffers_from_tree` makes the same buffers.
+    """Return a tree of plain values and tensors, from which `buffers_from_tree` builds equal buffers.
 
     Example:
         >>> buffers_to_tree(PackedBuffers())
@@ -291,7 +291,7 @@ def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
 
 
 def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
-    """What `buffers_to_tree` made a tree of.
+    """Return the buffers that `buffers_to_tree` serialised.
 
     Example:
         >>> buffers_from_tree(buffers_to_tree(PackedBuffers())) == PackedBuffers()
@@ -308,7 +308,7 @@ def _group_buffers(
     dtypes: tuple[torch.dtype, ...],
     devices: torch.device | tuple[torch.device, ...],
 ) -> tuple[BufferGroup, ...]:
-    """The groups of buffers of these names and policies, on one device or each on its own."""
+    """Group buffers by policy and dtype, on one device or separately by device."""
     found: dict[tuple[str, torch.dtype, torch.device, bool], dict[str, tuple[int, ...]]] = {}
     each = devices if isinstance(devices, tuple) else repeat(devices)
     for (name, policy), shape, dtype, device in zip(policy_items, shapes, dtypes, each, strict=False):
@@ -317,7 +317,7 @@ def _group_buffers(
 
 
 def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torch.device) -> Tensor:
-    """Copies of the tensors of a group, one after another: one call, as hundreds would take milliseconds."""
+    """Concatenate copies of the tensors of a group in one call, because hundreds of calls would take milliseconds."""
     mine = [tensors[name] for name in group.names]
     if device != CPU or not all(map(_is_cpu, mine)):
         mine = [tensor.to(device) for tensor in mine]
@@ -325,7 +325,7 @@ def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torc
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Whether values are finite, and those of variances not negative; or the server's own."""
+    """Return whether values are finite and variances non-negative, or the tensors are the server's own."""
     if not (received.is_floating_point() or received.is_complex()):
         return True
     theirs = upcast_8bit(received)

@@ -1,4 +1,4 @@
-"""Checks: how far an update may go, how many samples are believed, and how an update is scaled back."""
+"""Limits on updates: the norm, the clipping threshold, the cosine and the number of samples."""
 
 import math
 from collections.abc import Sequence
@@ -21,43 +21,43 @@ from manifoldagg.manifolds.formulas import norm
 __all__ = ["DEFAULT_LIMITS", "UpdateLimits", "clip_update", "update_norm"]
 
 MAX_WINDOW = 10**6
-"""The longest window of norms: a median over it is taken with every update."""
+"""The longest window of norms; every update computes a median over it."""
 
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    r"""Limits on what a client may send; what is beyond them is refused, or scaled back.
+    r"""Limits on updates: the server rejects or clips an update beyond them.
 
     The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. An
     update of norm r that is clipped to c is $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with
     $\lambda = \min(1, c / r)$, one $\lambda$ for all its points: on a flat space
-    $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule sees nothing else of it, but for further tensors that it asks
-    for, which no norm is taken of. Its receipt says `clipped`, its row in the history what $\lambda$ was: `clip`.
+    $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Further tensors are not clipped.
+    The receipt reports `clipped`, and the row in the history reports $\lambda$ as `clip`.
 
     The cosine of an update is that of $v = \log_{\Theta^t} \varphi_n$ and the drift $g = \log_{\Theta^t} \Theta^\tau$,
-    which is what other clients did since, in the metric at $\Theta^t$. Of an update that is not late it says nothing:
-    such pass, as do those of no length.
+    the movement by other clients since then, in the metric at $\Theta^t$. Updates without staleness or length have no
+    cosine and pass.
 
     Args:
         max_norm: the largest norm.
-        norm_factor: the largest norm in medians of the norms that were accepted lately.
-        norm_window: how many accepted norms are lately; of clipped updates what was left of them.
-        norm_after: how many there must be before `norm_factor` or `clip_factor` holds.
-        clip: scale back to this norm what is longer.
-        clip_factor: scale back to so many of those medians. With both the smaller one counts.
+        norm_factor: the largest norm as a multiple of the median of recently accepted norms.
+        norm_window: the number of recent accepted norms; a clipped update counts with its clipped norm.
+        norm_after: the number of accepted norms from which `norm_factor` and `clip_factor` apply.
+        clip: the norm to which longer updates are clipped.
+        clip_factor: the clipping norm as a multiple of that median. If both are given, the smaller norm applies.
         min_cosine: the smallest cosine, in [-1, 1].
         max_samples: the largest sample count.
-        samples_factor: how many medians of what at least five other clients have told a sample count is worth. Of what
-            is beyond, the update's weight knows nothing, and its receipt says `clipped`. `None` for no limit.
-        max_points: how many control points an update may have: the cost of a step grows with their square and more.
+        samples_factor: the cap of a sample count as a multiple of the median report of at least five other clients.
+            The weight uses the capped count, and the receipt reports `clipped`. `None` for no cap.
+        max_points: the largest number of control points: the cost of a step grows at least quadratically with it.
 
     Raises:
         ArgumentError: naming the limit that is out of range.
 
     Source: clipping as in Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4.
 
-    Cost: where a norm or a cosine is asked for, a reading of the update's points and base (and of the model for
-    `min_cosine`) before the rule reads them; an update that is clipped is read and written once more.
+    Cost: with a limit on the norm or the cosine, one read of the update's points and base (and of the model for
+    `min_cosine`) before the rule reads them. A clipped update is read and written once more.
 
     Example:
         >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, accepted=[1.0, 2.0, 3.0, 2.0, 2.0])
@@ -98,17 +98,17 @@ class UpdateLimits:
 
     @cached_property
     def uses_clipping(self) -> bool:
-        """Whether an update may be scaled back."""
+        """Whether an update may be clipped."""
         return self.clip is not None or self.clip_factor is not None
 
     @cached_property
     def needs_norms(self) -> bool:
-        """Whether the norm of an update, or its cosine, is asked for."""
+        """Whether a limit needs the norm or the cosine of an update."""
         limits = (self.max_norm, self.norm_factor, self.min_cosine)
         return self.uses_clipping or any(limit is not None for limit in limits)
 
     def check_space(self, space: Manifold) -> None:
-        """That what is asked for has a meaning on a space.
+        """Check that a space supports the limits.
 
         Raises:
             ArgumentError: naming what it lacks.
@@ -122,7 +122,7 @@ class UpdateLimits:
     def apply(
         self, space: Manifold, update: Update, accepted: tuple[float, ...]
     ) -> tuple[Update, float, tuple[float, ...]]:
-        r"""The update that a rule is given, $\lambda$, and the norms accepted lately with that of this one.
+        r"""Return the update for the rule, $\lambda$, and the recent accepted norms including that of this update.
 
         Raises:
             ArgumentError: naming the limit that the update is over.
@@ -139,7 +139,7 @@ class UpdateLimits:
         return update, kept, (*accepted, min(length, limit))[-self.norm_window :]
 
     def clip_threshold(self, accepted: Sequence[float]) -> float:
-        """To which norm updates are scaled back, where these were accepted lately; infinite where to none.
+        """Return the norm to which updates are clipped, given the recent accepted norms; infinite without clipping.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -153,7 +153,7 @@ class UpdateLimits:
         return min(fixed, self.clip_factor * float(np.median(accepted)) or math.inf)
 
     def check_norm(self, norm: float, accepted: Sequence[float]) -> None:
-        """Say no to a norm over a limit, or to one that is no number.
+        """Reject a norm over a limit, or one that is not a number.
 
         Raises:
             ArgumentError: naming the limit.
@@ -174,12 +174,12 @@ DEFAULT_LIMITS = UpdateLimits()
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
-    r"""$\max_i d(\Theta^t, \varphi_i)$; infinite where there is no such number."""
+    r"""Return $\max_i d(\Theta^t, \varphi_i)$; infinite if it is not a number."""
     return _norm_and_cosine(space, base, points, None)[0]
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    r"""The points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of an update that is scaled back.
+    r"""Return the points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of a clipped update.
 
     On a flat space each number is rounded once. Where leaves are of low rank it is the point nearest to the sum; as
     that may lie twice as far from the base, $\lambda$ is halved where it is farther than it was to be.
@@ -208,13 +208,14 @@ def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) ->
 
 
 def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    """For each point the one of low rank that is nearest to where it would be scaled back to."""
+    """For each point, return the low-rank point that is nearest to the scaled one."""
     return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [factor], minus=[base]) for row in points])
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    r"""The norm of an update, infinite where there is no such number; and where `current` is given its cosine with the
-    drift, NaN where one of them is zero.
+    r"""Return the norm of an update, infinite if it is not a number, and its cosine with the drift to `current`.
+
+    The cosine is NaN without `current`, and if one of the two is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

@@ -1,4 +1,4 @@
-"""What an update meets: immutable values, of which a step makes the next ones."""
+"""The model state of a server: an immutable value that each step replaces."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    r"""All that an update may change for everybody. Nothing in it is ever written: a step makes the next one.
+    r"""Everything that an update may change for all clients. It is immutable: a step returns the next one.
 
     Attributes:
         current: $\Theta^\tau$, the model.
@@ -18,7 +18,7 @@ class ModelState:
         buffers: the model's.
         pending_buffers: the buffers of the updates since the model last moved.
         version: $\tau$, how often the model has moved.
-        norms: of the updates that were accepted lately, where somebody asks for them.
+        norms: the norms of recently accepted updates, if a limit needs them.
     """
 
     current: Point

@@ -1,4 +1,4 @@
-"""Trees: nested dicts, lists and tuples whose leaves are tensors, numbers or whatever else a rule keeps."""
+"""Pytrees: nested dicts, lists and tuples with tensors, numbers or other values of a rule as leaves."""
 
 from collections.abc import Callable
 from itertools import chain, repeat
@@ -30,7 +30,7 @@ Tree = Any
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree, in the order in which `tree_map` meets them.
+    """Yield the tensors of a tree in the order of `tree_map`.
 
     Example:
         >>> tensors({"m": torch.ones(2), "count": 3})
@@ -50,7 +50,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """The tree with `function` applied to its tensors; what does not change is the same object.
+    """Apply `function` to the tensors of a tree; an unchanged subtree is the same object.
 
     Example:
         >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
@@ -70,7 +70,7 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Whether a state has all that a rule begins with, also that of a rule within, and tensors where it has such.
+    """Return whether a state has the structure of an initial state, including nested rules and the places of tensors.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -87,7 +87,7 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """A copy, without derivative. One of medium size is made in the caller's thread, which is done before others wake.
+    """Copy a tensor without derivative. A medium one is copied in the calling thread, before other threads would wake.
 
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
@@ -102,7 +102,7 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def unalias(tree: Tree, others: Tree) -> Tree:
-    """The tree, in which a tensor that shares memory with one of `others` is a copy.
+    """Return the tree with copies of the tensors that share memory with one of `others`.
 
     Example:
         >>> x = torch.zeros(2)
@@ -119,7 +119,7 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def materialize(tree: Tree) -> Tree:
-    """The tree with the sums in its dicts formed, which a rule keeps of rows.
+    """Return the tree with the pending sums in its dicts computed, which a rule stores as rows.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
@@ -131,7 +131,7 @@ def materialize(tree: Tree) -> Tree:
 
 
 def size_of(tree: Tree) -> int:
-    """Bytes of memory that the tensors of a tree hold on to, each storage counted once.
+    """Return the bytes of memory that the tensors of a tree occupy, each storage counted once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -142,7 +142,7 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Whether a tensor of `new` has values that are not finite where `old` has none such, or no tensor.
+    """Return whether a tensor of `new` has non-finite values where `old` has only finite ones, or no tensor.
 
     What is the same object in both is not looked at.
 
@@ -170,12 +170,12 @@ def introduces_nonfinite(new: Tree, old: Tree) -> bool:
 
 
 def upcast_8bit(tensor: Tensor) -> Tensor:
-    """A floating tensor of eight bits in float32, which has the arithmetic that it lacks; others as they are."""
+    """Convert an 8-bit floating tensor to float32, because 8-bit dtypes lack arithmetic; return others unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of any dtype and layout has finite values only."""
+    """Return whether a tensor of any dtype and layout has only finite values."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     for part in _dense_parts(tensor.detach()):
@@ -186,7 +186,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Tree) -> dict[int, int]:
-    """Where the tensors of a tree lie, and how many bytes there; what has no memory lies nowhere.
+    """Return the addresses and sizes of the storages of a tree; a tensor without memory has none.
 
     Should two devices use one address, what is there is taken for the same.
     """
@@ -207,7 +207,7 @@ def _storages(tree: Tree) -> dict[int, int]:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a tensor is made of."""
+    """Yield the dense tensors that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

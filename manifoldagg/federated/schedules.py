@@ -1,4 +1,4 @@
-r"""Rates $\eta(\tau)$ that change with the version $\tau$ of the model; any function of an int is one too."""
+r"""Rates $\eta(\tau)$ that depend on the version $\tau$ of the model; any function of an int is a valid rate."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,9 @@ Weight = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Cyclic:
-    r"""From `low` up to `high` and back again, at constant speed, every $T$ versions:
+    r"""Triangular rate schedule.
+
+    From `low` up to `high` and back again, at constant speed, every $T$ versions:
 
     $$\eta(\tau) = a + (b - a)\left(1 - \left|\frac{2 (\tau \bmod T)}{T} - 1\right|\right).$$
 
@@ -56,7 +58,9 @@ class Cyclic:
 
 @dataclass(frozen=True)
 class Cosine:
-    r"""From `start` to `end` along half a cosine over $T$ versions, and constant from there:
+    r"""Cosine rate schedule.
+
+    From `start` to `end` along half a cosine over $T$ versions, and constant from there:
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
@@ -93,7 +97,7 @@ class Cosine:
 
 
 def check_rate(rate: Rate, name: str = "rate") -> Rate:
-    """`rate`, which must be a positive number or a function of the version.
+    """Validate `rate`: a positive number or a function of the version.
 
     Raises:
         ArgumentError: if it is neither, or a class in place of an instance.
@@ -105,10 +109,10 @@ def check_rate(rate: Rate, name: str = "rate") -> Rate:
 
 
 def rate_at(rate: Rate, version: int) -> float:
-    r"""$\eta(\tau)$ as a number.
+    r"""Return $\eta(\tau)$ as a number.
 
     Raises:
-        RuleError: if a function does not return a finite number $\ge 0$. What it raises comes out.
+        RuleError: if a function does not return a finite number $\ge 0$. Its exceptions propagate.
 
     Example:
         >>> rate_at(lambda version: 1 / (version + 1), 3)
@@ -118,10 +122,10 @@ def rate_at(rate: Rate, version: int) -> float:
 
 
 def weight_at(weight: Weight, staleness: int) -> float:
-    """$s(x)$ as a number.
+    """Return $s(x)$ as a number.
 
     Raises:
-        RuleError: if the function does not return a finite number that is no less than 0. What it raises comes out.
+        RuleError: if the function does not return a finite number that is no less than 0. Its exceptions propagate.
 
     Example:
         >>> weight_at(lambda staleness: 0.5**staleness, 2)
@@ -131,7 +135,7 @@ def weight_at(weight: Weight, staleness: int) -> float:
 
 
 def _evaluate(name: str, function: Callable[[int], float], argument: int) -> float:
-    """What a function says, which is its owner's fault where it cannot be used."""
+    """Return the value of a user function and validate it."""
     try:
         given = function(argument)
         where = f"{name}({short_repr(argument)})"
@@ -142,7 +146,7 @@ def _evaluate(name: str, function: Callable[[int], float], argument: int) -> flo
 
 
 def check_function(name: str, function: Callable[[int], float]) -> None:
-    """A function of an int.
+    """Validate a function of an int.
 
     Raises:
         ArgumentError: if it cannot be called, or is a class in place of an instance.
@@ -154,7 +158,7 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 
 
 def check_options(options: Any) -> None:
-    """What the types of a frozen dataclass say of its options: truth values, rates, functions of an int, plain numbers.
+    """Validate the options of a frozen dataclass by its types: booleans, rates, functions of an int and plain numbers.
 
     Numbers are frozen with it: no tensors or arrays, which could be written later.
 

@@ -1,4 +1,4 @@
-"""Weights s(x) that an update of staleness x keeps."""
+"""Staleness weights s(x): the factor for an update of staleness x."""
 
 import sys
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_STALENESS = sys.float_info.max
 
 @dataclass(frozen=True)
 class Constant:
-    """$s(x) = 1$."""
+    """The constant weight $s(x) = 1$."""
 
     def __call__(self, staleness: int) -> float:
         return 1.0
@@ -22,7 +22,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """$s(x) = (x + 1)^{-a}$.
+    """The polynomial weight $s(x) = (x + 1)^{-a}$.
 
     Example:
         >>> Polynomial(0.5)(3)
@@ -41,7 +41,7 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Hinge:
-    r"""$s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
+    r"""The hinge weight: $s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
 
     Example:
         >>> Hinge(a=1.0, b=4.0)(7)

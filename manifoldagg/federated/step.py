@@ -1,4 +1,4 @@
-"""The step: what a checked update makes of a snapshot. A server takes it, and so does `aggregate`."""
+"""One step of a rule: a validated update applied to a model state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ __all__ = ["StepConfig", "step"]
 
 @dataclass(frozen=True)
 class StepConfig:
-    """On which terms updates are taken.
+    """The configuration of a step.
 
     Args:
         space: of the models.
@@ -43,33 +43,34 @@ class StepConfig:
         if getattr(self.rule, "is_private", False):
             for name, policy in self.policies.items():
                 if policy != "leave":
-                    raise ArgumentError(f"buffer_policy: {name}: expected 'leave' with Private, which adds no noise to them")
+                    what = "expected 'leave' with Private, which adds no noise to them"
+                    raise ArgumentError(f"buffer_policy: {name}: {what}")
             for name in ("norm_factor", "clip_factor"):
                 if getattr(self.update_limits, name) is not None:
-                    what = "what some clients send would decide on others"
+                    what = "updates of some clients would limit those of others"
                     raise ArgumentError(f"update_limits: {name}: expected None with Private: {what}")
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
-        """Whether the rule takes models as they lie in memory."""
+        """Whether the rule reads models in place, as lists of tensors."""
         return accepts_tensor_lists(self.rule, self.space)
 
 
 def step(
     config: StepConfig, before: ModelState, update: Update, buffers: Mapping[str, Tensor], out: Row | None
 ) -> tuple[ModelState, Outcome]:
-    """Take one update, as a rule does, in memory of its own.
+    """Apply one update by a rule, in memory of its own.
 
     Args:
         config: on which it is taken.
         before: what it meets. Nothing in it is written.
         update: checked. It is not written, and what is kept of it is a copy.
         buffers: that it brought.
-        out: where the new model goes, last of all, in memory that nobody else reads. A rule that takes rows may have a
+        out: memory for the new model, written last and not read elsewhere. A rule that takes rows may have a
             model there that it reads itself, or `None` for new memory.
 
     Returns:
-        The next snapshot, and the outcome, of which nothing can fail any more. The client's memory is the same object
+        The next model state, and the validated outcome. An unchanged client state is the same object
         where it is what it was.
 
     Raises:
@@ -115,7 +116,7 @@ def step(
 
 
 def _parse_result(result: Any) -> tuple[Any, Outcome, dict[str, float]]:
-    """The next state, the outcome and its numbers, of what a rule has answered."""
+    """Return the next state, the outcome and its metrics from the result of a rule."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
         raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
     state, outcome = result
@@ -127,17 +128,17 @@ def _parse_result(result: Any) -> tuple[Any, Outcome, dict[str, float]]:
 
 
 def _materialize(pending_step: Any, out: Row | None) -> Any:
-    """The new model of a rule that takes rows, in `out`."""
+    """Write the new model of a rule that works on rows into `out`."""
     if not isinstance(pending_step, PendingStep):
         given = type(pending_step).__name__
         raise RuleError(
-            f"rule: new model: expected what Frame.move makes, as `accepts_tensor_lists = True` says, got {given}"
+            f"rule: new model: expected the result of Frame.move, as `accepts_tensor_lists = True` says, got {given}"
         )
     return pending_step.materialize(out)
 
 
 def _validate_model(config: StepConfig, model: Tensor, out: Any) -> Any:
-    """The new model, in `out`."""
+    """Validate the new model and write it into `out`."""
     if model is not out:
         try:
             check_shape("rule: new model", model, *config.space.axes)

@@ -1,8 +1,8 @@
-"""The contract between the parts: what a rule is, what a trainer is, and what passes between them.
+"""The protocols of rules, trainers and averaging, and the types that they exchange.
 
-A server sends a [`Message`][manifoldagg.federated.Message], a trainer answers with a
+A server sends a [`Message`][manifoldagg.federated.Message], a trainer returns a
 [`Payload`][manifoldagg.federated.Payload], the server adds what only it knows and hands the rule an
-[`Update`][manifoldagg.federated.Update]; the rule answers with an [`Outcome`][manifoldagg.federated.Outcome].
+[`Update`][manifoldagg.federated.Update]; the rule returns an [`Outcome`][manifoldagg.federated.Outcome].
 What clients keep in hand is a [`Ticket`][manifoldagg.federated.Ticket] and, after it, a
 [`Receipt`][manifoldagg.federated.Receipt].
 Rules never see a loss, trainers never see the server's state.
@@ -66,15 +66,15 @@ else:
 
 @dataclass(frozen=True)
 class Message:
-    """What a client gets.
+    """The input of a client's task.
 
     Attributes:
         start: the model to start from (P,).
-        tensors: what the rule adds.
-        numbers: likewise.
-        buffers: the model's by name, where the server keeps them.
-        requested_buffers: which of them a client sends back: those that the server does not leave as they are.
-        version: of the model, which schedules of trainers go by; `None` where nobody told.
+        tensors: further tensors of the rule.
+        numbers: further numbers of the rule.
+        buffers: the model's buffers by name, if the server stores them.
+        requested_buffers: the buffers that a client returns: those that the server does not leave unchanged.
+        version: the version of the model, for schedules of trainers; `None` if it is unknown.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -90,22 +90,22 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors: what it takes to send them as they are."""
+        """The bytes of its tensors, which are transmitted unchanged."""
         return _total_nbytes(self.start, *self.tensors.values(), *self.buffers.values())
 
 
 @dataclass(frozen=True)
 class Payload:
-    r"""What a client returns.
+    r"""The update that a client returns.
 
     Attributes:
         points: the control points $\varphi_1, \dots, \varphi_n$ as points (n, P); a plain model is n = 1.
-        samples: how many samples it trained on.
-        tensors: further tensors that its rule asks for.
-        numbers: further numbers that its rule asks for.
-        client_state: what the trainer wants to find again; who drives the client hands it to the next `train`.
-        buffers: the client's buffers by name, those that the message asks for.
-        base: $\Theta^t$ (P,), where the ticket was issued with `retain_base=False`: the server has not kept it.
+        samples: the number of samples that it trained on.
+        tensors: further tensors that its rule requires.
+        numbers: further numbers that its rule requires.
+        client_state: the state of the trainer; the host passes it to the next `train` of this client.
+        buffers: the client's buffers by name, as the message requests them.
+        base: $\Theta^t$ (P,), if the ticket was issued with `retain_base=False`, so that the server has not stored it.
     """
 
     points: Float[Tensor, "n P"]
@@ -118,7 +118,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, but for the client's own `client_state`, which does not travel."""
+        """The bytes of its tensors, except for the client's own `client_state`, which is not transmitted."""
         base = () if self.base is None else (self.base,)
         return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
@@ -128,19 +128,19 @@ class Update:
     r"""A payload with what the server knows about it.
 
     Attributes:
-        client: who sent it.
-        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row, as
-            the kernels take them.
-        current: $\Theta^\tau$ (P,), the model now; likewise.
+        client: the client that returned it.
+        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row of
+            the kernels.
+        current: $\Theta^\tau$ (P,), the current model, in the same form.
         points: as in the payload, (n, P); for a rule with `accepts_tensor_lists` a tuple of n rows.
         staleness: $\tau - t$ in versions, as the server recorded it.
         weight: $w_i$, the client's share of the data.
-        samples: as in the payload, as far as they are believed.
+        samples: as in the payload, after the cap.
         tensors: as in the payload.
         numbers: as in the payload.
-        client_state: what the server keeps for this client.
-        share: the client's data in the server's own measure, which $w_i$ divides by their sum at the time: means over
-            several updates weigh by it, whatever the order in which they came. `None` where nobody knows it.
+        client_state: what the server stores for this client.
+        share: the unnormalised weight of the client, which $w_i$ divides by the current sum. Means over several updates
+            weigh by it, so that they do not depend on the order of the updates. `None` if it is unknown.
         is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has
             them; for rules with `accepts_tensor_lists` alone, whose frames are minus what they are else.
     """
@@ -161,15 +161,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rule makes of an update.
+    """The result of a rule for one update.
 
     Attributes:
         model: the new one, (P,), or of a rule with `accepts_tensor_lists` what `Frame.move` returned; `None`: the
             update is buffered, the model did not move.
-        client_state: what the server keeps for this client from now on, `None` for nothing.
-        numbers: for the receipt and the history: `cosine`, `step`, `norm`, `buffered` (how many updates wait), others.
-        state_is_finite: whether the rule knows that what it keeps is finite: nobody looks at it then. Who changes an
-            outcome of another rule says it anew.
+        client_state: the next client state, `None` for nothing.
+        numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
+        state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
+            wrapper that changes an outcome must set it again.
     """
 
     model: Point | PendingStep | None
@@ -180,13 +180,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Leave to train: what `receive` asks for again, the version it starts from, and the message.
+    """Permission to train: the identifier for `receive`, the version to start from, and the message.
 
     Attributes:
-        id: unlike any other.
-        version: of the model to start from.
-        message: what a trainer gets.
-        space: of the server.
+        id: a unique identifier.
+        version: the version of the model to start from.
+        message: the input of the trainer.
+        space: the space of the server.
     """
 
     id: str
@@ -195,30 +195,30 @@ class Ticket:
     space: Manifold | None = field(default=None, compare=False, repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model to start from as a state dict, with the buffers that the server keeps, for `load_state_dict`.
+        """Return the start model as a state dict, with the buffers that the server stores, for `load_state_dict`.
 
         Raises:
-            ArgumentError: if the space is no `ParameterSpace`.
+            ArgumentError: if the space is not a `ParameterSpace`.
         """
         return check_parameter_space(self.space).state_dict(self.message.start, self.message.buffers or None)
 
 
 @dataclass(frozen=True)
 class Receipt:
-    r"""What became of an update.
+    r"""The server's response to an update.
 
     Attributes:
-        accepted: whether the rule took it.
-        reason: why not; empty where accepted.
-        version: of the server's model after it.
+        accepted: whether the rule applied or buffered it.
+        reason: why it was rejected; empty if it was accepted.
+        version: the version of the server's model after it.
         staleness: $\tau - t$ in versions.
-        weight: $w_i$ that the rule was given.
-        cosine: between the update and the drift; NaN where one of them is zero.
-        step: where on the curve the server went, $s$.
-        norm: how far the model moved.
-        buffered: whether the update waits: it was accepted, and the model has not moved by it yet.
-        clipped: whether more samples were claimed than were believed, so that the weight is that of the believed; or
-            the update was longer than a `clip`, of the update limits or of the rule, and was scaled back.
+        weight: the $w_i$ of the update.
+        cosine: the cosine between the update and the drift; NaN if one of them is zero.
+        step: the position $s$ on the curve that the model moved to.
+        norm: the distance that the model moved.
+        buffered: whether the update is buffered: it was accepted, and the model has not moved yet.
+        clipped: whether the reported samples were capped, or the update was longer than a `clip` of the update limits
+            or of the rule and was scaled back.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)
@@ -242,16 +242,16 @@ class Receipt:
     clipped: bool = False
 
     def asdict(self) -> dict[str, Any]:
-        """Its fields by name, fit for JSON: `None` for what is no finite number."""
+        """Return its fields by name, as JSON values: `None` for a number that is not finite."""
         fields = vars(self).items()
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
 
     def check(self) -> "Receipt":
-        """Itself, where the update was accepted.
+        """Return the receipt itself if the update was accepted.
 
         Raises:
-            BusyError: if it was refused because the server was busy, and may be taken later.
-            ArgumentError: if it was refused for any other reason, which it says.
+            BusyError: if it was rejected because the server was busy; the client may retry later.
+            ArgumentError: if it was rejected for any other reason, with that reason.
         """
         if self.accepted:
             return self
@@ -262,44 +262,44 @@ class Receipt:
 
 @runtime_checkable
 class Rule(Protocol):
-    """How a server moves: pure methods of a frozen value.
+    """Protocol of a server rule: pure methods of an immutable value.
 
-    A rule that wants more than points says so in two further attributes: `tensors`, a mapping from the name of a tensor
-    to how many points it holds ((k, P); `None` for one, (P,)), and `numbers`, a sequence of names. A payload brings
-    exactly these.
+    A rule that requires more than points declares two further attributes: `tensors`, a mapping from the name of a
+    tensor to its number of points ((k, P); `None` for one, (P,)), and `numbers`, a sequence of names. A payload must
+    contain exactly these.
 
-    A rule that on a flat space needs no more than a Gram matrix and a combination says `accepts_tensor_lists = True`.
-    Its models are then rows, as the kernels take them: vectors (P,), or tuples of the tensors of a state dict where
-    they lie, which `aggregate` never flattens. `start`, `base`, `current` and `out` are one each, `points` is a tuple
-    of them. It forms its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which looks first whether it
-    would be finite; what it keeps it forms as vectors.
+    A rule that on a flat space needs only a Gram matrix and a combination sets `accepts_tensor_lists = True`. Its
+    models are then rows of the kernels: vectors (P,), or tuples of the tensors of a state dict, read in place and never
+    flattened by `aggregate`. `start`, `base`, `current` and `out` are one row each, and `points` is a tuple of rows.
+    The rule computes its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which first checks that it is
+    finite. Its state contains vectors.
 
-    What of `"points"` (and the base) and of its further tensors it measures itself, so that it fails where they are not
-    finite, a rule names in `self_checked`: nobody reads them first.
+    `self_checked` names the inputs whose finiteness the rule checks itself: `"points"` (with the base) and further
+    tensors. The server skips its own check for them.
     """
 
     @property
     def cohort(self) -> int:
-        """1: asynchronous; k: waits for k updates."""
+        """The number of updates that a step needs: 1 for an asynchronous rule."""
 
     def init(self, space: Manifold, start: Point) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
 
     def message(
         self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
     ) -> Message:
-        """What a client is sent. Its start is a point of `space`, such as `current` itself: the server copies it."""
+        """Return the message for a client. Its start is a point of `space`, such as `current`; the server copies it."""
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        """Take one update, also where the model waits for more. Nothing is written but `out`, where the model may go.
+        """Process one update, which may only be buffered. It writes to nothing but `out`, the memory for the new model.
 
-        The tensors of `update` and `out` belong to the caller: what a rule keeps of them, it clones.
+        The tensors of `update` and `out` belong to the caller: a rule must clone what it stores of them.
         """
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """What a client does with a message and its data."""
+    """Protocol of a client's local training."""
 
     def train(
         self,
@@ -311,28 +311,28 @@ class Trainer(Protocol):
         *,
         generator: torch.Generator,
     ) -> Payload:
-        """Train from `message.start` on `batches`, which can be iterated again and again."""
+        """Train from `message.start` on `batches`, which can be iterated repeatedly."""
 
 
 @runtime_checkable
 class Averaging(Protocol):
-    """What listens to the versions of a server and averages some of them."""
+    """Protocol of an average over the versions of a server."""
 
     @property
     def average(self) -> Float[Tensor, " P"] | None:
-        """The average so far; `None` where there is nothing in it."""
+        """The average so far; `None` if it is empty."""
 
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
-        """See a new version. `model` may be kept, and must not be written.
+        """Add a new version. `model` may be stored, and must not be written.
 
-        A server that was interrupted tells the latest version again, which changes nothing.
+        After an interrupt a server may pass the latest version again, which must change nothing.
         """
 
     def state(self) -> Any:
-        """All that `load` needs to go on from here: a tree of tensors and numbers, none of them shared."""
+        """Return the state for `load`: a tree of tensors and numbers that share no memory."""
 
     def load(self, state: Any) -> None:
-        """Go on from what `state` returned."""
+        """Resume from a state that `state` returned."""
 
 
 def _total_nbytes(*tensors: Tensor) -> int:
@@ -340,14 +340,14 @@ def _total_nbytes(*tensors: Tensor) -> int:
 
 
 def check_rule_protocol(rule: Rule) -> Rule:
-    """A rule: an instance that has `cohort`, `init`, `message` and `step`.
+    """Check that a rule is an instance that has `cohort`, `init`, `message` and `step`.
 
     Raises:
         ArgumentError: if something is missing, `step` takes no `out`, or a class or a name was given for an instance.
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
-    # By name: a look at the protocol takes longer than a step of a small model.
+    # By name, because `isinstance` with a protocol takes longer than a step of a small model.
     if not all(hasattr(rule, name) for name in ("cohort", "init", "message", "step")):
         raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
     if not _accepts_out(type(rule)):
@@ -360,7 +360,7 @@ def check_rule_protocol(rule: Rule) -> Rule:
 
 @lru_cache(maxsize=256)
 def _accepts_out(kind: type) -> bool:
-    """Whether the `step` of such rules can be told where the model goes."""
+    """Whether the `step` of a rule class accepts `out`, the memory for the model."""
     step = getattr(kind, "step", None)
     if step is None:  # an attribute of the instance
         return True
@@ -369,7 +369,7 @@ def _accepts_out(kind: type) -> bool:
 
 
 def check_trainer(trainer: Trainer) -> Trainer:
-    """A trainer: an instance that has `train`.
+    """Check that a trainer is an instance that has `train`.
 
     Raises:
         ArgumentError: if it has not, or a class was given for an instance.
@@ -380,7 +380,7 @@ def check_trainer(trainer: Trainer) -> Trainer:
 
 
 def check_parameter_space(space: Manifold | None) -> ParameterSpace:
-    """A space whose points are models with named tensors.
+    """Check that a space is a `ParameterSpace`, whose points are models with named tensors.
 
     Raises:
         ArgumentError: if it is another.
@@ -391,12 +391,12 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Whether the rule takes models of this space as rows, that is as they lie in memory."""
+    """Return whether the rule reads models of this space in place, as rows."""
     return bool(getattr(rule, "accepts_tensor_lists", False)) and space.flat
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:
-    """What listens to versions, if anything.
+    """Check an averaging object, if one is given.
 
     Raises:
         ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
@@ -404,12 +404,12 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     if averaging is not None and not isinstance(averaging, Averaging):
         raise ArgumentError(f"averaging: expected `average`, `update`, `state` and `load`; {averaging!r} lacks some")
     if getattr(averaging, "has_reset_points", False):
-        raise ArgumentError("averaging: expected periodic=None, as a listener cannot overwrite the server's model")
+        raise ArgumentError("averaging: expected periodic=None, as an average cannot overwrite the server's model")
     return averaging
 
 
 def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
-    """The further tensors (name to number of points, `None` for one) and numbers that a rule asks for.
+    """Return the further tensors (name to number of points, `None` for one) and numbers that a rule requires.
 
     Raises:
         ArgumentError: if its `tensors` is no such mapping, or its `numbers` are no names.

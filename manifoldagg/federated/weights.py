@@ -1,4 +1,4 @@
-"""Weights: each client's share of the data, as a server states it."""
+"""Client weights: each client's share of the data, as the server computes it."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -17,21 +17,21 @@ KINDS = ("observed", "uniform")
 MAX_SAMPLES = 2**53
 """The largest amount: up to here floats count exactly."""
 MIN_REPORTS = 5
-"""From so many others on their median says what a client may claim."""
+"""The number of other reports from which their median caps a sample count."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    r"""Who takes part, how many samples they have told, and the $w_i$ that follow: a value.
+    r"""The participating clients, their reported sample counts, and the weights $w_i$ that follow.
 
     Attributes:
-        cap_factor: of a claim counts at most so many medians of what others have told; `None` for all of it.
+        cap_factor: the cap of a sample count as a multiple of the median of other reports; `None` for no cap.
         kind: `"given"`, $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`,
             $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that were ever dispatched to.
         sample_counts: the samples that were given up front, by client.
-        reported: every client's latest word on its samples; 0 until it has answered.
+        reported: every client's latest sample count; 0 until its first update.
         total: the sum of what $w_i$ divides by: of `sample_counts` where they were given, of `reported` else.
-        bit_length_histogram: how many clients have told an amount of 0, 1, 2 ... binary digits.
+        bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
     Example:
         >>> weights = Weights.of({"ward-7": 30, "ward-8": 10}, None)
@@ -48,7 +48,7 @@ class Weights:
 
     @classmethod
     def of(cls, spec: str | Mapping[Any, int], cap_factor: float | None) -> "Weights":
-        r"""What a server starts with.
+        r"""Return the initial weights of a server.
 
         Args:
             spec: a mapping client to samples; `"uniform"` or `"observed"`.
@@ -69,7 +69,7 @@ class Weights:
         return cls(cap_factor, "given", Map(amounts), total=sum(amounts.values()))
 
     def check(self, client: Hashable) -> None:
-        """A client has a name that can be found again and, where weights were given up front, one of these.
+        """Check that a client has a hashable name and, if weights were given up front, an entry in them.
 
         Raises:
             ArgumentError: if not.
@@ -79,7 +79,7 @@ class Weights:
             raise ArgumentError(f"client: {client!r} has no entry in the weights that were given")
 
     def with_client(self, client: Hashable) -> "Weights":
-        """With `client`, which was dispatched to, taking part."""
+        """Return the weights with `client` as a participant, because it was dispatched to."""
         if client in self.reported:
             return self
         return replace(
@@ -89,13 +89,13 @@ class Weights:
         )
 
     def capped(self, client: Hashable, samples: int) -> int:
-        """How much of a claim of `samples` counts: at most `cap_factor` times the median of what others have told.
+        """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
 
-        The claim itself where fewer than five others have told anything, where there is no `cap_factor`, and where the
-        weights are not those of the samples. What was told before there were six is looked at again with the sixth.
+        The count is not capped if fewer than five other clients have reported, without `cap_factor`, and if the weights
+        do not depend on samples. The sixth report caps the earlier ones again.
 
-        Cost: a look at `bit_length_histogram`; over all clients once where they do not tell, which takes a claim above
-        `cap_factor` / 2 medians.
+        Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 medians needs one pass over all
+        clients.
         """
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
@@ -115,7 +115,7 @@ class Weights:
         return min(samples, above * twice // (2 * below))
 
     def weight(self, client: Hashable, samples: int) -> float:
-        """$w_i$, now that `client` tells `samples`."""
+        """Return $w_i$ for a client that reports `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
         everybody = len(self.reported)
@@ -126,24 +126,24 @@ class Weights:
         return samples * seen / (everybody * (self.total - before + samples))
 
     def share(self, client: Hashable, samples: int) -> float:
-        """What $w_i$ is a multiple of: the samples, as given or as told; 1 where all are alike."""
+        """Return the number that $w_i$ is proportional to: the given or reported samples, or 1 for uniform weights."""
         if self.kind == "given":
             return float(self.sample_counts[client])
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """With a client's latest word on its samples, as far as it is believed."""
+        """Return the weights with a client's latest sample count, after the cap."""
         after = self._with_samples(client, samples)
         first = not self.reported.get(client)
         if first and self.kind == "observed" and len(after.reported) - after.bit_length_histogram[0] == MIN_REPORTS + 1:
-            # An early claim would weigh on everybody for as long as its client tells nothing else.
+            # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
                 after = after._with_samples(name, known.capped(name, amount)) if amount else after
         return after
 
     def _with_samples(self, client: Hashable, samples: int) -> "Weights":
-        """With what a client has told."""
+        """Return the weights with a client's reported sample count."""
         before = self.reported.get(client)
         if before == samples:
             return self
@@ -154,32 +154,32 @@ class Weights:
         return Weights(self.cap_factor, self.kind, self.sample_counts, told, total, lengths)
 
     def state(self) -> dict[str, Any]:
-        """A tree from which `of_state` makes an equal value."""
+        """Return a tree from which `of_state` builds an equal value."""
         return {"kind": self.kind, "sample_counts": dict(self.sample_counts), "reported": dict(self.reported)}
 
     @classmethod
     def of_state(
         cls, state: Mapping[str, Any], spec: str | Mapping[Any, int] | None, cap_factor: float | None
     ) -> "Weights":
-        """What `state` was returned by.
+        """Return the weights that `state` serialised.
 
         Args:
             state: from `state`.
-            spec: as in `of`, in place of what the state says of it; what was told stays. `None` for what it says.
-            cap_factor: as above; it is no part of the state.
+            spec: as in `of`, in place of the saved one; the reports are restored. `None` for the saved one.
+            cap_factor: as above; it is not part of the state.
 
         Raises:
             ArgumentError: if it is no such tree, or a client that takes part is missing in what is given.
         """
         if not isinstance(state, Mapping) or set(state) != {"kind", "sample_counts", "reported"}:
-            raise ArgumentError("weights: state: expected what Weights.state() returned")
+            raise ArgumentError("weights: state: expected the result of Weights.state()")
         if spec is None:
             spec = state["sample_counts"] if state["kind"] == "given" else state["kind"]
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
             weights.check(client)
-            told[client] = check_count(f"weights: told[{client!r}]", samples, at_least=0)
+            told[client] = check_count(f"weights: reported[{client!r}]", samples, at_least=0)
         lengths = Counter(map(int.bit_length, told.values()))
         return replace(
             weights,
@@ -190,7 +190,7 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """A name, such as of a client: what can be hashed and, with the same content, is the same key again.
+    """Check that a name, such as that of a client, is hashable and equal to any name with the same content.
 
     Raises:
         ArgumentError: if it cannot be hashed, if it does not equal itself, or if there is a tensor in it.
@@ -212,7 +212,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
 
 
 def _components(name: Any) -> Iterator[Any]:
-    """A name and, of a tuple or a set, what is in it."""
+    """Yield a name and, for a tuple or a set, its components."""
     yield name
     if isinstance(name, tuple | frozenset):
         for part in name:
@@ -220,7 +220,7 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """With one more amount of so many digits, and one less of `removed`."""
+    """Return the histogram with one more count of `bit_length` digits and one less of `removed`."""
     if bit_length == removed:
         return histogram
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
@@ -233,7 +233,7 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """How many digits the amount has that is at `rank` among those that are not 0 but one of `excluded` digits."""
+    """Return the bit length at `rank` among the non-zero counts, without one count of `excluded` digits."""
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)
         if rank < 0:

@@ -1,3 +1,3 @@
-"""Hosts: what makes this package work inside another framework, each of which is loaded when it is touched."""
+"""Integrations with other frameworks, each of which is imported on first access."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-r"""What noise amounts to: $(\varepsilon, \delta)$ of a private rule, by Google's `dp-accounting`.
+r"""Privacy accounting: $(\varepsilon, \delta)$ of a private rule, by Google's `dp-accounting`.
 
 For [`Private`][manifoldagg.federated.rules.Private]: Gaussian mechanisms of noise multiplier $\sigma$, all of which say
 no more of a client than one of $\sigma / \sqrt n$, n its participations. Nothing is claimed for clients being drawn at
-random: who answers first is no uniform sample. Needs the extra `privacy`.
+random: the first clients to reply are not a uniform sample. Needs the extra `privacy`.
 """
 
 import math
@@ -15,7 +15,7 @@ __all__ = ["epsilon", "noise_for"]
 
 
 def epsilon(noise: float, *, participations: int, delta: float) -> float:
-    r"""The smallest $\varepsilon$ for which the models are $(\varepsilon, \delta)$-private for every client.
+    r"""Compute the smallest $\varepsilon$ for which the models are $(\varepsilon, \delta)$-private for every client.
 
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
       - e^\varepsilon\, \Phi\Bigl(-\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr), \qquad \mu = \frac{\sqrt n}{\sigma}.$$
@@ -44,7 +44,7 @@ def epsilon(noise: float, *, participations: int, delta: float) -> float:
 
 
 def noise_for(epsilon: float, *, participations: int, delta: float) -> float:
-    r"""The smallest noise multiplier $\sigma$ with which `epsilon` is no more than this.
+    r"""Compute the smallest noise multiplier $\sigma$ whose `epsilon` is at most this.
 
     Args:
         epsilon: $\varepsilon > 0$.

@@ -1,4 +1,4 @@
-"""Where a server is watched: callbacks of `server.on_event` for `logging`, for TensorBoard, for Prometheus."""
+"""Monitoring of a server: callbacks of `server.on_event` for `logging`, TensorBoard and Prometheus."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit 
 
 
 def to_logging(logger: logging.Logger) -> Callback:
-    """A line for each event: a refusal, a ticket that expired, a checkpoint that failed as a warning, all else as news.
+    """Log a line for each event; rejections, expired tickets and failed checkpoints are warnings.
 
     Handlers that write JSON find the event itself as the record's `event`.
 
@@ -71,7 +71,7 @@ def to_logging(logger: logging.Logger) -> Callback:
 
 
 def to_tensorboard(writer: "SummaryWriter") -> Callback:
-    """Curves over the versions of the model: the numbers of each update, what was refused, tickets out, memory.
+    """Write scalars by model version: metrics of each update, rejections, tickets in flight, memory.
 
     They are called `updates/staleness`, `updates/latency` and so on, one for each number of the history's rows;
     `rejected/points` and so on, counted from here on; `memory/versions` and so on; and `tickets`.
@@ -98,7 +98,7 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
 
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
-    """Metrics under `manifoldagg_…`: counters of what happens, histograms of staleness and seconds, gauges of what is.
+    """Export metrics named `manifoldagg_…`: event counters, histograms of staleness and seconds, gauges.
 
     Bytes in memory are those after the last update that was taken.
 

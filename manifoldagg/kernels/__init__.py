@@ -46,7 +46,7 @@ def gram(
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
 ) -> Float64[Tensor, "S k k"]:
-    r"""The Gram matrix of the rows, one for each segment.
+    r"""Compute the Gram matrix of the rows, one for each segment.
 
     $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p])$$
 
@@ -136,7 +136,7 @@ def combine(
     segments: Sequence[int] | None = None,
     out: Row | None = None,
 ) -> Row:
-    r"""A row plus a linear combination of rows.
+    r"""Add a linear combination of rows to a base row.
 
     $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p])$$
 

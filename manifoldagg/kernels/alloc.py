@@ -1,4 +1,4 @@
-"""Memory for results: where there is much of it, in huge pages.
+"""Allocation of results: large tensors use huge pages.
 
 The system hands out new memory page by page, as it is first written. In pages of 4 KiB that takes several times as long
 as the writing. Linux hands out 2 MiB at a time to who asks for it, where its administrator lets it:
@@ -21,7 +21,7 @@ HUGE_PAGE_BYTES = 1 << 21
 
 
 def empty_like(tensor: Tensor, **options: Any) -> Tensor:
-    """`torch.empty_like`, in huge pages where that is much.
+    """Allocate as `torch.empty_like`, with huge pages for large tensors.
 
     Example:
         >>> empty_like(torch.ones(2, 3), dtype=torch.float64).shape
@@ -31,7 +31,7 @@ def empty_like(tensor: Tensor, **options: Any) -> Tensor:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """`torch.clone`, in huge pages where that is much.
+    """Copy as `torch.clone`, with huge pages for large tensors.
 
     Example:
         >>> clone(torch.ones(2))
@@ -41,7 +41,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """`torch.stack` of tensors like one another, in huge pages where that is much; of one tensor a view.
+    """Stack equally shaped tensors as `torch.stack`, with huge pages for large results; a single tensor is viewed.
 
     Example:
         >>> x = torch.ones(2)
@@ -55,7 +55,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """The tensor itself, which has not been written yet; the system was asked for huge pages where it is large.
+    """Request huge pages for a large unwritten tensor, and return the tensor.
 
     Example:
         >>> x = torch.empty(2)

@@ -1,4 +1,4 @@
-r"""Blocks: how every backend cuts the rows.
+r"""Blocks: the partition of the rows that every backend uses.
 
 Inside a block of $n \le 2^{14}$ entries a backend may add in any order, so that with $u = 2^{-53}$ every entry of a
 Gram matrix obeys
@@ -37,7 +37,7 @@ class Blocks:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(segment_bounds: tuple[tuple[int, int], ...]) -> "Blocks":
-        """The blocks of segments with these borders.
+        """Build the blocks of segments with these borders.
 
         Example:
             >>> Blocks.of(((0, 20000), (20000, 20000), (20000, 20001))).table.tolist()
@@ -53,12 +53,12 @@ class Blocks:
 
     @cached_property
     def table_address(self) -> int:
-        """Where `table` lies in memory."""
+        """The memory address of `table`."""
         return self.table.ctypes.data
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The tree of `pairwise_sum`: at each level, which parts take another one, and which those are."""
+        """The tree of `pairwise_sum`: for each level, the parts that are added and their targets."""
         here = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]
@@ -72,7 +72,7 @@ class Blocks:
 
     @cached_property
     def first_blocks(self) -> np.ndarray:
-        """The first block of each segment that has one."""
+        """The first block of each nonempty segment."""
         return np.flatnonzero(np.diff(self.table[:, 2], prepend=-1))
 
 

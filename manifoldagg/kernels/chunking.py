@@ -1,4 +1,4 @@
-"""Windows: pieces of vectors that stay in cache while several operations run on them."""
+"""Chunks: cache-sized slices of vectors, for several operations in sequence."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ small beside their work. Of a quarter of that, on one thread, they took longer t
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same entries of vectors (P,), one after the other; on a device or over ranks the vectors themselves.
+    """Yield chunks of vectors (P,) as views; on a device or over ranks the vectors themselves.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)

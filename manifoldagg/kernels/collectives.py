@@ -1,4 +1,4 @@
-r"""Ranks: how the numbers of several ranks meet, such that nobody waits for what others do not send.
+r"""Collective communication: exchange of numbers between ranks, without deadlock if a rank fails.
 
 The first message has one length for every call: who sends it, what was called, and as many of the numbers as fit. So
 ranks that disagree, and one that refuses its arguments, are noticed by all; what did not fit follows in a second
@@ -26,7 +26,7 @@ PACKET_HEADER = ("accepted", "position", "rank")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that meet, and the place of this one among them.
+    """The communicating ranks, and the position of this rank among them.
 
     Attributes:
         groups: what is gathered over, one after another: the dimensions of a mesh, the last one first.
@@ -40,12 +40,12 @@ class Ranks:
 
     @staticmethod
     def of_group(group: "dist.ProcessGroup | None", device: torch.device) -> "Ranks":
-        """The ranks of a process group; `None` is all of them."""
+        """Return the ranks of a process group; `None` selects all of them."""
         return Ranks((group,), dist.get_rank(group), device)
 
     @staticmethod
     def of_mesh(mesh: Any, device: torch.device) -> "Ranks":
-        """The ranks of a `DeviceMesh`.
+        """Return the ranks of a `DeviceMesh`.
 
         Raises:
             ArgumentError: if this rank is not in it.
@@ -58,7 +58,7 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Around all that is done before an exchange: what is raised in it is told to the others."""
+        """Propagate an exception in the block before an exchange to the other ranks."""
         try:
             yield
         except Exception:
@@ -66,7 +66,7 @@ class Ranks:
             raise
 
     def all_gather_checked(self, invariants: Mapping[str, int], numbers: np.ndarray) -> np.ndarray:
-        """The numbers of all ranks, in the order of their positions.
+        """Gather the numbers of all ranks, in the order of their positions.
 
         Args:
             invariants: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.

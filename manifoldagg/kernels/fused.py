@@ -1,4 +1,4 @@
-"""Goals: combinations of rows of tensors that are formed together, of what was there before any of them was written."""
+"""Fused linear combinations: several outputs that are computed from the operands as they were before any write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["LinearCombination", "must_defer"]
 
 @dataclass(frozen=True, eq=False)
 class LinearCombination:
-    r"""A row plus a linear combination of rows, and where it goes: what [`combine`][manifoldagg.kernels.combine] makes.
+    r"""A row plus a linear combination of rows, and its target; see [`combine`][manifoldagg.kernels.combine].
 
     Attributes:
         base: a row, or `None` for zero.
@@ -35,10 +35,10 @@ class LinearCombination:
         minus: Sequence[Row | None],
         out: TensorList,
     ) -> "LinearCombination":
-        """Leaves out the rows whose coefficients are 0.
+        """Build a combination without the rows whose coefficients are 0.
 
         Raises:
-            ArgumentError: if a row is no row, or lengths or devices differ.
+            ArgumentError: if a row is not a row, or lengths or devices differ.
         """
         used = [j for j in range(len(rows)) if any(line[j] != 0 for line in coefficients)] or [0]
         lines = Operands.of([rows[j] for j in used], [minus[j] for j in used])
@@ -54,7 +54,7 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Of each goal whether a later one reads what is where it goes."""
+    """Return for each combination whether a later one reads its target."""
     later: set[int] = set()
     found = []
     for goal in reversed(combinations):

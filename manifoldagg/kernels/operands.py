@@ -1,4 +1,4 @@
-"""Rows: the vectors, or differences of vectors that are never stored, on which the kernels work; their checks."""
+"""Operands: rows that are vectors or unevaluated differences of vectors, and their checks."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -109,7 +109,7 @@ class Operands:
         return found
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """A row beside those before it, of which the first says what the others have to be.
+        """Check a row against the first one.
 
         Raises:
             ArgumentError: naming the row, or the tensor in it.
@@ -173,7 +173,7 @@ class Operands:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes that occur."""
+        """The distinct dtypes."""
         found: set[torch.dtype] = set()
         for row in self.distinct:
             if isinstance(row, Tensor):
@@ -183,7 +183,7 @@ class Operands:
         return found
 
     def materialise(self) -> Tensor:
-        """The rows as one float64 tensor (k, P): plain torch, so that every transform sees through it."""
+        """Compute the rows as one float64 tensor (k, P) in plain torch, which supports every transform."""
         return torch.stack(
             [
                 as_float64(a) if b is None else as_float64(a) - as_float64(b)
@@ -192,7 +192,7 @@ class Operands:
         )
 
     def contiguous(self) -> "Operands":
-        """These rows, tensors that do not lie in one piece replaced by copies."""
+        """Return these rows with copies of noncontiguous tensors."""
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
         lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
@@ -216,7 +216,7 @@ def _tensor_error(tensor: Any, device: torch.device) -> str | None:
 
 
 def empty_like_row(like: Operand) -> Operand:
-    """A row like this one, not yet written."""
+    """Allocate a row like this one."""
     return like.new_empty() if isinstance(like, TensorList) else empty_like(like)
 
 
@@ -224,7 +224,7 @@ OVERLAP_ERROR = "out: expected base or a row itself, or memory apart from theirs
 
 
 def bump_version(out: Operand) -> None:
-    """Say that `out` was written behind torch's back: a derivative that saved it must notice."""
+    """Increment the version of `out` after a write that torch did not see, so that autograd detects it."""
     tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
     if any(map(Tensor.is_inference, tensors)):
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -232,7 +232,7 @@ def bump_version(out: Operand) -> None:
 
 
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
-    """`out`, a row, is apart from what is read, or the same entries.
+    """Check that `out`, a row, is disjoint from each operand or identical to it.
 
     Raises:
         ArgumentError: if it shares a part of its memory with itself or what is read.
@@ -258,7 +258,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
 
 
 def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
-    """The blocks of `segments`, which are lengths that sum to `size`; `None` is one segment.
+    """Return the blocks of `segments`, lengths that sum to `size`; `None` is one segment.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -277,7 +277,7 @@ def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
 
 
 def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ...]) -> None:
-    """`check_target` where rows are tensors, or vectors seen as such: each is apart from the others, or the same.
+    """Check that a target of tensors is disjoint from each operand or identical to it.
 
     Raises:
         ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
@@ -328,7 +328,7 @@ def _self_overlaps(tensor: Tensor) -> bool:
 
 
 def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
-    """(2, n): between which addresses the entries of each piece of a row lie."""
+    """Return the address range of each piece of a row: (2, n)."""
     if isinstance(row, TensorList):
         return row.address_ranges
     borders = edges(lengths)
@@ -352,7 +352,7 @@ def _dtype(row: Operand, piece: int) -> torch.dtype:
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each segment; `segments` are lengths that sum to `size`, `None` is one segment.
+    """Return the start and the stop of each segment; `segments` are lengths that sum to `size`, `None` is one.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -374,10 +374,10 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Coefficients of shape (s, k): lists of floats, or a tensor where tensors were given.
+    """Return coefficients of shape (s, k): lists of floats, or a tensor if tensors were given.
 
     Raises:
-        ArgumentError: if they are no numbers, or not so many.
+        ArgumentError: if they are not numbers, or not so many.
     """
     try:
         if isinstance(coefficients, np.ndarray):
@@ -404,7 +404,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 
 
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
-    """Whether a derivative or a functorch transform follows any of `tensors`, vectors or tuples of them.
+    """Return whether autograd or a functorch transform tracks any of `tensors`, vectors or tuples of them.
 
     The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
     calls take the plain torch path. So do calls that `torch.compile` traces, which sees through nothing else.
@@ -424,12 +424,12 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: Subtrahend) -> bool:
-    """Whether this rank holds but pieces: one of these is a `DTensor`, or the call comes from within `across_ranks`."""
+    """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
     return not torch.compiler.is_compiling() and (SHARD_GROUP.get() is not None or bool(dtensors_in(groups)))
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:
-    """The `DTensor`s among tensors and sequences of them."""
+    """Return the `DTensor`s among tensors and sequences of them."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
@@ -443,7 +443,7 @@ def dtensors_in(groups: Iterable[Any]) -> list[Any]:
 
 
 def iter_tensors(groups: Iterable[Any]) -> Iterator[Any]:
-    """Tensors, and those in sequences of tensors and of tuples of tensors, one by one."""
+    """Iterate over tensors, including those in nested sequences and tuples."""
     for group in groups:
         if isinstance(group, Tensor) or not isinstance(group, Sequence):
             yield group

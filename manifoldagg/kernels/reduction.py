@@ -1,4 +1,4 @@
-r"""Sums: how the sums of the blocks become a Gram matrix.
+r"""Reduction of the block sums to a Gram matrix.
 
 They are folded, always in the same order and with the rounding errors kept: the result does not depend on who computed
 which block, nor on how many threads there were.
@@ -39,7 +39,7 @@ MAX_SQUARED_NORM = 2.0**1000
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""The sums over the blocks of each segment, as unevaluated pairs $h + l$.
+    r"""Sum over the blocks of each segment, as unevaluated pairs $h + l$.
 
     Neighbours are added pairwise, level by level; the rounding error of each addition is computed exactly
     (Knuth's two-sum) and carried along. So $h + l$ has an error of order $u^2 \sum |x|$, and $h$ is the sum
@@ -66,7 +66,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def segment_sums(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """The sums over the blocks of each segment, rounded once: (S, n)."""
+    """Sum over the blocks of each segment, rounded once: (S, n)."""
     if len(block_sums) == len(blocks.segment_bounds) == 1:
         return block_sums
     high: np.ndarray = pairwise_sum(block_sums, blocks)[0]
@@ -74,7 +74,7 @@ def segment_sums(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """The sum of two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
+    """Add two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
     high = a[0] + b[0]
     # Knuth 1969: the error of a[0] + b[0] exactly, whichever is larger, in six operations without a comparison.
     other = high - a[0]
@@ -89,7 +89,7 @@ def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
 
 
 def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
-    """Where a squared norm is one that float64 may not hold: (S, k); `None` if nowhere.
+    """Return where a squared norm may exceed the range of float64, (S, k), or `None` if nowhere.
 
     Args:
         rows: the rows.
@@ -111,7 +111,7 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """The $e$ (S, k) where a row `is_out_of_range`; 0 elsewhere, and where its segment is zero or not finite."""
+    """Return the exponents $e$ (S, k) for rows out of range; 0 elsewhere and for zero or nonfinite segments."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])
@@ -121,7 +121,7 @@ def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarra
 
 
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
-    r"""`sums` (S, k(k+1)/2), with products of rows multiplied by $2^{-e}$ in place of those that were out of range."""
+    r"""Return `sums` (S, k(k+1)/2) with out-of-range products replaced by products of rows multiplied by $2^{-e}$."""
     # A product with a row out of range may have left it too, whatever the other row is.
     i, j = np.tril_indices(powers.shape[1])
     both = powers[:, i] + powers[:, j]
@@ -133,7 +133,7 @@ def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.nda
 
 
 def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
-    """The matrices (S, k, k) of whose lower half (S, k(k+1)/2) are the entries."""
+    """Unpack the lower halves (S, k(k+1)/2) into symmetric matrices (S, k, k)."""
     return torch.from_numpy(sums.take(_triangle_indices(k), axis=1))
 
 

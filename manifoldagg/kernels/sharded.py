@@ -1,4 +1,4 @@
-r"""Sharded: rows of which every rank holds a piece; only numbers of the Gram matrix travel.
+r"""Sharded kernels: every rank holds a shard of the rows, and only sums for the Gram matrix are communicated.
 
 Each rank sums its own piece; the sums of the ranks meet and are added:
 
@@ -32,7 +32,7 @@ GRAM, RESCALED, COMBINE = range(3)
 
 
 def gram(rows: Operands, segments: SegmentBounds, backend: Any) -> Tensor:
-    """The Gram matrices (S, k, k) of rows of which this rank holds a piece; the same bits on every rank.
+    """Compute the Gram matrices (S, k, k) of sharded rows, with equal bits on every rank.
 
     Args:
         rows: pieces, or vectors that are `DTensor`s, all `Shard(0)` or replicated alike in each dimension of a mesh.
@@ -68,7 +68,7 @@ def combine(
     out: Operand | None,
     backend: Any,
 ) -> Operand:
-    """The linear combination with the coefficients of rank 0, written into the piece of `out` that is here.
+    """Compute the linear combination with the coefficients of rank 0 into the local shard of `out`.
 
     Args:
         base: held like the rows, or `None`.

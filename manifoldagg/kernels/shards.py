@@ -1,4 +1,4 @@
-r"""Pieces: which entries of some vectors this rank holds, and who holds the others.
+r"""Shards: the entries of vectors that this rank holds, and the ranks that hold the others.
 
 Either the vectors are `DTensor`s, which know it, or they are plain tensors within
 [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
@@ -37,7 +37,7 @@ SegmentBounds = Sequence[tuple[int, int]]
 
 @contextmanager
 def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collection[int] = ()) -> Iterator[None]:
-    r"""Within it plain tensors are the pieces that this rank holds: `gram` and `combine` are those of all ranks.
+    r"""Treat plain tensors in this context as the shards of this rank: `gram` and `combine` cover all ranks.
 
     `segments` are then the lengths of the pieces: as many on every rank, 0 where a rank holds nothing of a tensor.
     `gram` returns the same bits everywhere; `combine` takes the coefficients of rank 0, then works on its piece alone.
@@ -81,14 +81,14 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 @contextmanager
 def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
-    """Around what a rank does before it meets the others: an error in it becomes an error on every rank.
+    """Raise an exception of the block before a collective operation on every rank.
 
     The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
     this rank. It is for checks before `sharded.gram` and `sharded.combine`, which have guards of their own: they must
     not be called within one.
 
     Raises:
-        ArgumentError: if the tensors are no pieces, or their mesh is without this rank.
+        ArgumentError: if the tensors are not pieces, or their mesh is without this rank.
     """
     placed = dtensors_in(groups)
     active = SHARD_GROUP.get()
@@ -105,7 +105,7 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """What this rank holds of some vectors.
+    """The shard of some vectors that this rank holds.
 
     Attributes:
         blocks: the blocks of the piece.
@@ -123,7 +123,7 @@ class LocalShard:
 
     @staticmethod
     def of(rows: Operands, segments: SegmentBounds, **others: Operand | None) -> "LocalShard":
-        """The piece of these vectors; `None` among the others is left out.
+        """Return the shard of these vectors; `None` among the others is left out.
 
         Raises:
             ArgumentError: if the vectors are not held alike, or in a way that cannot be used.
@@ -136,18 +136,18 @@ class LocalShard:
         return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
     def local(self, vector: Operand) -> Operand:
-        """The local part of a vector."""
+        """Return the local part of a vector."""
         return self.local_tensors[id(vector)]
 
     def local_operands(self, rows: Operands) -> Operands:
-        """The local rows."""
+        """Return the local rows."""
         minus = tuple(row if row is None else self.local(row) for row in rows.minus)
         local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
         local.lengths = rows.lengths  # also where the base or the target alone is a tuple
         return local
 
     def invariants(self, call: int, k: int) -> dict[str, int]:
-        """What must be the same on every rank."""
+        """Return the values that must be equal on every rank."""
         counts = {"number of rows": k, "number of segments": len(self.is_counted)}
         return {"call": call, **counts, "segments": self.segments_checksum, "dtypes": self.dtypes_checksum}
 

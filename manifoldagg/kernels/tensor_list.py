@@ -1,4 +1,4 @@
-"""Tensors: a row that lies in pieces, as a model does."""
+"""Tensor lists: a row whose entries are stored in several tensors, as in a model."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["CPU", "NATIVE_DTYPES", "Row", "TensorList", "as_float64", "edges", "
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What `native.cpp` calls the dtypes that it reads."""
 EMPTY_ADDRESS = 64
-"""An address that no tensor has and nobody reads: that of a tensor without entries, where 0 would mean no tensor."""
+"""The address of a tensor without entries, which is never read; 0 means that there is no tensor."""
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _lazy(Generic[T]):
-    """A property that is computed once: a `cached_property` without the lock, which takes longer than the answers."""
+    """A property that is computed once: a `cached_property` without the lock, which would cost more than the values."""
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
@@ -69,28 +69,28 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def lengths(self) -> tuple[int, ...]:
-        """How many entries each tensor has."""
+        """The number of entries of each tensor."""
         return tuple(map(Tensor.numel, self))
 
     @_lazy
     def size(self) -> int:
-        """P."""
+        """The number of entries P."""
         return sum(self.lengths)
 
     @_lazy
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that occur."""
+        """The distinct dtypes."""
         return frozenset(map(_dtype, self))
 
     @_lazy
     def devices(self) -> frozenset[torch.device]:
-        """The devices that occur."""
+        """The distinct devices."""
         # To ask each tensor for its device would take as long as everything else together.
         return frozenset({CPU}) if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
     @_lazy
     def device(self) -> torch.device | None:
-        """The device of all, if there is one and all are dense there, with values, and of floating dtypes."""
+        """The common device if all tensors are dense, allocated and floating there; else `None`."""
         real = all(dtype.is_floating_point for dtype in self.dtypes)
         dense = {torch.strided} == set(map(_layout, self))
         if not (real and dense) or len(self.devices) > 1:
@@ -100,17 +100,17 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def is_contiguous(self) -> bool:
-        """Whether each tensor lies in one piece, entry after entry."""
+        """Whether each tensor is contiguous."""
         return all(map(Tensor.is_contiguous, self))
 
     @_lazy
     def addresses(self) -> tuple[int, ...]:
-        """Where each tensor begins."""
+        """The address of each tensor."""
         return tuple(map(Tensor.data_ptr, self))
 
     @_lazy
     def address_bounds(self) -> tuple[int, int]:
-        """Two addresses between which all entries lie."""
+        """The lowest and the highest address of all entries."""
         if not self.is_contiguous:
             return int(self.address_ranges[0].min()), int(self.address_ranges[1].max())
         item = max(dtype.itemsize for dtype in self.dtypes)
@@ -118,7 +118,7 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def address_ranges(self) -> np.ndarray:
-        """(2, n): the addresses between which the entries of each tensor lie."""
+        """The address range of each tensor: (2, n)."""
         found = np.empty((2, len(self)), np.int64)
         found[:] = self.addresses
         if self.is_contiguous:
@@ -130,7 +130,7 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def descriptors(self) -> bytes | None:
-        """Address, stride 1 and dtype of each tensor, as `native.cpp` reads them; `None` where it could not.
+        """The address, stride 1 and dtype of each tensor for `native.cpp`; `None` if it cannot read one.
 
         The tensors lie in one piece each.
         """
@@ -150,11 +150,11 @@ class TensorList(tuple[Tensor, ...]):
         return table.tobytes()
 
     def contiguous(self) -> "TensorList":
-        """This row, or one with copies of the tensors that do not lie in one piece."""
+        """Return this row, with copies of noncontiguous tensors."""
         return self if self.is_contiguous else TensorList(tensor.contiguous() for tensor in self)
 
     def new_empty(self) -> "TensorList":
-        """Tensors like these, each in one piece, not yet written."""
+        """Allocate contiguous tensors like these."""
         if self.is_contiguous:
             # Where all are small none need be asked for its size.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
@@ -184,7 +184,7 @@ def _descriptor_template(count: int, dtype: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def edges(lengths: tuple[int, ...]) -> np.ndarray:
-    """Where pieces of these lengths begin, and where the last one ends.
+    """Return the cumulative start offsets of pieces, and the final end.
 
     Example:
         >>> edges((2, 0, 3)).tolist()
@@ -196,7 +196,7 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The pieces with entries from `start` to `stop`: which, and from where to where within it.
+    """Return the pieces with entries from `start` to `stop`, and the range within each.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)
@@ -214,7 +214,7 @@ def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tu
 
 
 def as_float64(row: Row, start: int = 0, stop: int | None = None) -> Tensor:
-    """Entries of a row as one vector of float64 numbers, in plain torch."""
+    """Convert a row to one float64 vector in plain torch."""
     if isinstance(row, Tensor):
         return row[start:stop].double()
     if stop is None and start == 0:

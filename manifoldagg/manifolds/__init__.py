@@ -1,4 +1,4 @@
-"""Where models live: manifolds whose points are tensors."""
+"""Manifolds whose points are tensors, and parameter spaces of models."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""The space around: differences and sums of points of flat and of low-rank leaves, and the way back to a leaf."""
+"""Ambient spaces: sums and differences of points of flat and low-rank leaves, and the projection to a leaf."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ LeafCoefficients = Sequence[Any]
 
 @dataclass(frozen=True, eq=False)
 class AmbientSpace:
-    r"""The vector space that a space lies in: that of a flat space is itself, that of `LowRank` all m x n matrices.
+    r"""The ambient vector space: a flat leaf's is itself, that of `LowRank` contains all m x n matrices.
 
     It knows inner products and sums of *rows*, as the kernels do, and differences of them that are never formed. On a
     flat space they are the kernels' own. Where a leaf is of low rank a row is a point, or a tuple with one tensor for
@@ -59,7 +59,7 @@ class AmbientSpace:
 
     @staticmethod
     def of(space: Manifold, point: Tensor) -> "AmbientSpace":
-        """That of a space which is `flat` or `ambient`, with points like `point`.
+        """Return the ambient space of a space that is `flat` or `ambient`, with points like `point`.
 
         Raises:
             ArgumentError: naming a leaf of low rank within another kind of leaf.
@@ -74,13 +74,13 @@ class AmbientSpace:
 
     @property
     def segments(self) -> dict[str, int] | None:
-        """The names of the leaves, and how many numbers a point has for each; `None` where the space is flat."""
+        """The names and lengths of the leaves; `None` if the space is flat."""
         return {leaf.name: self._size(i) for i, leaf in enumerate(self.leaves)} or None
 
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Inner products (S, k, k) of rows, as [`gram`][manifoldagg.kernels.gram]; the segments are the leaves."""
+        """Compute inner products (S, k, k) of rows as [`gram`][manifoldagg.kernels.gram]; segments are leaves."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         less = [None] * len(rows) if minus is None else minus
@@ -105,7 +105,7 @@ class AmbientSpace:
         segments: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """A point plus a combination of rows: the point of the space nearest to it, as kernels' `combine`.
+        """Add a combination of rows to a point, and return the nearest point of the space.
 
         Raises:
             ArgumentError: where a low-rank leaf would not be finite.
@@ -133,7 +133,7 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """A combination of rows as a row that is kept: of each low-rank leaf truncated to its `state_rank`."""
+        """Combine rows into a stored row, with each low-rank leaf truncated to its `state_rank`."""
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         cuts = []
         for i in self._low_rank_leaves:
@@ -146,12 +146,12 @@ class AmbientSpace:
         return tuple([pieces[i] for i in range(len(self.leaves))])
 
     def to_point(self, row: Row, like: Tensor) -> Tensor:
-        """The point of the space nearest to a row, of the shape and dtype of `like`."""
+        """Return the point of the space nearest to a row, in the shape and dtype of `like`."""
         found: Tensor = self.combine(like.new_zeros(like.shape), [row], [1.0])
         return found
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """On low-rank leaves, how long a sum of rows less a point is along tangents there, and how long the sum."""
+        """Compute the tangent lengths of sums of rows less a point on low-rank leaves, and the lengths of the sums."""
         lengths = [0.0]
         sizes = [0.0]
         for i in self._low_rank_leaves:
@@ -164,7 +164,7 @@ class AmbientSpace:
         return math.hypot(*lengths), math.hypot(*sizes)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
-        """A row beside points like `like`: finite, one tensor for each leaf, of any rank.
+        """Check a row against points like `like`: finite, one tensor for each leaf, of any rank.
 
         Raises:
             ArgumentError: naming it.
@@ -183,7 +183,7 @@ class AmbientSpace:
     def combine_exact(
         self, rows: Sequence[Row], coefficients: LeafCoefficients, *, minus: Sequence[Row | None]
     ) -> tuple[Tensor, ...]:
-        """A combination of rows as a row in float64, of any rank."""
+        """Combine rows in float64 without truncation."""
         pieces = self._combine_flat(None, rows, coefficients, minus, torch.float64)
         for i in self._low_rank_leaves:
             stacks, weights = self._weighted_stacks(i, rows, minus, self._leaf_coefficients(i, coefficients))
@@ -299,7 +299,7 @@ class AmbientSpace:
         joint, cores = self._basis(i, stacks)
         lines = torch.zeros(len(rows), len(joint.cores), dtype=torch.float64)
         for line, (plus, less) in zip(lines, places, strict=True):
-            # One that is subtracted from itself is no row at all, not the rounding of one.
+            # One that is subtracted from itself is not a row at all, not the rounding of one.
             if plus is not None:
                 line[cores[plus]] += 1.0
             if less is not None:
@@ -356,7 +356,7 @@ FLAT_AMBIENT = AmbientSpace()
 
 
 def copied_space(space: Any) -> Any:
-    """The space of one of the copies that a leaf has."""
+    """Return the space of one copy in a leaf."""
     while isinstance(space, Power):
         space = space.space
     return space

@@ -1,4 +1,4 @@
-"""Which leaf of a model lives on which manifold."""
+"""Assignment of manifolds to the leaves of a model."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ Assignment = Mapping[str, Any]
 
 
 def declared_manifolds(model: nn.Module) -> dict[str, Any]:
-    """The manifolds that a module's parameters bring themselves, by name."""
+    """Return the manifolds that a module's parameters declare, by name."""
     brought = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
     return {name: manifold for name, manifold in brought.items() if manifold is not None}
 
@@ -28,7 +28,7 @@ def declared_manifolds(model: nn.Module) -> dict[str, Any]:
 def assign_manifolds(
     layout: Layout, manifolds: Assignment | None, defaults: Assignment | None = None
 ) -> tuple[tuple[str, Manifold], ...]:
-    """(leaf, space) for each curved leaf.
+    """Return (leaf, space) for each curved leaf.
 
     Args:
         layout: of the model.

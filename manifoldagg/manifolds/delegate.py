@@ -1,4 +1,4 @@
-"""Spaces made of others: what they declare, and one that does what another does but for what it says itself."""
+"""Composite and delegating spaces: base classes for spaces that are built from other spaces."""
 
 import abc
 from typing import Any
@@ -11,41 +11,41 @@ __all__ = ["Composite", "Delegate"]
 
 
 class Composite(Manifold):
-    """Declares what all of its `spaces` do."""
+    """Base class of spaces composed of `spaces`, with their common capabilities."""
 
     @property
     @abc.abstractmethod
     def spaces(self) -> tuple[Manifold, ...]:
-        """What the space is made of."""
+        """The component spaces."""
 
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the space, not of the class
-        """What every space can do."""
+        """The capabilities that all component spaces have."""
         return frozenset.intersection(*(space.capabilities for space in self.spaces))
 
     @property
     def flat(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every space is."""
+        """Whether every component space is flat."""
         return all(space.flat for space in self.spaces)
 
     @property
     def ambient(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every space is, or flat, and not all are flat."""
+        """Whether every component space is ambient or flat, and not all are flat."""
         return not self.flat and all(space.flat or space.ambient for space in self.spaces)
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every space is."""
+        """Whether every component space is symmetric."""
         return all(space.symmetric for space in self.spaces)
 
 
 class Delegate(Composite):
-    """Hands every formula that it does not write, and what the space declares, to the space `base_space`."""
+    """Base class of spaces that delegate formulas and declarations to `base_space`."""
 
     @property
     @abc.abstractmethod
     def base_space(self) -> Manifold:
-        """The space that is asked."""
+        """The space to which this one delegates."""
 
     @property
     def spaces(self) -> tuple[Manifold, ...]:

@@ -1,4 +1,4 @@
-"""Spaces whose metric is the dot product of coordinates, and what that alone determines."""
+"""Embedded manifolds: spaces whose metric is the dot product of coordinates."""
 
 import torch
 

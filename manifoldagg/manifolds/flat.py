@@ -1,4 +1,4 @@
-"""Flat space: every formula is the one that vectors know."""
+"""Flat space: the Euclidean formulas."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Flat(Embedded):
         n: the dimension.
 
     Raises:
-        ArgumentError: if `n` is no integer or negative.
+        ArgumentError: if `n` is not an integer or negative.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What follows from a space's formulas, for code whose tensors have been checked: `operations` checks, and calls these.
+"""Unchecked formulas that follow from the primitives of a space; `operations` checks and then calls them.
 
 As `space._exp` is to `space.exp`, so `formulas.geodesic` is to `geodesic`.
 """
@@ -14,7 +14,7 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
-    r"""$\|u\|_x$: (*batch,)."""
+    r"""Compute $\|u\|_x$: (*batch,)."""
     square = space._inner(x, u, u)
     # What rounding made negative is 0; NaN stays NaN. The root is taken where it has a derivative.
     none = square <= 0
@@ -22,12 +22,12 @@ def norm(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
 
 
 def distance(space: Manifold, x: Tensor, y: Tensor) -> Tensor:
-    r"""$d(x, y)$: (*batch,)."""
+    r"""Compute $d(x, y)$: (*batch,)."""
     return norm(space, x, space._log(x, y))
 
 
 def geodesic(space: Manifold, x: Tensor, y: Tensor, t: float | Tensor) -> Tensor:
-    r"""$\exp_x(t \log_x y)$, `t` a number or (*batch,) numbers."""
+    r"""Compute $\exp_x(t \log_x y)$, `t` a number or (*batch,) numbers."""
     velocity = space._log(x, y)
     if isinstance(t, Tensor):
         t = t.to(velocity.dtype).reshape(*t.shape, *(1 for _ in space.shape))
@@ -35,7 +35,7 @@ def geodesic(space: Manifold, x: Tensor, y: Tensor, t: float | Tensor) -> Tensor
 
 
 def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """`u` at `x`, carried to `y` by reflection in the midpoints of `rungs` pieces of the geodesic."""
+    """Transport `u` from `x` to `y` by reflection in the midpoints of `rungs` pieces of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         middle = geodesic(space, start, end, 0.5)
@@ -45,7 +45,7 @@ def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int 
 
 
 def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """`u` at `x`, carried to `y` by geodesic parallelograms on `rungs` pieces of the geodesic."""
+    """Transport `u` from `x` to `y` by geodesic parallelograms on `rungs` pieces of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         middle = geodesic(space, space._exp(start, v), end, 0.5)

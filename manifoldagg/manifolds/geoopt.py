@@ -1,4 +1,4 @@
-"""Manifolds of geoopt as spaces: ours where we have the same one, else as much as geoopt's formulas keep."""
+"""Adapters for geoopt: the equivalent space of this package, or a wrapper of geoopt's formulas."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def from_geoopt(
     capabilities: Collection[str] | None = None,
     injectivity_radius: float | None = None,
 ) -> Manifold:
-    r"""The space of a geoopt manifold, or of a tensor that lives on one.
+    r"""Convert a geoopt manifold, or a geoopt tensor's manifold, to a space.
 
     Where we have the same space it is ours, whose formulas hold to rounding:
 
@@ -127,7 +127,7 @@ def from_geoopt(
 
 @dataclass(frozen=True, repr=False)
 class FrozenGeooptManifold:
-    """A geoopt manifold as a value: a copy in float64 that no one trains, and what of it holds.
+    """An immutable copy of a geoopt manifold in float64, with its declared properties.
 
     Attributes:
         module: the copy.
@@ -152,7 +152,7 @@ class FrozenGeooptManifold:
         return f"geoopt.{type(self.module).__name__}({', '.join(numbers)})"
 
     def space(self, sizes: tuple[int, ...]) -> Manifold:
-        """The space of points of this shape."""
+        """Return the space of points of this shape."""
         if self.declared is None:
             return NATIVE_SPACES[type(self.module)](self.module, *sizes)
         return GeooptManifold(self, sizes)
@@ -160,14 +160,14 @@ class FrozenGeooptManifold:
 
 @dataclass(frozen=True)
 class GeooptManifold(Manifold):
-    """A space whose primitives are geoopt's methods, as far as they are declared; or one of any size.
+    """A space whose primitives call geoopt's methods, for points of a fixed or of any size.
 
     Everything is computed in float64 and cast back. Points are drawn by geoopt, from a seed that the generator gives;
     `random_tangent` is standard normal in the metric, and calls proju and inner once for each coordinate.
 
     Args:
         manifold: what is asked.
-        sizes: the shape of a point. Where it is -1, each call is answered by the space of the size that it sees, which
+        sizes: the shape of a point. Where it is -1, each call is delegated to the space of the size that it sees, which
             is ours where we have it; only random_point is missing.
 
     Example:
@@ -185,14 +185,14 @@ class GeooptManifold(Manifold):
 
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # of the manifold, not of the class
-        """What holds of geoopt's formulas or of ours, or is vouched for."""
+        """The capabilities that are known or declared for geoopt's formulas."""
         if self._has_open_sizes:
             return self.manifold.space((2,) * len(self.sizes)).capabilities - {"random_point"}
         return self.manifold.declared or frozenset()
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether the manifold is known to be."""
+        """Whether the manifold is known to be symmetric."""
         return self.manifold.symmetric
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
@@ -286,7 +286,7 @@ NATIVE_SPACES: dict[Any, Callable[..., Manifold]] = {
 
 
 def is_geoopt(value: object) -> bool:
-    """Whether `from_geoopt` knows what to make of it."""
+    """Return whether `from_geoopt` can convert the object."""
     return isinstance(value, geoopt.Manifold | geoopt.ManifoldTensor)
 
 

@@ -1,4 +1,4 @@
-"""Subspaces of a dimension: points that are classes of orthonormal bases."""
+"""The Grassmann manifold: subspaces, represented by classes of orthonormal bases."""
 
 import math
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Grassmann(Embedded):
         p: that of the subspaces, from 1 to n.
 
     Raises:
-        ArgumentError: if `n` or `p` is no positive integer, or `p` exceeds `n`.
+        ArgumentError: if `n` or `p` is not a positive integer, or `p` exceeds `n`.
 
     Source: Edelman, Arias, Smith 1998 for exp and transport; Bendokat, Zimmermann, Absil 2024, section 5.2, for log.
 

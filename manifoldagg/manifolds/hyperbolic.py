@@ -1,4 +1,4 @@
-"""Hyperbolic space in two models: closed forms that hold from the smallest distance to where floats end."""
+"""Hyperbolic space in two models, with closed forms that are stable at very small and very large distances."""
 
 import math
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class PoincareBall(Manifold):
         curvature: $-k$, negative.
 
     Raises:
-        ArgumentError: if `n` is no positive integer, or `curvature` no negative number.
+        ArgumentError: if `n` is not a positive integer, or `curvature` no negative number.
 
     Source: Ungar 2008; Ganea et al. 2018.
 
@@ -205,7 +205,7 @@ class Lorentz(Manifold):
         n: the dimension of the hyperboloid, at least 1; points have n + 1 coordinates.
 
     Raises:
-        ArgumentError: if `n` is no positive integer.
+        ArgumentError: if `n` is not a positive integer.
 
     Source: Nickel, Kiela 2018.
 

@@ -1,4 +1,4 @@
-"""Layout: where each tensor of a model lies in one contiguous point, and back, bit for bit."""
+"""Layout: the position of each tensor of a model in one contiguous point, and the exact inverse."""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -49,23 +49,23 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """How many numbers the tensor holds (a 0-dim tensor holds one)."""
+        """The number of entries of the tensor; a 0-dim tensor has one."""
         return torch.Size(self.shape).numel()
 
     @property
     def is_statistic(self) -> bool:
-        """Whether its name is one of `BATCH_STATISTICS`."""
+        """Whether the name is one of `BATCH_STATISTICS`."""
         return self.name.rpartition(".")[2] in BATCH_STATISTICS
 
     @property
     def is_counter(self) -> bool:
-        """Whether it is a counter, if it is an integer: a single number, or a statistic."""
+        """Whether an integer entry is a counter: a single number, or a statistic."""
         return self.shape == () or self.is_statistic
 
 
 @dataclass(frozen=True)
 class Layout:
-    r"""The bijection between the tensors of a model and (a point, what is carried beside it).
+    r"""The bijection between the tensors of a model and a point with carried tensors.
 
     Args:
         leaves: the parameters that are geometry, in the order in which they lie in a point.
@@ -91,7 +91,7 @@ class Layout:
 
     @staticmethod
     def of(model: nn.Module, dtype: torch.dtype | None = None) -> "Layout":
-        """The layout of a module: its parameters that require a gradient are the leaves."""
+        """Return the layout of a module, whose leaves are the parameters that require a gradient."""
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}; see of_state_dict")
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -110,7 +110,7 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffers: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """The layout of a bare state dict: floating tensors are leaves, but statistics and what matches a pattern."""
+        """Return the layout of a state dict: floating tensors are leaves, except statistics and pattern matches."""
         if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
             raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {buffers!r}")
         tensors = tensors_of(state)
@@ -120,7 +120,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """P, how many numbers a point has."""
+        """P, the number of entries of a point."""
         return sum(self.sizes)
 
     @cached_property
@@ -135,7 +135,7 @@ class Layout:
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """What a state dict holds under each name, tied names included."""
+        """The entries of a state dict by name, including tied names."""
         named = {entry.name: entry for entry in self.leaves + self.buffers}
         return named | {alias: named[name] for alias, name in self.aliases}
 
@@ -154,7 +154,7 @@ class Layout:
         return [*named], shapes, [entry.dtype for entry in named.values()]
 
     def check_parameters(self, name: str) -> None:
-        """A model of this layout has parameters.
+        """Check that the layout has parameters.
 
         Raises:
             ArgumentError: naming the model, and what it has in their place.
@@ -164,7 +164,7 @@ class Layout:
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
     def check(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """The names, shapes and dtypes of `tensors` must be the layout's, and tied tensors equal.
+        """Check that the names, shapes and dtypes of `tensors` match the layout, and that tied tensors are equal.
 
         Raises:
             StateDictError: after `prefix`, naming the first tensors that are missing, extra, misshaped, of another
@@ -183,7 +183,7 @@ class Layout:
                 raise StateDictError(f"{prefix}{alias}: tied to {name}, but their values differ")
 
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """The names, shapes and dtypes of `tensors` must be the layout's, whatever their values, which are in memory.
+        """Check the names, shapes, dtypes and allocation of `tensors` against the layout, not their values.
 
         Raises:
             StateDictError: as `check`.
@@ -200,7 +200,7 @@ class Layout:
         check_memory(tensors, prefix)
 
     def check_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        """The names, shapes and dtypes of `tensors` must be those of what is carried.
+        """Check that the names, shapes and dtypes of `tensors` match the carried tensors.
 
         Raises:
             StateDictError: as `check`.
@@ -211,7 +211,7 @@ class Layout:
     def read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None
     ) -> list[Tensor]:
-        """The points (P,) of the tensors of models, by what errors begin with.
+        """Return the points (P,) of models, by their labels for error messages.
 
         Raises:
             StateDictError: as `check`, or naming a leaf that is not finite.
@@ -230,7 +230,7 @@ class Layout:
         return points
 
     def tensor_lists(self, models: Mapping[str, Mapping[str, Tensor]], *, reference: str = "") -> list[TensorList]:
-        """The leaves of models, by what errors begin with: the tensors themselves, on the device of the first.
+        """Return the leaves of models, by their labels for error messages, on the device of the first.
 
         Args:
             models: name to tensor.
@@ -252,7 +252,7 @@ class Layout:
         return rows
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The leaves of models, by what errors begin with, must be finite.
+        """Check that the leaves of models, by their labels for error messages, are finite.
 
         Raises:
             StateDictError: naming a leaf that is not.
@@ -263,13 +263,13 @@ class Layout:
                     raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
     def to_state_dict(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of these leaves, tied names sharing one, with what is carried."""
+        """Return the state dict of these leaves and the carried tensors; tied names share one tensor."""
         leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, tensors, strict=True)}
         leaves |= {alias: leaves[name] for alias, name in self.aliases}
         return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
-        """Each leaf, under all its names, in its own shape and dtype: a view of `point` (P,) where dtypes agree."""
+        """Return each leaf under all its names in its shape and dtype: a view of `point` (P,) if dtypes agree."""
         pieces = point.split(self.sizes)
         views = {
             leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)
@@ -278,7 +278,7 @@ class Layout:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of several glob patterns is that of a name, in upper and lower case as they are.
+    """Return whether a name matches one of several case-sensitive glob patterns.
 
     Example:
         >>> matches_any("1.running_mean", ["*running*"])
@@ -288,10 +288,10 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a module (its own, not copies) or of a state dict, by name.
+    """Return the tensors of a module (not copies) or of a state dict, by name.
 
     Raises:
-        StateDictError: if an entry has no name, is no tensor, or a tensor without storage.
+        StateDictError: if an entry has no name, is not a tensor, or a tensor without storage.
         ArgumentError: if `source` is neither a module nor a mapping.
     """
     if isinstance(source, nn.Module):
@@ -321,7 +321,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
-    """Exactly these names.
+    """Check that the names are exactly the expected ones.
 
     Raises:
         StateDictError: after `prefix`, naming the first that are missing or extra.
@@ -361,7 +361,7 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """No tensor's memory was freed, as sharded training frees that of whole parameters: to read it ends the process.
+    """Check that no tensor's memory was freed, as in sharded training; reading it would end the process.
 
     Raises:
         StateDictError: naming one whose was.

@@ -1,4 +1,4 @@
-"""The loss of a point: one pass of a module whose parameters are a view of it."""
+"""The loss of a point: a forward pass of a module whose parameters are views of the point."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -50,22 +50,22 @@ class ModelLoss:
         return self.criterion(self.output(theta, inputs), targets)
 
     def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
-        r"""$f_\theta$ of what a module takes."""
+        r"""Compute the output $f_\theta$ for a module's inputs."""
         return torch.func.functional_call(self.model, self.layout.views(theta) | self.replacements, args, options)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers as they are by now, and of frozen parameters, by their names in a state dict."""
+        """Copies of the current buffers and frozen parameters, by their names in a state dict."""
         tensors = tensors_of(self.model)
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """What takes the place of a buffer or a frozen parameter of the module; itself where nothing does."""
+        """Return the replacement of a buffer or a frozen parameter of the module, or the tensor itself."""
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """The same loss with buffers of its own, so that training with one does not show in the other.
+        """Return the same loss with its own buffers, so that training with one does not affect the other.
 
         Args:
             buffers: where they begin, as from `ParameterSpace.buffers`; they are not written. Where these stand if not

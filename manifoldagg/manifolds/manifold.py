@@ -1,4 +1,4 @@
-"""What a manifold is: a shape, a few primitives, and the declaration of which of them it has."""
+"""The manifold base class: a shape, a few primitives, and the declaration of the supported capabilities."""
 
 import abc
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part of the points of a space that lies on a space of its own.
+    """A named part of the points of a space, with its own space.
 
     Attributes:
         name: empty where the part is the whole.
@@ -60,7 +60,7 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """The part of points or tangents (*batch, *shape): a view (*batch, *leaf.space.shape)."""
+        """Return the part of points or tangents (*batch, *shape): a view (*batch, *leaf.space.shape)."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
@@ -106,52 +106,52 @@ class Manifold(abc.ABC):
 
     @property
     def axes(self) -> list[int | None]:
-        """The shape of one point as `check_shape` takes it: None for an axis of any length."""
+        """The shape of one point for `check_shape`: None for an axis of any length."""
         shape = self.shape
         return [None if n < 0 else n for n in shape] if -1 in shape else [*shape]
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        r"""$\langle u, v \rangle_x$, one number for each point: (*batch,)."""
+        r"""Compute $\langle u, v \rangle_x$, one number for each point: (*batch,)."""
         self._check({"x": x}, vectors={"u": u, "v": v})
         return self._inner(x, u, v)
 
     def exp(self, x: Point, u: Tangent) -> Point:
-        r"""$\exp_x u$: where the geodesic from `x` with velocity `u` is at time 1."""
+        r"""Compute $\exp_x u$, the point at time 1 of the geodesic from `x` with velocity `u`."""
         self._check({"x": x}, tangents={"u": u})
         return self._exp(x, u)
 
     def log(self, x: Point, y: Point) -> Tangent:
-        r"""$\log_x y$: the shortest tangent at `x` whose exponential is `y`."""
+        r"""Compute $\log_x y$: the shortest tangent at `x` whose exponential is `y`."""
         self._check({"x": x, "y": y})
         return self._log(x, y)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        r"""$P_{x \to y} u$: parallel transport along the geodesic from `x` to `y`, an isometry."""
+        r"""Compute $P_{x \to y} u$: parallel transport along the geodesic from `x` to `y`, an isometry."""
         self._check({"x": x, "y": y}, tangents={"u": u})
         return self._transport(x, y, u)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        """The tangent at `x` nearest to `u`."""
+        """Return the tangent at `x` nearest to `u`."""
         self._check({"x": x}, vectors={"u": u})
         return self._project_tangent(x, u)
 
     def project(self, x: Point) -> Point:
-        """The point of the manifold nearest to `x`."""
+        """Return the point of the manifold nearest to `x`."""
         self._check({}, vectors={"x": x})
         return self._project(x)
 
     def retract(self, x: Point, u: Tangent) -> Point:
-        r"""A cheaper point near $\exp_x u$: the error in `u` is of third order in its length."""
+        r"""Compute a cheaper approximation of $\exp_x u$, with an error of third order in the length of `u`."""
         self._check({"x": x}, tangents={"u": u})
         return self._retract(x, u)
 
     def inverse_retract(self, x: Point, y: Point) -> Tangent:
-        """The tangent at `x` that `retract` takes to `y`, where `y` is near enough: a cheaper one than the log."""
+        """Compute the tangent at `x` that `retract` maps to a near `y`, more cheaply than the log."""
         self._check({"x": x, "y": y})
         return self._inverse_retract(x, y)
 
     def injectivity_radius(self, x: Point) -> Scalar:
-        """Within which distance of `x` the exponential map is one-to-one: (*batch,)."""
+        """Return the radius around `x` within which the exponential map is one-to-one: (*batch,)."""
         self._check({"x": x})
         return self._injectivity_radius(x)
 
@@ -165,7 +165,7 @@ class Manifold(abc.ABC):
         return self._random_tangent(x, generator)
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        r"""The tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$, $e$ the derivative.
+        r"""Return the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$, $e$ the derivative.
 
         $e$ is a derivative by coordinates.
         """
@@ -173,12 +173,12 @@ class Manifold(abc.ABC):
         return self._gradient(x, derivative)
 
     def invariant(self, x: Point) -> Tensor:
-        """What all representatives of a point share: `x` itself, unless points are classes of tensors."""
+        """Return a value shared by all representatives of a point: `x` itself, unless points are classes."""
         self._check({}, vectors={"x": x})
         return self._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
-        """The named parts of points like `x` (*batch, *shape), in the order in which they lie there.
+        """Return the named parts of points like `x` (*batch, *shape), in the order of storage.
 
         They are the tensors of a parameter space, the factors of a product, their own leaves where they are such; or
         the space itself, without a name.
@@ -249,7 +249,7 @@ class Manifold(abc.ABC):
 
 
 def check_is_manifold(space: object, hint: str = "") -> None:
-    """A `space` that is none is refused.
+    """Check that `space` is a manifold.
 
     Args:
         space: what was given.

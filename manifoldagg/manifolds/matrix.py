@@ -11,7 +11,7 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 
 
 def matrix_exp(a: Tensor) -> Tensor:
-    """$e^A$ (*batch, n, n) to rounding.
+    """Compute $e^A$ (*batch, n, n) to rounding.
 
     A single matrix whose norm is near 0.05 has only 1e-11 from `torch.matrix_exp` in float64 (torch 2.13); two or
     more at once are exact to rounding, so a single one gets a zero beside it.
@@ -23,7 +23,7 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""$\log M$, equal to a `value` that carries no derivative, with the derivatives of a solution of $e^X = M$.
+    r"""Return `value` for $\log M$, with the derivatives of a solution of $e^X = M$.
 
     Newton's step $X + \mathrm{solve}(M - e^X)$ adds nothing at a solution, and one right order to the derivatives
     of $X$ each time it is taken: two make the first and the second. No eigenvalue difference is divided by. Where
@@ -42,7 +42,7 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 
 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest matrix with orthonormal columns, with its first two derivatives; singular values; right vectors.
+    """Compute the nearest matrix with orthonormal columns, twice differentiable; singular values; right vectors.
 
     Of z = q h, h symmetric, a change e of z makes the change q Ω + (1 - q qᵀ) e h⁻¹ of q, where Ω h + h Ω is twice the
     skew part of qᵀ e. It is taken for the residual z - q h, which vanishes, as Newton's step.
@@ -76,21 +76,21 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """The part of `u` orthogonal to the columns of `x`; twice: after one pass ε‖u‖ is left, then ε of what remains."""
+    """Compute the part of `u` orthogonal to the columns of `x`, in two passes for accuracy."""
     once = u - x @ (x.mT @ u)
     return once - x @ (x.mT @ once)
 
 
 def sym(u: Tensor) -> Tensor:
-    """The symmetric part."""
+    """Compute the symmetric part."""
     return (u + u.mT) / 2
 
 
 def skew(u: Tensor) -> Tensor:
-    """The skew part."""
+    """Compute the skew part."""
     return (u - u.mT) / 2
 
 
 def eye(like: Tensor, size: int | None = None) -> Tensor:
-    """The identity with the columns of `like`, or of another size."""
+    """Return the identity with the columns of `like`, or of another size."""
     return torch.eye(like.shape[-1] if size is None else size, dtype=like.dtype, device=like.device)

@@ -44,7 +44,7 @@ def karcher_mean(
     tolerance: float = 1e-12,
     max_steps: int = 100,
 ) -> KarcherMean:
-    r"""The minimiser of $\sum_i w_i\, d(m, x_i)^2$.
+    r"""Compute the minimiser of $\sum_i w_i\, d(m, x_i)^2$.
 
     By the fixed point $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$, with $s = 1$, halved where the sum does not
     become shorter. It starts at the heaviest point, runs in float64
@@ -131,7 +131,7 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """The mean of the points of a span, with weights of sum 1: one combination of them, found by its coefficients."""
+    """Compute the mean of the points of a span, with weights of sum 1, as a combination of them."""
     w = weights.detach().cpu()
     corners = span.point_coefficients
     found = KarcherMean(corners[0], w.new_zeros(()), 1, True)
@@ -165,7 +165,7 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 
 @dataclass(frozen=True)
 class RunningMean:
-    r"""A mean of points that come one after the other, of which none is kept.
+    r"""A streaming mean of points, none of which is stored.
 
     $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, $W$ the weight so far: the weighted arithmetic mean on
     a flat space; elsewhere it depends on the order, and differs from the Karcher mean by a term of third order in the
@@ -197,7 +197,7 @@ class RunningMean:
         check_number("weight", self.weight, at_least=0)
 
     def with_point(self, x: Point, weight: float = 1.0) -> "RunningMean":
-        """With one more point (*batch, *shape) of this weight.
+        """Return the mean with one more point (*batch, *shape) of this weight.
 
         Raises:
             ArgumentError: if `x` does not fit the mean, or `weight` is negative or no number.

@@ -1,4 +1,4 @@
-"""Models as others hold them, state dicts or lists of arrays: read where they lie, and given back as they came."""
+"""Reading and writing of models as state dicts or lists of arrays, in place and in their original container."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ ModelsByPrefix = Mapping[str, Mapping[str, Tensor]]
 
 
 def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Tensor]:
-    """The entries of a model as tensors over the same memory, which are `writable` or only read."""
+    """Return the entries of a model as tensors over the same memory, `writable` or read-only."""
     entries = model if isinstance(model, Mapping) else dict(_entries(name, model))
     keys = [*entries] if set(map(type, entries)) <= {str} else [*map(str, entries)]
     found = dict(zip(keys, entries.values(), strict=True))
@@ -71,7 +71,7 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model to write into, into which nothing can fail to be written but by an overlap.
+    """Return writable tensors of a model, checked so that only an overlap can make a write fail.
 
     Raises:
         ArgumentError: if they are not those of the layout, on the devices of `current`.
@@ -99,7 +99,7 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
 
 
 def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: ModelsByPrefix) -> None:
-    """The tensors of a model to write into share memory neither with one another nor with another entry of `models`.
+    """Check that the tensors of a model share memory neither with one another nor with another entry of `models`.
 
     Raises:
         ArgumentError: if they do.
@@ -113,7 +113,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """The leaves of a model to write into, and where kernels cannot write there, others."""
+    """Return the leaves of a model for writing; leaves that the kernels cannot write are replaced."""
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
@@ -121,14 +121,14 @@ def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
 
 
 def copy_into(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy what is not there already: nothing can fail any more."""
+    """Copy the values that were not written in place; no failure is possible here."""
     there = [name for name, tensor in target.items() if new[name] is not tensor]
     if there:  # in one call, as hundreds of them take half the time
         torch._foreach_copy_([target[name] for name in there], [new[name] for name in there])
 
 
 def convert_like(current: Model, new: Mapping[str, Tensor], current_tensors: Mapping[str, Tensor]) -> Any:
-    """`new` as the kind of `current`: its container, order, devices, arrays where arrays were."""
+    """Convert `new` to the kind of `current`: container, order, devices, and arrays."""
     plain = (
         type(current) is dict and [*current] == [*current_tensors] and set(map(type, current.values())) <= TENSOR_TYPES
     )

@@ -1,4 +1,4 @@
-"""What follows from the primitives, written once for every space: checked, then by `formulas`."""
+"""Checked operations that follow from the primitives of any space; `formulas` computes them."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
-    r"""$\|u\|_x = \sqrt{\langle u, u\rangle_x}$: (*batch,), with gradient 0 at $u = 0$.
+    r"""Compute $\|u\|_x = \sqrt{\langle u, u\rangle_x}$: (*batch,), with gradient 0 at $u = 0$.
 
     Example:
         >>> import torch
@@ -23,7 +23,7 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
-    r"""$d(x, y) = \|\log_x y\|_x$, inside the injectivity radius: (*batch,), with gradient 0 at $y = x$.
+    r"""Compute $d(x, y) = \|\log_x y\|_x$, inside the injectivity radius: (*batch,), with gradient 0 at $y = x$.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def distance(space: Manifold, x: Point, y: Point) -> Scalar:
 
 
 def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
-    r"""$\gamma(t) = \exp_x(t \log_x y)$: from `x` at 0 to `y` at 1, at constant speed.
+    r"""Compute $\gamma(t) = \exp_x(t \log_x y)$: from `x` at 0 to `y` at 1, at constant speed.
 
     Args:
         space: with exp and log.
@@ -63,7 +63,7 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
     whose error falls with the square of k.
 
     Raises:
-        ArgumentError: if `rungs` is no positive integer.
+        ArgumentError: if `rungs` is not a positive integer.
 
     Source: Lorenzi, Pennec 2014.
 
@@ -83,7 +83,7 @@ def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int
     One rung takes $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, with $m$ the midpoint of $\exp_x u$ and $y$.
 
     Raises:
-        ArgumentError: if `rungs` is no positive integer.
+        ArgumentError: if `rungs` is not a positive integer.
 
     Source: Ehlers, Pirani, Schild 1972.
 

@@ -1,4 +1,4 @@
-"""Riemannian optimisers: SGD and Adam whose steps follow geodesics and whose momentum travels along."""
+"""Riemannian optimisers: SGD and Adam with geodesic steps and transported momentum."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Base class: a step goes along `_direction` by `exp`; then `transport_momentum` moves the momentum."""
+    """Base class of optimisers that step along `_direction` by `exp` and then transport the momentum."""
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)
@@ -37,7 +37,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient; `closure` is evaluated first where it is given."""
+        """Move every parameter that has a gradient; a given `closure` is evaluated first."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +128,7 @@ class RiemannianSGD(_RiemannianOptimizer):
 
 
 class RiemannianAdam(_RiemannianOptimizer):
-    r"""Adam whose second moment is one number for each point: $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
+    r"""Adam with one second moment for each point: $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
 
     $$m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
       x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right)$$
@@ -205,7 +205,7 @@ class RiemannianAdam(_RiemannianOptimizer):
 
 
 def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
-    r"""A tangent at `y` for the tangent `u` at `x`: the best that the space declares.
+    r"""Transport a tangent `u` at `x` to `y` by the most exact method that the space declares.
 
     Parallel transport; or a pole ladder of one rung, linear in `u`, that is exact to third order, where there is none;
     or the projection on the tangents at `y`, which is no isometry, where there is no exp and log either or a log has
@@ -236,7 +236,7 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
 
 
 def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
-    r"""The derivative $e$ by coordinates with $e \cdot v = \langle g, v\rangle_x$: what `space.gradient` makes $g$ of.
+    r"""Return the $e$ with $e \cdot v = \langle g, v\rangle_x$ by coordinates: the inverse of `space.gradient`.
 
     Args:
         space: with inner.
@@ -262,7 +262,7 @@ RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
 
 
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
-    """The optimiser that does on `space` what `optimizer` does on vectors.
+    """Return the Riemannian optimiser on `space` that corresponds to `optimizer`.
 
     On a flat space that is itself; on a curved one `torch.optim.SGD` and `Adam` have Riemannian twins. Options that
     `functools.partial` binds are kept.

@@ -67,7 +67,7 @@ class ParameterSpace(Delegate):
     def of(
         model: nn.Module, manifolds: Assignment | None = None, *, dtype: torch.dtype | None = None
     ) -> "ParameterSpace":
-        """The space of a module's parameters that require a gradient.
+        """Return the space of a module's parameters that require a gradient.
 
         A `geoopt.ManifoldParameter` brings its manifold.
 
@@ -102,7 +102,7 @@ class ParameterSpace(Delegate):
         adapters: bool = False,
         scaling: Scaling = 1.0,
     ) -> "ParameterSpace":
-        r"""The space of a bare state dict, for servers that hold no module.
+        r"""Return the space of a state dict, for servers without the module.
 
         With `adapters` the factors of low-rank adapters, which it finds by PEFT's names, are one leaf a pair: the
         matrix $X = s B A$ of their rank on [`LowRank`][manifoldagg.manifolds.LowRank], whatever its gauge. The leaf
@@ -115,7 +115,7 @@ class ParameterSpace(Delegate):
         Args:
             state: name to tensor. Tensors that share storage, shape and strides are tied.
             manifolds: as in `of`.
-            buffers: glob patterns of floating tensors that are no parameters, such as `"*mask"`. Those called
+            buffers: glob patterns of floating tensors that are not parameters, such as `"*mask"`. Those called
                 `running_mean`, `running_var` or `num_batches_tracked`, and integer and boolean ones, never are.
             dtype: of points, as in `of`.
             adapters: whether pairs of factors are one matrix each. Otherwise they are tensors like others, and means
@@ -124,7 +124,7 @@ class ParameterSpace(Delegate):
                 `alpha_pattern` has them; or the adapter's config, a `LoraConfig` or its dict.
 
         Raises:
-            StateDictError: naming an entry that is no tensor or too wide for `dtype`; or with `adapters` a factor
+            StateDictError: naming an entry that is not a tensor or too wide for `dtype`; or with `adapters` a factor
                 without the other, factors that do not multiply, or a tensor of another kind of adapter.
             ArgumentError: as `of`; or if a scaling is not above 0, or is not that of these adapters.
 
@@ -154,13 +154,13 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """The space that a spec describes: equal to that of the server, with the module here or without.
+        """Build the space of a spec: equal to that of the server, with or without the module.
 
         Args:
             spec: what [`spec`][manifoldagg.manifolds.ParameterSpace.spec] returned, perhaps on another machine.
 
         Raises:
-            ArgumentError: if it is none, or from another version of this package.
+            ArgumentError: if it is invalid, or from another version of this package.
 
         Example:
             >>> import json, torch
@@ -171,7 +171,7 @@ class ParameterSpace(Delegate):
         return ParameterSpace(*read_spec(spec))
 
     def spec(self) -> dict[str, Any]:
-        """Names, shapes, order and dtypes of all tensors, which are tied, and on which spaces they live, fit for JSON.
+        """Return the names, shapes, order and dtypes of all tensors, ties and spaces, as a JSON-compatible value.
 
         Raises:
             ArgumentError: naming a leaf whose space is none of this package's, as those of geoopt are not.
@@ -190,7 +190,7 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def base_space(self) -> Manifold:
-        """The geometry alone: flat, or the product of the curved leaves and of the runs of flat ones between."""
+        """The geometry: flat, or the product of the curved leaves and of the flat segments between them."""
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
         run = 0
@@ -210,12 +210,12 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """What a state dict holds under each name; of adapters it may have others' ranks."""
+        """The entries of a state dict by name; those of adapters may have other ranks."""
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
     @cached_property
     def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
-        """Whether every leaf is."""
+        """Whether every leaf is flat."""
         return not self.manifolds or self.base_space.flat
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
@@ -235,7 +235,7 @@ class ParameterSpace(Delegate):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of points: float32 or float64."""
+        """The dtype of points: float32 or float64."""
         return self.layout.dtype
 
     def point(
@@ -246,7 +246,7 @@ class ParameterSpace(Delegate):
         validate: bool = True,
         scaling: Scaling | None = None,
     ) -> Float[Tensor, " P"]:
-        """The point of a module or a state dict: a copy, on the device of the first leaf or on `device`.
+        """Return a copy of the point of a module or a state dict, on the device of the first leaf or on `device`.
 
         Args:
             source: with this layout.
@@ -262,7 +262,7 @@ class ParameterSpace(Delegate):
         return self._read_points({"": self.stack_factors(tensors_of(source), scaling=scaling)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
-        """The points of several state dicts of this layout, by what errors begin with; of adapters stacked ones.
+        """Return the points of several state dicts, by labels for error messages; those of adapters are stacked.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
@@ -273,7 +273,7 @@ class ParameterSpace(Delegate):
         return self._read_points(models)
 
     def buffers(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what is no geometry: frozen parameters, buffers, counters, by name.
+        """Return copies of the tensors outside of the point: frozen parameters, buffers, counters, by name.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
@@ -285,7 +285,7 @@ class ParameterSpace(Delegate):
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
-        """A state dict with the leaves of the layout in place of the factors of adapters; itself where there are none.
+        """Replace adapter factors in a state dict by the leaves of the layout; other state dicts are unchanged.
 
         Args:
             state: by the names that state dicts have.
@@ -303,11 +303,11 @@ class ParameterSpace(Delegate):
         return state
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A stacked state dict in which of each adapter there is but a number, its size, which knows no gauge."""
+        """Replace each adapter in a stacked state dict by its norm, which is independent of the gauge."""
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The state dict at `point`: new tensors in the leaves' dtypes, tied names sharing one; adapters balanced.
+        """Return the state dict at `point`: new tensors in the leaves' dtypes, tied names shared, adapters balanced.
 
         Args:
             point: (P,), finite.
@@ -324,7 +324,7 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """The parameters of the state dict at `point`, finite: views of it, but for narrower dtypes and adapters.
+        """Return the finite parameters at `point`: views of it, except for narrower dtypes and adapters.
 
         Raises:
             StateDictError: naming a leaf whose dtype overflows.
@@ -332,7 +332,7 @@ class ParameterSpace(Delegate):
         return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
-        """Copy `point` into the parameters of `model`, which is returned; what is carried stays as it is.
+        """Copy `point` into the parameters of `model` and return it; carried tensors are unchanged.
 
         Raises:
             StateDictError: if the tensors of `model` are not the layout's, or a leaf's dtype overflows.
@@ -351,7 +351,7 @@ class ParameterSpace(Delegate):
         return model
 
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
-        r"""The loss of a point on a batch: $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$.
+        r"""Return the loss of a point on a batch: $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$.
 
         One forward through `torch.func.functional_call`; `model` lends its code and mode (train or eval) but
         is never written: its parameters are views of `theta`, its buffers are copies that live with the loss.

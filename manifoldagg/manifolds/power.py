@@ -1,4 +1,4 @@
-"""Powers of a space: many points of one space as one point, such as the rows of an embedding table."""
+"""Powers of a space: many points as one point, such as the rows of an embedding table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Power(Delegate):
         copies: how many there are, along each leading axis.
 
     Raises:
-        ArgumentError: if `space` is no manifold, or `copies` no tuple of positive integers.
+        ArgumentError: if `space` is not a manifold, or `copies` no tuple of positive integers.
 
     Example:
         >>> import torch
@@ -80,7 +80,7 @@ class Power(Delegate):
 
 
 def iter_factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tensor]]]:
-    """The leaves with their parts of tensors (*batch, *shape), powers as batches of copies of their space.
+    """Yield the leaves with their parts of tensors (*batch, *shape); powers become batches of their space.
 
     Example:
         >>> import torch

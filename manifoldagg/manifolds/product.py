@@ -1,4 +1,4 @@
-"""Products of named spaces: one tensor that holds a point of each."""
+"""Products of named spaces: one tensor that contains a point of each space."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Product(Composite):
         factors: name to space, or (name, space) pairs; their order is the order in a point.
 
     Raises:
-        ArgumentError: if there is no factor, a name is no string, empty or repeated, or a space is no `Manifold`.
+        ArgumentError: if there is no factor, a name is not a string, empty or repeated, or a space is no `Manifold`.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ class Product(Composite):
         return tuple(space for _, space in self.factors)
 
     def split(self, x: Point) -> dict[str, Tensor]:
-        """The leaves of points or tangents, by name: views (*batch, *leaf shape).
+        """Return the leaves of points or tangents, by name: views (*batch, *leaf shape).
 
         Raises:
             ArgumentError: if `x` has another trailing shape than (P,).
@@ -69,7 +69,7 @@ class Product(Composite):
         return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
-        """The points or tangents (*batch, P) with these leaves: the inverse of `split`; batches are broadcast.
+        """Join leaves into points or tangents (*batch, P): the inverse of `split`; batches are broadcast.
 
         Raises:
             ArgumentError: if names are missing or extra, naming them, or a leaf does not have its space's shape.

@@ -1,4 +1,4 @@
-"""Rotations: orthogonal matrices of determinant 1, with logs by real means."""
+"""Rotations: orthogonal matrices of determinant 1, with logarithms in real arithmetic."""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class SpecialOrthogonal(Embedded):
         n: the number of rows.
 
     Raises:
-        ArgumentError: if `n` is no positive integer.
+        ArgumentError: if `n` is not a positive integer.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Squared lengths, and functions of them that are smooth at 0, where functions of the length have no derivative."""
+"""Smooth functions of squared lengths, which have derivatives at 0 where functions of the length do not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,29 +15,29 @@ SERIES_RADIUS = 1e-3
 
 
 def dot(u: Tensor, v: Tensor) -> Tensor:
-    """The sum of products of coordinates: (*batch, 1)."""
+    """Compute the sum of products of coordinates: (*batch, 1)."""
     return (u * v).sum(-1, keepdim=True)
 
 
 def cos_of_square(s: Tensor) -> Tensor:
-    r"""$\cos\sqrt{s}$ for $s \ge 0$."""
+    r"""Compute $\cos\sqrt{s}$ for $s \ge 0$."""
     return series_or(s, [(-1) ** k / math.factorial(2 * k) for k in range(6)], torch.cos)
 
 
 def sinc_of_square(s: Tensor) -> Tensor:
-    r"""$\sin(\sqrt{s}) / \sqrt{s}$ for $s \ge 0$."""
+    r"""Compute $\sin(\sqrt{s}) / \sqrt{s}$ for $s \ge 0$."""
     return series_or(s, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sin(t) / t)
 
 
 def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
-    r"""$t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
+    r"""Compute $t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
     # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k); it is the small angle's only where the cosine is positive.
     series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
     return _series_or(s, series, lambda t: torch.atan2(t, cosine) / t, cosine > 0)
 
 
 def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""A function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
+    r"""Compute a function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
     return _series_or(s, series, function, s >= 0)
 
 

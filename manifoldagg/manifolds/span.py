@@ -1,4 +1,4 @@
-"""Points of flat and spherical leaves by their coefficients on k of them: all that a mean needs is a Gram matrix."""
+"""Spans of points of flat and spherical leaves: a mean is computed by coefficients and a Gram matrix."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MAX_NORM_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    r"""k points of a space whose leaves are flat or spheres, on the rows $p_h$ and $p_j - p_h$, $h$ the `origin`.
+    r"""The span of k points of a space of flat or sphere leaves, in rows $p_h$ and $p_j - p_h$, $h$ the `origin`.
 
     The difference of two near points keeps its digits so, which their cosine would lose.
 
@@ -45,7 +45,7 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""The span of points of a space, flattened; `None` where it is none of such leaves, or no gain.
+        r"""Return the span of flattened points of a space, or `None` if the leaves do not allow it or it does not pay.
 
         It is no gain where a sphere has fewer coordinates than there are points, and no help where a norm is far from
         1, or not finite, or where points of a sphere are more than a right angle apart: squares of coefficients c are
@@ -86,7 +86,7 @@ class Span:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every leaf is."""
+        """Whether every leaf is flat."""
         return bool(self.tolerances.isnan().all())
 
     @property
@@ -102,22 +102,22 @@ class Span:
 
     @property
     def plus(self) -> list[Tensor]:
-        """What the rows are differences of."""
+        """The minuends of the rows."""
         return [self.rows[i] for i in self.order]
 
     @property
     def minus(self) -> list[Tensor | None]:
-        """And what is subtracted."""
+        """The subtrahends of the rows."""
         return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property
     def spheres(self) -> "_Spheres":
-        """The product of the spheres, whose points are coefficients."""
+        """The product of the spheres, in coefficients."""
         return _Spheres(self.sphere_grams)
 
     @cached_property
     def norms(self) -> Float64[Tensor, "k R"]:
-        """Of the points on each sphere, in the order of the rows."""
+        """The norms of the points on each sphere, in the order of the rows."""
         return self.spheres.square(self.point_coefficients).squeeze(-1).sqrt()
 
     @property
@@ -128,14 +128,14 @@ class Span:
 
     @property
     def point_coefficients(self) -> Float64[Tensor, "k R k"]:
-        """The points' own coefficients on each sphere."""
+        """The coefficients of the points on each sphere."""
         k = len(self.rows)
         corners = torch.eye(k, dtype=torch.float64, device="cpu")
         corners[:, 0] = 1.0
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """The weighted mean on flat leaves, and on spheres what the coefficients make, rounded once."""
+        """Return the weighted mean on flat leaves, and the point of the coefficients on spheres, rounded once."""
         if self.is_flat:
             # Of the points themselves: no difference overflows where no point does.
             return combine(None, self.rows, weights)

@@ -1,4 +1,4 @@
-"""The spec of a space: a small value, fit for JSON, from which another machine makes the same space."""
+"""Specs of spaces: JSON-compatible descriptions from which another machine builds the same space."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ MAX_INTEGER = 2**62
 def spec_of(
     layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = (), adapters: Adapters | None = None
 ) -> dict[str, Any]:
-    """A layout, its curved leaves and the adapters that state dicts have for some, in lists, strings and numbers.
+    """Describe a layout, its curved leaves and its adapters in lists, strings and numbers.
 
     Raises:
         ArgumentError: naming a leaf whose space is none of this package's, which a name and numbers do not tell.
@@ -72,10 +72,10 @@ def spec_of(
 
 
 def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adapters | None]:
-    """The layout, the curved leaves and the adapters of a spec.
+    """Return the layout, the curved leaves and the adapters of a spec.
 
     Raises:
-        ArgumentError: if it is none, or from a newer version of this package.
+        ArgumentError: if it is invalid, or from a newer version of this package.
     """
     if not isinstance(spec, Mapping):
         raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
@@ -102,7 +102,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
 
 @lru_cache(maxsize=64)
 def layout_digest(layout: Layout, adapters: Adapters | None = None) -> str:
-    """A number, in hexadecimal digits, that other names, shapes, dtypes, adapters or another order would change.
+    """Return a hexadecimal digest of the names, shapes, dtypes, adapters and their order.
 
     Example:
         >>> len(layout_digest(Layout((Entry("w", (3,), torch.float32),))))
@@ -138,7 +138,7 @@ def _read_adapters(given: Any) -> Adapters:
 
 def _read_scaling(given: Any) -> float:
     if type(given) not in (int, float):
-        raise ValueError("a scaling that is no number")
+        raise ValueError("a scaling that is not a number")
     return float(given)
 
 

@@ -1,4 +1,4 @@
-"""The unit sphere: closed forms that hold from the smallest angle to the cut locus."""
+"""The unit sphere, with closed forms that are stable from the smallest angle to the cut locus."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Sphere(Embedded):
         n: the dimension of the surrounding space, at least 1.
 
     Raises:
-        ArgumentError: if `n` is no positive integer.
+        ArgumentError: if `n` is not a positive integer.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Orthonormal frames in the metric of the surrounding matrices: exp in closed form, log by Newton's method."""
+"""The Stiefel manifold in the Frobenius metric: exp in closed form, log by Newton's method."""
 
 import math
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ MAX_STEP_LENGTH = 0.7
 
 @dataclass(frozen=True)
 class CertifiedLog:
-    r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with what vouches for it.
+    r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with its certificate.
 
     Attributes:
         tangent: (*batch, n, p), where the iteration ended.
@@ -50,7 +50,7 @@ class Stiefel(Embedded):
 
     $$\exp_x u = [x, u]\; \exp\left(\left[A, -S;\; I, A\right]\right) [I;\, 0]\; e^{-A},$$
 
-    smooth everywhere. There is no closed form of parallel transport: use
+    smooth everywhere. There is not a closed form of parallel transport: use
     `rungs * pole_ladder(space, x, y, u / rungs, rungs=rungs)`, whose error falls with the square of the rungs; where
     `u` is not shortened with them, an error of third order in its length stays.
 
@@ -88,7 +88,7 @@ class Stiefel(Embedded):
         p: the number of columns, at most `n`.
 
     Raises:
-        ArgumentError: if `n` or `p` is no positive integer, or `p` is larger than `n`.
+        ArgumentError: if `n` or `p` is not a positive integer, or `p` is larger than `n`.
 
     Source: Edelman, Arias, Smith 1998, §2.2.2; Zimmermann, Hüper 2022, for the reduced frame; Zimmermann, Stoye 2024,
         for the injectivity radius.

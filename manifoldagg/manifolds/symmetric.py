@@ -1,4 +1,4 @@
-"""Symmetric positive definite matrices, whose lengths do not change with the basis."""
+"""Symmetric positive definite matrices with the affine-invariant metric."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class SymmetricPositiveDefinite(Manifold):
         n: the number of rows.
 
     Raises:
-        ArgumentError: if `n` is no positive integer; where a point is not positive definite, naming it.
+        ArgumentError: if `n` is not a positive integer; where a point is not positive definite, naming it.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Tangents at one point: differences and sums of points of low-rank leaves, projected there, and the way back."""
+"""Tangent spaces at one point: projected sums and differences of points of low-rank leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["TangentSpace"]
 
 @dataclass(frozen=True, eq=False)
 class TangentSpace(AmbientSpace):
-    r"""As `AmbientSpace`, of the parts of rows that are tangent at one point $X$ of the space.
+    r"""The tangent space at one point $X$: as `AmbientSpace`, with rows projected to tangents.
 
     Of a row $Z$ inner products and sums take $P_X Z$ at each leaf of low rank, which is what `inverse_retract` sees of
     a difference of points, and a point is `retract` of the sum in place of its truncation. What is kept is the tangent
@@ -46,7 +46,7 @@ class TangentSpace(AmbientSpace):
 
     @staticmethod
     def at(space: Manifold, base_point: Row) -> "TangentSpace":
-        """Those at a point of a space that is `ambient`.
+        """Return the tangent space at a point of a space that is `ambient`.
 
         Raises:
             ArgumentError: as [`AmbientSpace.of`][manifoldagg.manifolds.ambient.AmbientSpace.of].
@@ -106,7 +106,7 @@ class TangentSpace(AmbientSpace):
         """What of a combination of rows is tangent."""
         weights = torch.tensor([float(c) for c in line], dtype=torch.float64)
         u = self._tangents(i, rows, minus)
-        # Of a row that has no part in it nothing is multiplied: 0 * inf is no number.
+        # Of a row that has no part in it nothing is multiplied: 0 * inf is not a number.
         used = weights != 0
         found: Tensor = torch.tensordot(weights[used].to(u), u[used.to(u.device)], dims=1)
         return found

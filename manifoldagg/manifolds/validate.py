@@ -1,4 +1,4 @@
-"""Checks that cost as much as the operation: points that lie on their manifold, tangents that are tangent."""
+"""Optional validation: points must lie on their manifold, and tangents must be tangent."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ OPEN_SET_ROUNDINGS = 64
 
 
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
-    r"""`x`, whose points must lie on the manifold: $|\operatorname{project}(x) - x|$ small, leaf by leaf.
+    r"""Return `x`, whose points must lie on the manifold: $|\operatorname{project}(x) - x|$ small, leaf by leaf.
 
     Args:
         space: with project.
@@ -29,7 +29,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         tolerance: on the largest coordinate of the difference, relative to the largest of the point where that is
             over 1; where not given $\sqrt\varepsilon$ of the dtype in which a model keeps the leaf. A leaf of full
             width whose space is an open set of coordinates gets 64 $\varepsilon$ of its largest coordinate: what lies
-            beyond the border is no point at all.
+            beyond the border is not a point at all.
 
     Raises:
         ArgumentError: naming the argument, its leaf and the size of the violation.
@@ -64,7 +64,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 
 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
-    r"""`u`, which must be tangent at `x`: $|\operatorname{project}_x(u) - u|$ within the tolerance, leaf by leaf.
+    r"""Return `u`, which must be tangent at `x`: $|\operatorname{project}_x(u) - u|$ within the tolerance, by leaf.
 
     Args:
         space: with project_tangent.
@@ -103,7 +103,7 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
 
 @dataclass(frozen=True)
 class Validated(Delegate):
-    r"""The same space, with every argument checked: points on the manifold, tangents tangent, values finite.
+    r"""A space that validates every argument: points on the manifold, tangents tangent, values finite.
 
     What takes two points also refuses those beyond the cut locus: leaf by leaf, $\|\log_x y\|$ must be within the
     injectivity radius and finite. The checks cost about as much as the operations, and do not work under `vmap`,
@@ -148,7 +148,7 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """A log at `x`, or at each of them, must be finite and no longer than the injectivity radius, leaf by leaf.
+    """Check that logs at `x` are finite and no longer than the injectivity radius, leaf by leaf.
 
     Raises:
         ArgumentError: naming the leaf and the distance.

@@ -1,4 +1,4 @@
-"""Names of tensors, and what wrappers of modules put into them."""
+"""Prefixes that wrappers of modules add to the names of tensors."""
 
 from collections.abc import Collection
 
@@ -13,7 +13,7 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """What to say of names that differ from those that are expected by what wrappers put there alone; else nothing.
+    """Return a hint for an error message if names differ from the expected ones by wrapper prefixes alone.
 
     Example:
         >>> wrapper_hint({"module.weight"}, {"weight"})

@@ -1,4 +1,4 @@
-"""Optimisers for hosts that speak torch: rules as outer optimisers of training across data centres."""
+"""Torch optimizers: rules as outer optimizers of training across data centres."""
 
 from manifoldagg.optim.outer import Outer
 

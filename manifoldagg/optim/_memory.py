@@ -1,4 +1,4 @@
-"""Where the tensors of a step lie: what is written is apart from the rest that is written or read."""
+"""Alias checks of a step: written memory is disjoint from all other memory that is read or written."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """The rows of one model: each has a tensor for each parameter.
+    """The rows of one model, with one tensor for each parameter.
 
     Attributes:
         names: of the parameters.
@@ -29,7 +29,7 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """What models write is apart, and what they read is apart from it, or the same entries of the same parameter.
+    """Check that written memory is disjoint from read memory, or is the same entries of the same parameter.
 
     Raises:
         ArgumentError: naming a parameter of which that is not so.

@@ -1,4 +1,4 @@
-"""What a rule keeps, as torch keeps it: for each parameter by name tensors, and numbers that all of them share.
+"""Conversion of a rule's state to a torch optimizer state: tensors by parameter, and shared numbers.
 
 A state is a tree of dicts and tuples. Its leaves are named by their way through the tree, `correction.0.length`. Rows
 are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR_SUFFIX`. A list
@@ -45,14 +45,14 @@ ParamState = Mapping[str, Any]
 
 
 def common(state: ParamState) -> dict[str, Any]:
-    """What all parameters of a model have in common: the numbers, and the names of the rest."""
+    """The shared state of all parameters of a model: the numbers, and the names of the rest."""
     return {
         name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
     }
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Whether all parameters have this in common; told by columns, as a model has hundreds of parameters."""
+    """Return whether all parameters share this state; compared by columns, as a model has hundreds of parameters."""
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
         return False
@@ -67,19 +67,19 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """The word for a rule: its class, and those of the rules within."""
+    """Return the key of a rule: its class, and those of the wrapped rules."""
     return _encode_string(_rule_name(rule))
 
 
 def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, shape: torch.Size) -> None:
-    """What is kept beside a parameter of this shape is of this rule, and has all that it begins with.
+    """Check that a parameter's stored state belongs to this rule and is complete.
 
     Raises:
         ArgumentError: if not.
     """
     given = state.get(RULE_ENTRY)
     if given != rule_key(rule):
-        told = _decode_string(given) if type(given) is int else "what no Outer kept"
+        told = _decode_string(given) if type(given) is int else "a state of another optimizer"
         raise ArgumentError(f"{name}: expected the state of {_rule_name(rule)}, got {told}")
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:
@@ -109,7 +109,7 @@ def _decode_string(number: int) -> str:
 
 
 def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """The leaves of a state by name: numbers, `PendingSum`s, and lists with a tensor or a number for each parameter.
+    """Return the leaves of a state by name: numbers, `PendingSum`s, and lists with one entry for each parameter.
 
     Args:
         tree: what a rule returned.
@@ -144,7 +144,7 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
 
 @dataclass(frozen=True, eq=False)
 class NormBound:
-    """How long a row is at most, as long as its tensors are these and nobody else has written into them."""
+    """A bound on the norm of a row, valid until its tensors change."""
 
     row: TensorList
     norm: float
@@ -152,20 +152,20 @@ class NormBound:
 
     @staticmethod
     def of(row: TensorList, norm: float) -> "NormBound | None":
-        """That of a row that was just written, with sums of this length; `None` where writing leaves no trace."""
+        """Return the bound of a new row with sums of this length; `None` if writes are not tracked."""
         if any(map(Tensor.is_inference, row)):
             return None
         rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Whether it is one of this row."""
+        """Return whether the bound belongs to this row."""
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
 
 
 def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound]) -> Any:
-    """The tree of which these are the leaves, each beside its parameter; `None` where nothing is kept.
+    """Return the tree of these leaves, each stored with its parameter; `None` if nothing is stored.
 
     Args:
         states: beside each parameter.
@@ -201,7 +201,7 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """The tree with tuples where the names are places: whoever kept it may have brought these into another order."""
+    """Return the tree with tuples for integer names, which may have been reordered by the host."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _restore_tuples(branch) for name, branch in tree.items()}

@@ -1,4 +1,4 @@
-"""An outer optimiser: a rule that moves parameters by what workers in other data centres have done to them."""
+"""The outer optimizer: a rule that moves parameters by the updates of workers in other data centres."""
 
 import math
 import re
@@ -48,14 +48,14 @@ class Outer(torch.optim.Optimizer):
 
     `step()` moves the parameters, where they lie, by the rule's step for the displacement $-\mathrm{grad}$, times
     `group["lr"]`: `Outer(params, ASGD(0.7))` is SGD of rate 0.7, `Outer(params, Momentum(ASGD(0.7), nesterov=True))`
-    the outer optimiser of DiLoCo. Parameters whose `grad` is `None` rest. Where anything is refused, nothing has moved.
+    the outer optimizer of DiLoCo. Parameters whose `grad` is `None` rest. A rejected update changes nothing.
 
     A group is one model: cosines and lengths are those of all its tensors together, or of each where the rule works
     tensor by tensor. A group has its own `lr`, which schedulers may change.
 
     What the rule keeps is `state[p]`, for each parameter: tensors like it, in float32 at least, and numbers. So it can
     be sharded and loaded as that of other optimisers, bit for bit. Of the rule `state_dict()` has the class alone, and
-    another rule refuses it.
+    another rule rejects it.
 
     Parameters may be `DTensor`s, as those that `fully_shard` has cut: one dimension of their mesh is sharded, and only
     inner products travel along it. Every rank then calls `step`. `maximize`, `differentiable` and `capturable` are not
@@ -98,7 +98,7 @@ class Outer(torch.optim.Optimizer):
         return kept | {"rule": self.rule}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimiser; a group has its own `lr`."""
+        """Add a parameter group, as in any optimizer; a group has its own `lr`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for i, p in enumerate(group["params"]):
@@ -109,7 +109,7 @@ class Outer(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of any optimiser, but that tensors keep their dtypes, which need not be those of the parameters.
+        """Load a state, as in any optimizer; tensors keep their dtypes, which may differ from the parameters'.
 
         Raises:
             ArgumentError: if it is the state of another rule. Nothing has changed then.
@@ -137,7 +137,7 @@ class Outer(torch.optim.Optimizer):
         weight: float = 1.0,
         base: Sequence[Tensor] | None = None,
     ) -> Any:
-        r"""Take the pseudo-gradients as one update.
+        r"""Apply the pseudo-gradients as one update.
 
         A rule that measures the drift, such as `FedOrtho`, needs to know where a late worker started: the host, which
         knows that it is late, has sent it there, and says so by `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffers ask
@@ -168,7 +168,7 @@ class Outer(torch.optim.Optimizer):
             raise ArgumentError(f"worker: expected an int or a word of letters, digits and dashes, got {worker!r}")
         if base is None and staleness and getattr(self.rule, "uses_drift", True):
             raise ArgumentError(
-                f"base: expected where the worker started, for {type(self.rule).__name__} of what is late"
+                f"base: expected the start of the worker, which {type(self.rule).__name__} requires for a stale update"
             )
         with torch.no_grad():
             given = self._check_bases(base)
@@ -198,7 +198,7 @@ class Outer(torch.optim.Optimizer):
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
-        """The parameters of a group that have a gradient; apart are those that have not taken the same steps."""
+        """Return the parameters of a group with a gradient, grouped by the number of their steps."""
         gradients: list[Any] = [p.grad for p in group["params"]]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         gradients = [gradients[i] for i in places]
@@ -228,7 +228,7 @@ class Outer(torch.optim.Optimizer):
     def _plan(
         self, param_set: "ParamSet", bases: Mapping[Tensor, Tensor], update_info: Mapping[str, Any]
     ) -> "PlannedStep":
-        """What the rule makes of the gradients; nothing is written."""
+        """Compute the rule's step for the gradients, without writing anything."""
         params = param_set.params
         here = _local_rows(params)
         gradients = _local_rows(param_set.gradients)
@@ -279,7 +279,7 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class ParamSet:
-    """Parameters that are one model: their gradients, what is kept beside them and what of it is common, their rate."""
+    """The parameters of one model: their gradients, stored state, shared state and rate."""
 
     params: list[Tensor]
     names: list[str]
@@ -291,7 +291,7 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step that nothing is in the way of."""
+    """A validated step."""
 
     params: list[Tensor]
     names: list[str]
@@ -303,12 +303,12 @@ class PlannedStep:
 
     @cached_property
     def pending_sums(self) -> dict[str, PendingSum]:
-        """What is kept and not formed yet."""
+        """The stored sums that are not computed yet."""
         return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, PendingSum)}
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
-        """Where sums go that have been kept before."""
+        """Return the existing tensors for sums that were stored before."""
         return {
             name: TensorList([one[name] for one in self.previous_states])
             for name in self.pending_sums
@@ -317,7 +317,7 @@ class PlannedStep:
 
     @property
     def memory_access(self) -> MemoryAccess:
-        """Where that lies which it writes and reads."""
+        """Return the memory that the step writes and reads."""
         frames = {
             id(one.frame): one.frame for one in (self.pending_step, *self.pending_sums.values()) if one is not None
         }
@@ -325,7 +325,7 @@ class PlannedStep:
         return MemoryAccess(self.names, [self.current, *self.existing_rows.values()], read)
 
     def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
-        """Make it, and keep what is kept of it; returns how long the rows of that are at most, where it is known."""
+        """Apply the step and store its state; return the norm bounds of the stored rows, if known."""
         targets = {name: self._output_row(name) for name in self.pending_sums}
         goals = [] if self.pending_step is None else [self.pending_step.combination(self.current)]
         goals += [one.combination(targets[name]) for name, one in self.pending_sums.items()]
@@ -343,7 +343,7 @@ class PlannedStep:
         return bounds
 
     def dtypes(self, name: str) -> list[torch.dtype]:
-        """In which a sum is kept beside each parameter."""
+        """Return the dtype of each parameter's sum."""
         if name in self.existing_rows:
             return [tensor.dtype for tensor in self.existing_rows[name]]
         return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.current]
@@ -356,7 +356,7 @@ class PlannedStep:
         return TensorList([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
     def _state_column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
-        """What is kept under a name, beside each parameter."""
+        """Return the stored values of a name, one for each parameter."""
         if not isinstance(leaf, list | tuple):
             return [leaf] * len(self.params)
         if leaf and not isinstance(leaf[0], Tensor):
@@ -379,7 +379,7 @@ def _param_name(group: Mapping[str, Any], i: int) -> str:
 
 
 def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
-    """Gradients are dense, floating and held as their parameters are."""
+    """Check that gradients are dense and floating and have the layout of their parameters."""
     kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
     usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
     if usual and not dtensors_in((params, gradients)):
@@ -393,7 +393,7 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
 
 
 def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """Parameters of one model lie on one device, or are spread alike over one mesh."""
+    """Check that the parameters of one model are on one device, or sharded alike over one mesh."""
     if not dtensors_in(params) and len({p.device for p in params}) == 1:
         return
     for name, p in zip(names, params, strict=True):
@@ -402,13 +402,13 @@ def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
 
 
 def _placement(tensor: Tensor) -> Any:
-    """On which mesh a tensor lies, and how; `None` for a plain one."""
+    """Return the mesh and placements of a tensor; `None` for a plain one."""
     spread: Any = tensor
     return (spread.device_mesh, tuple(spread.placements)) if dtensors_in((tensor,)) else None
 
 
 def _local_shard(x: Any) -> Any:
-    """What this rank holds of a tensor; anything else as it is."""
+    """Return this rank's shard of a tensor; anything else unchanged."""
     return x.to_local() if dtensors_in((x,)) else x
 
 
@@ -417,13 +417,13 @@ def _local_rows(tensors: Sequence[Any]) -> TensorList:
 
 
 def _to_dtensor(shard: Tensor, p: Any) -> Any:
-    """A tensor held as the `DTensor` is, of which this is the piece on this rank."""
+    """Return a `DTensor` like `like` from this rank's shard."""
     whole: Any = type(p.data)
     return whole.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
-    """Within it inner products are those of all ranks that hold a piece of a `DTensor`.
+    """Reduce inner products across all ranks that hold a shard of a `DTensor`.
 
     Raises:
         ArgumentError: if more than one dimension of the mesh is sharded, or there are partial sums.
@@ -436,7 +436,7 @@ def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
 
 @lru_cache(maxsize=64)
 def _parameter_space(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> ParameterSpace:
-    """The space of parameters of these shapes and dtypes."""
+    """Return the space of parameters of these shapes and dtypes."""
     return ParameterSpace.of_state_dict(
         {f"{i}": torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(kinds)}
     )

@@ -1,4 +1,4 @@
-"""Where tasks should go: closed queueing networks, exactly, bounds on learning, and routings that minimise them.
+"""Task routing: exact closed queueing networks, bounds on learning, and routings that minimise the bounds.
 
 NumPy and SciPy only: it knows clients by their rates, and no model.
 """

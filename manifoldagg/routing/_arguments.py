@@ -1,5 +1,4 @@
-"""The vectors that routing takes: shares and rates, as read-only float64, or an error that names the entry; and
-values that hold them."""
+"""Validation of shares and rates as read-only float64 vectors, and dataclasses that hold them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ MAX_RATE = 1e300
 
 
 def rate_vector(values: Numbers) -> np.ndarray:
-    """Rates, in tasks per unit of time: positive, and so that mean service times are finite floats.
+    """Return rates in tasks per unit of time as a positive vector with finite inverses.
 
     Raises:
         ArgumentError: naming the first rate that is not.
@@ -31,7 +30,7 @@ def rate_vector(values: Numbers) -> np.ndarray:
 
 
 def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
-    """Positive numbers, one for each client.
+    """Return a vector of positive numbers, one for each client.
 
     Raises:
         ArgumentError: naming the first that is not.
@@ -41,7 +40,7 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
 
 
 def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> np.ndarray:
-    """Shares of the tasks: not negative, one for each client, and 1 in sum up to 1e-6; they are not rescaled.
+    """Return a vector of nonnegative shares whose sum is 1 up to 1e-6; they are not rescaled.
 
     Raises:
         ArgumentError: saying by how much the sum misses 1, or which share is negative.
@@ -70,7 +69,7 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 
 
 class ContentEquality:
-    """A frozen dataclass with vectors, compared by its kind and what is in it."""
+    """Base class of frozen dataclasses with vectors, compared by class and content."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._content() == other._content()

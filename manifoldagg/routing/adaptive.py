@@ -1,4 +1,4 @@
-"""A routing that follows a running server: what it sees gives the constants of the bound, and shares move slowly."""
+"""Adaptive routing: estimates of the bound's constants from a running server, and gradual updates of the shares."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ __all__ = ["AdaptiveRouting"]
 
 
 class AdaptiveRouting:
-    r"""Estimates the rates, the noise, the smoothness and the gap of a bound from a server's history, and re-routes.
+    r"""A routing that is re-optimised from estimates of the rates, the noise, the smoothness and the gap.
 
     A client serves one task at a time, in the order they were sent: a service starts when the task is sent or when the
-    one before came back, whichever is later. With c services of total duration s, and s counting the one under way,
+    one before came back, whichever is later. With c services of total duration s, which includes the one in progress,
 
     $$\hat \mu_i = \frac{weight + c_i}{weight / \mu_i + s_i},$$
 
@@ -76,17 +76,17 @@ class AdaptiveRouting:
 
     @property
     def routing(self) -> np.ndarray:
-        """p now, (n,): what tasks are sent by."""
+        """The current routing p, (n,)."""
         return self._p
 
     def on_dispatch(self, client: int, time: float) -> None:
-        """A task went to a client at a time."""
+        """Record the dispatch of a task to a client."""
         i = self._check_client(client)
         latest = self._pending[i][-1] if self._pending[i] else self._last_return[i]
         self._pending[i].append(_check_time(time, latest, "the client's latest"))
 
     def on_completion(self, client: int, time: float) -> None:
-        """The task that was sent to a client the longest ago came back at a time."""
+        """Record the completion of a client's oldest task."""
         i = self._check_busy(client)
         start = self._service_start(i)
         time = _check_time(time, start, "when the service began")
@@ -96,30 +96,30 @@ class AdaptiveRouting:
         self._last_return[i] = time
 
     def on_dropout(self, client: int, time: float) -> None:
-        """The task that was sent to a client the longest ago is given up at a time: it says nothing about the rate."""
+        """Record the loss of a client's oldest task, which does not change the estimated rate."""
         i = self._check_busy(client)
         time = _check_time(time, self._pending[i][0], "when it was sent")
         self._pending[i].popleft()
         self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
-        """The loss of the server's model; the first one seen is that of the start."""
+        """Record the loss of the server's model; the first one is that of the initial model."""
         value = check_number("value", value)
         first, lowest = self._losses or (value, value)
         self._losses = first, min(lowest, value)
 
     def observe_noise(self, value: float) -> None:
-        """A sample of B, such as twice a squared distance of a client's gradient from the mean of all."""
+        """Record a sample of B, such as twice a squared distance of a client's gradient from the mean gradient."""
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
         self._noise = count + 1, mean + (value - mean) / (count + 1)
 
     def observe_smoothness(self, value: float) -> None:
-        """A lower bound on L: the change of the gradient over the distance between two models."""
+        """Record a lower bound on L: a change of the gradient divided by the distance of two models."""
         self._smoothness = max(self._smoothness, check_number("value", value, above=0))
 
     def rates(self, now: float | None = None) -> np.ndarray:
-        """The rates as estimated, (n,); `now` counts the services under way as having lasted that long."""
+        """Return the estimated rates, (n,); services in progress count with their duration until `now`."""
         seconds = self._seconds.copy()
         if now is not None:
             now = check_number("now", now)
@@ -131,7 +131,7 @@ class AdaptiveRouting:
         return estimates.clip(MIN_RATE, MAX_RATE)
 
     def bound(self, now: float | None = None) -> Bound:
-        """The bound with the constants as estimated."""
+        """Return the bound with the estimated constants."""
         gap = 0.0 if self._losses is None else self._losses[0] - self._losses[1]
         return replace(
             self._prior,
@@ -142,7 +142,7 @@ class AdaptiveRouting:
         )
 
     def reroute(self, now: float | None = None) -> np.ndarray:
-        """Move towards the best routing found for the bound as estimated, and return p, (n,).
+        """Move the shares towards the best routing for the estimated bound, and return p, (n,).
 
         `last_optimum` is what the optimiser found, before the move was limited.
         """

@@ -1,4 +1,4 @@
-r"""The bounds on the gradient norm that a routing is chosen by: per update (G) and per unit of time (H).
+r"""Bounds on the gradient norm as functions of a routing: per update (G) and per unit of time (H).
 
 With $B = 2M^2 + \sigma^2$ the noise, L the smoothness, A the gap $f(w_0) - f^*$, $\eta$ the rate of the server,
 
@@ -31,7 +31,7 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Bound(ContentEquality):
-    """The constants of a problem, of which a bound is a function of the routing; see its two kinds.
+    """Base class of bounds: the constants of a problem, with the bound as a function of the routing.
 
     Args:
         rates: of the clients, (n,), tasks per unit of time.
@@ -63,7 +63,7 @@ class Bound(ContentEquality):
             raise ArgumentError("noise: expected a number > 0 where the gap is 0, got 0: nothing is left to bound")
 
     def __call__(self, p: np.ndarray | Sequence[float]) -> float:
-        """The bound at a routing p, (n,), positive, 1 in sum up to 1e-6 (it is not rescaled).
+        """Evaluate the bound at a positive routing p, (n,), whose sum is 1 up to 1e-6; it is not rescaled.
 
         Raises:
             ArgumentError: if p is no such routing.
@@ -72,7 +72,7 @@ class Bound(ContentEquality):
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """The formula at any p > 0, (n,), whose sum need not be 1: what `gradient` differentiates.
+        """Evaluate the formula at any p > 0, (n,), whose sum need not be 1; `gradient` differentiates it.
 
         Raises:
             ArgumentError: if an entry is not positive.
@@ -81,12 +81,12 @@ class Bound(ContentEquality):
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""The free partial derivatives $\partial / \partial p_j$ of the formula, (n,): those of `unnormalised`.
+        r"""Compute the free partial derivatives $\partial / \partial p_j$ of `unnormalised`, (n,).
 
         Along routings only the differences of its entries matter.
 
         Raises:
-            ArgumentError: if p is no routing with positive shares.
+            ArgumentError: if p is not a routing with positive shares.
             DivergenceError: as the call.
 
         Cost: O(nm), one sweep forward, as the Jacobian of the means in log p is symmetric.
@@ -94,11 +94,11 @@ class Bound(ContentEquality):
         return self.value_and_gradient(p)[1]
 
     def value_and_gradient(self, p: np.ndarray | Sequence[float]) -> tuple[float, np.ndarray]:
-        """Both, for the price of one."""
+        """Compute the value and the gradient at the cost of one."""
         return self._value_and_slope(self._check_routing(p))
 
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""The gradient at $p = \operatorname{softmax}(\theta)$ in $\theta$, (n,): $p_j (g_j - \langle p, g \rangle)$.
+        r"""Compute the gradient at $p = \operatorname{softmax}(\theta)$: $p_j (g_j - \langle p, g \rangle)$, (n,).
 
         Raises:
             ArgumentError: if theta does not fit, or is so extreme that a share is 0.
@@ -111,13 +111,13 @@ class Bound(ContentEquality):
         return slope
 
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
-        r"""The bound with 1, 2, 3, ... tasks in place of m, and a lower bound on it for that many tasks *and more*.
+        r"""Yield the bound for m = 1, 2, 3, ..., and a lower bound for that many tasks *and more*.
 
         Without end, O(n) a step. The lower bound is certain: means and throughput grow with the tasks, and the
         throughput stays below $1 / \max_i \rho_i$.
 
         Raises:
-            ArgumentError: if `routing` is no routing with positive shares.
+            ArgumentError: if `routing` is not a routing with positive shares.
         """
         p = self._check_routing(routing)
         loads = p / np.asarray(self.rates)
@@ -130,7 +130,7 @@ class Bound(ContentEquality):
 
     @property
     def clients(self) -> int:
-        """n."""
+        """The number of clients n."""
         return len(self.rates)
 
     def _check_routing(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
@@ -193,7 +193,7 @@ class Bound(ContentEquality):
 
 @dataclass(frozen=True, eq=False)
 class UpdateBound(Bound):
-    r"""G: an eighth of the mean of $\| \nabla f \|^2$ over the updates is at most this, of a routing p.
+    r"""The bound G on an eighth of the mean of $\| \nabla f \|^2$ over the updates, as a function of the routing.
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
@@ -231,7 +231,7 @@ class UpdateBound(Bound):
 
 @dataclass(frozen=True, eq=False)
 class TimeBound(Bound):
-    r"""H: an eighth of the mean over the updates of $\| \nabla f \|^2$ times the round's duration is at most this.
+    r"""The bound H on an eighth of the mean of $\| \nabla f \|^2$ times the duration of an update.
 
     $$H(p) = \frac{1}{\lambda} (\frac{A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
@@ -261,7 +261,7 @@ class TimeBound(Bound):
 
 
 def softmax(theta: np.ndarray) -> np.ndarray:
-    """Shares in the ratios of exp(theta)."""
+    """Compute shares in the ratios of exp(theta)."""
     shares: np.ndarray = np.exp(theta - theta.max())
     shares /= shares.sum()
     return shares

@@ -25,7 +25,7 @@ __all__ = ["covariance", "variance"]
 
 
 def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""$C_{ij} = \operatorname{Cov}[x_i, x_j]$ for $x \sim \pi_{n,m}$, (n, n); symmetric, its rows sum to 0.
+    r"""Compute $C_{ij} = \operatorname{Cov}[x_i, x_j]$ for $x \sim \pi_{n,m}$, (n, n); symmetric, its rows sum to 0.
 
     Args:
         loads: $\rho$, (n,), not negative, not all 0.
@@ -57,7 +57,7 @@ def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
 
 def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""$\operatorname{Var}[x_i]$ for $x \sim \pi_{n,m}$, (n,), O(nm) in time and O(n) in memory.
+    r"""Compute $\operatorname{Var}[x_i]$ for $x \sim \pi_{n,m}$, (n,), in O(nm) time and O(n) memory.
 
     $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$, less $L_i^2$. The busiest client can hold almost
     all tasks almost surely, and little would be left of that difference: its variance comes from its covariances.

@@ -1,4 +1,4 @@
-r"""Mean-value analysis: the recursions in the number of tasks that everything about a closed network is read from.
+r"""Mean-value analysis of a closed network: recursions in the number of tasks.
 
 A closed Jackson network of n clients has $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the states with k tasks,
 $\rho_i = p_i / \mu_i$. With $Z_k$ its normalising constant, $\lambda_k = Z_{k-1} / Z_k$ and $L_i(k)$ the mean of $x_i$,
@@ -17,7 +17,7 @@ __all__ = ["directional_mean_values", "mean_values"]
 
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    r"""$(\lambda_k, L(k))$ for k = 1, 2, ... without end; O(n) a step.
+    r"""Yield $(\lambda_k, L(k))$ for k = 1, 2, ... without end, in O(n) per step.
 
     Args:
         loads: $\rho$, (n,), not negative, not all 0.
@@ -37,7 +37,7 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    r"""$(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., C(k) the covariance of the state with k tasks; O(n) a step.
+    r"""Yield $(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., C(k) the covariance with k tasks, in O(n) per step.
 
     $C_{ij} = \partial L_i / \partial \log \rho_j$ is symmetric, so that the adjoint of the recursion applied to w *is*
     its derivative in the direction $\dot{\log \rho} = w$: one sweep forward, no tape,

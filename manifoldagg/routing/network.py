@@ -1,4 +1,4 @@
-"""A closed network of queues in its stationary state: what a routing does to delays and to the throughput."""
+"""A closed queueing network in its stationary state: the delays and the throughput of a routing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = ["ClosedNetwork"]
 
 @dataclass(frozen=True, eq=False)
 class ClosedNetwork(ContentEquality):
-    r"""n clients with FIFO queues and rates $\mu$; m tasks that a server sends on, to client i with probability $p_i$.
+    r"""A closed network of n FIFO clients with rates $\mu$; m tasks are routed to client i with probability $p_i$.
 
     Stationary states have $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, $\rho_i = p_i / \mu_i$, and there are two views:
 
@@ -62,12 +62,12 @@ class ClosedNetwork(ContentEquality):
 
     @property
     def throughput(self) -> float:
-        r"""$\lambda = Z_{n,m-1} / Z_{n,m}$: rounds (tasks completed) per unit of time, over all clients."""
+        r"""$\lambda = Z_{n,m-1} / Z_{n,m}$: updates (completed tasks) per unit of time, over all clients."""
         return float(self._throughputs[-1] / self._scale)
 
     @property
     def relative_delay(self) -> np.ndarray:
-        r"""$E[D_i] = E[X_i]$, (n,): rounds that pass while a task is at client i, a task sent elsewhere counting as 0.
+        r"""$E[D_i] = E[X_i]$, (n,): updates during a task at client i; a task sent elsewhere counts as 0.
 
         Its sum is m - 1. Of a task that is sent to client i, the mean is $E[D_i] / p_i$.
         """
@@ -75,12 +75,12 @@ class ClosedNetwork(ContentEquality):
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""$E[\xi_i]$, (n,): tasks at client i, queued or in service, at any time; its sum is m."""
+        r"""$E[\xi_i]$, (n,): the mean number of tasks at client i, queued or in service; the sum is m."""
         return self._mean_value_steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
-        r"""$P(\xi_i > 0) = \lambda \rho_i$, (n,): the part of the time that client i is busy."""
+        r"""$P(\xi_i > 0) = \lambda \rho_i$, (n,): the fraction of the time in which client i is busy."""
         return _read_only(self._throughputs[-1] * self._loads)
 
     @cached_property
@@ -93,11 +93,11 @@ class ClosedNetwork(ContentEquality):
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance` without the rest of it, O(nm)."""
+        r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance`, computed alone in O(nm)."""
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""$P(\xi_i = k)$ for k = 0, ..., m, as (m + 1,): the queue of one client at any time.
+        r"""Return $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,): the distribution of one client's queue length.
 
         $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$, and given that, the queue is longer than k unless the
         client is idle in a network of m - k tasks: $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$ with
@@ -133,13 +133,13 @@ class ClosedNetwork(ContentEquality):
     def simulate(
         self, num_updates: int, generator: np.random.Generator, start: Literal["cold", "stationary"] = "cold"
     ) -> Simulation:
-        """A run of the network, event by event: what the exact values are checked against.
+        """Simulate the network event by event, to check the exact values.
 
         Args:
             num_updates: completions to run for.
             generator: draws everything.
             start: "cold" sends all m tasks at time 0, each by the routing; "stationary" draws the m - 1 tasks that
-                the first one sent meets from their exact law, so that all means per round are unbiased.
+                the first one sent meets from their exact law, so that all means per update are unbiased.
 
         Raises:
             ArgumentError: naming the argument that does not fit.

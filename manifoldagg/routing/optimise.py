@@ -1,4 +1,4 @@
-"""Where the tasks should go, and how many there should be: minimisers of the bounds, with a certificate."""
+"""Optimisation of the routing and of the concurrency: minimisers of the bounds, with a certificate."""
 
 import math
 import operator
@@ -28,7 +28,7 @@ Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    r"""A routing that a minimiser of a bound ended at.
+    r"""The result of a minimisation of a bound over routings.
 
     Args:
         p: the shares, (n,), positive, 1 in sum.
@@ -48,7 +48,7 @@ class Routing:
 
 
 def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
-    """Each client the same share.
+    """Return equal shares.
 
     Args:
         clients: how many, or anything with one entry for each.
@@ -65,7 +65,7 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
 
 
 def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
-    r"""Shares in proportion to the rates, $p_i = \mu_i / \sum_j \mu_j$: all queues alike, the largest throughput.
+    r"""Return shares proportional to the rates, $p_i = \mu_i / \sum_j \mu_j$, which maximise the throughput.
 
     Example:
         >>> balanced([1.0, 3.0]).tolist()
@@ -84,7 +84,7 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    r"""The lowest of the local minima of $\min_{p \in \Delta} bound(p)$ that are found from several starts.
+    r"""Minimise $\min_{p \in \Delta} bound(p)$ from several starts, and return the lowest local minimum found.
 
     The bounds are not convex: other minima may be lower. Identical clients may end with different shares, as a single
     client with most of the tasks can be better than several with some.
@@ -103,7 +103,7 @@ def optimise_routing(
         The best one, with its certificate and where it came from.
 
     Raises:
-        ArgumentError: if a start is no name and no routing with positive shares.
+        ArgumentError: if a start is not a name and no routing with positive shares.
         DivergenceError: if the bound over- or underflows at every start; one where it does is left out.
 
     Source: Queue §3.1, §4.1, which descends by Adam from the uniform routing only.
@@ -137,7 +137,7 @@ def optimise_routing(
         if objective(theta)[0] < MAX_EXPONENT
     }
     if not ends:
-        raise DivergenceError(f"the bound is no positive finite number at any of the starts {', '.join(named)}")
+        raise DivergenceError(f"the bound is not a positive finite number at any of the starts {', '.join(named)}")
     start = min(ends, key=lambda name: objective(ends[name])[0])
     p = softmax(ends[start])
     p.flags.writeable = False
@@ -148,7 +148,7 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """m*: the number of tasks for which the bound is lowest at a routing, over *all* numbers of tasks.
+    """Compute m*, the concurrency with the lowest bound at a routing, over *all* numbers of tasks.
 
     The bound is computed for 1, 2, 3, ... tasks, until a lower bound for all further ones shows that none is better,
     by more than rounding. A single client is best with 1.

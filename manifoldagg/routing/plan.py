@@ -1,4 +1,4 @@
-"""Routings side by side, client by client and group by group: what `manifoldagg route` reads, prints and writes."""
+"""Routing plans: comparison of routings by client and by group, for `manifoldagg route`."""
 
 import csv
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "
 
 @dataclass(frozen=True)
 class Clients:
-    """Names, rates and groups of clients, one of each for each client; groups in the order of first appearance."""
+    """Names, rates and groups of clients; groups are in the order of first appearance."""
 
     names: tuple[str, ...]
     rates: np.ndarray
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """The clients of each group, by number."""
+        """Return the indices of the clients in each group."""
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """The best routing found, beside the uniform and the balanced one."""
+    """The best routing found, with the uniform and the balanced one for comparison."""
 
     clients: Clients
     bound: Bound
@@ -58,7 +58,7 @@ class Plan:
     values: dict[str, float]
 
     def groups(self, routing: str = "optimised") -> list[Group]:
-        """The rows of the table for one of the routings."""
+        """Return the table rows of one routing."""
         network = self.networks[routing]
         return [
             Group(
@@ -73,7 +73,7 @@ class Plan:
         ]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw shares, mean queues and relative delays of the clients in the order of their rates.
+        """Plot the shares, mean queues and relative delays of the clients, sorted by rate.
 
         Args:
             axes: three of matplotlib; those of a new figure where not given.
@@ -105,7 +105,7 @@ class Plan:
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
-    """Optimise, and compute the same of all three routings.
+    """Optimise the routing, and compute the metrics of all three routings.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -123,7 +123,7 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
 def group_clients(
     names: tuple[str, ...], rates: np.ndarray | list[float], groups: tuple[str, ...] | None = None
 ) -> Clients:
-    """Clients in the groups given, or by rate: one group for each while there are few, or of equal number.
+    """Group clients by the given groups, or by rate: one group for each rate, or groups of equal size.
 
     Example:
         >>> group_clients(("a", "b", "c"), [2.0, 1.0, 2.0]).groups
@@ -142,7 +142,7 @@ def group_clients(
 
 
 def read_rates(path: Path) -> Clients:
-    """Clients from a CSV file with a column `rate`, and `client` (a name) and `group` where there are such.
+    """Read clients from a CSV file with a column `rate`, and optional columns `client` (a name) and `group`.
 
     Raises:
         ArgumentError: naming the file, and the line that does not fit.
@@ -178,7 +178,7 @@ def read_rates(path: Path) -> Clients:
 
 
 def check_output_path(out: Path) -> None:
-    """A path that the files can be written to; said before anything is computed.
+    """Check that the files can be written to a path, before any computation.
 
     Raises:
         ArgumentError: naming what is wrong with it.
@@ -191,7 +191,7 @@ def check_output_path(out: Path) -> None:
 
 
 def write_files(plan: Plan, out: Path) -> list[Path]:
-    """Write the CSV file and the picture beside it, each whole or not at all.
+    """Write the CSV file and the plot next to it, each atomically.
 
     Returns:
         The two files.
@@ -212,7 +212,7 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """One line for each client; numbers as they read back to the same bits."""
+    """Write one line for each client, with exact numbers."""
     network = plan.networks["optimised"]
     columns = (
         plan.clients.names,

@@ -1,4 +1,4 @@
-"""Monte-Carlo: the closed network run event by event, with the delay of every task measured."""
+"""Monte Carlo simulation of the closed network, with a measured delay for every task."""
 
 import heapq
 from collections import deque
@@ -14,15 +14,15 @@ BLOCK_SIZE = 4096
 
 @dataclass(frozen=True)
 class Simulation:
-    r"""Means over a run of the network: estimates of what `ClosedNetwork` knows exactly.
+    r"""Means over a simulation of the network, which estimate the exact values of `ClosedNetwork`.
 
     Args:
         num_updates: completions that were simulated.
         time: how long they took.
-        throughput: rounds / time, of $\lambda$.
+        throughput: updates / time, of $\lambda$.
         mean_tasks: mean over the time of the tasks at each client, of $E[\xi_i]$, (n,).
-        others: mean over the rounds of the tasks at each client when one was sent, of $E[X_i]$, (n,).
-        relative_delay: sum of the delays in rounds of the tasks that came back from each client, over the rounds, of
+        others: mean over the updates of the tasks at each client when one was sent, of $E[X_i]$, (n,).
+        relative_delay: sum of the delays in updates of each client's completed tasks, divided by the updates, of
             $E[D_i]$, (n,); tasks of the start and those that did not come back are left out.
         completions: tasks that each client completed, (n,).
     """
@@ -44,12 +44,12 @@ def simulate(
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
-    r"""Run `num_updates` completions; of arguments that were checked.
+    r"""Simulate `num_updates` completions from checked arguments.
 
     Args:
         utilisation: (n,), of the clients with m - 1 tasks, for a stationary start; `None` is the cold one.
 
-    Source: Queue G.2; rounds, delays and states as in Queue (1)–(3). Cost: O(log n) a round.
+    Source: Queue G.2; updates, delays and states as in Queue (1)–(3). Cost: O(log n) for each update.
     """
     n = len(routing)
     times = _exponentials(generator)
@@ -63,7 +63,7 @@ def simulate(
     queues = [deque([-1] * count) for count in state.tolist()]
     finish = [(next(times) * service[i], i) for i in range(n) if queues[i]]
     heapq.heapify(finish)
-    # Tasks times duration of each queue up to its last change: in time, and in rounds without the task that is sent.
+    # Tasks times duration of each queue up to its last change: in time, and in updates without the task that is sent.
     area = [0.0] * n
     since = [0.0] * n
     seen = [0] * n
@@ -107,7 +107,7 @@ def simulate(
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""One state from $\pi_{n,k}$ exactly, (n,) integers, k = `concurrency`.
+    r"""Draw one state from $\pi_{n,k}$ exactly, (n,) integers, k = `concurrency`.
 
     Queues of an open network, geometric with ratios $U_i = \lambda_k \rho_i$, for all clients but the busiest; what is
     left of the k tasks is the busiest one's, accepted with probability $U_{\max}^{left}$, or never if negative.

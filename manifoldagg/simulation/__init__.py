@@ -1,4 +1,4 @@
-"""When things happen: a virtual clock, delays, schedulers, traces, and runs of several methods beside one another."""
+"""Discrete-event simulation of federated learning: a virtual clock, delays, schedulers, traces and runs."""
 
 from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
 from manifoldagg.simulation.clock import VirtualClock

@@ -1,4 +1,4 @@
-"""Availability: clients that join, leave, fail and come back, declared as events in virtual time."""
+"""Client availability: clients that join, leave, fail and return, declared as events in virtual time."""
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ COLUMNS = ["time", "client", "kind"]
 
 @dataclass(frozen=True)
 class AvailabilityChange(Generic[C]):
-    """A client comes or goes.
+    """A change of a client's availability: the client joins or leaves.
 
     Attributes:
         time: when, in virtual seconds.
@@ -51,7 +51,7 @@ class AvailabilityChange(Generic[C]):
 
 
 class AvailabilityTrace(Resumable, Generic[C]):
-    """A scheduler whose clients come and go.
+    """A scheduler with changes of client availability.
 
     `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
     and changes at one time come in the order of their declaration. Whoever drives it dispatches a client that joins or
@@ -114,15 +114,15 @@ class AvailabilityTrace(Resumable, Generic[C]):
 
     @property
     def available(self) -> frozenset[C]:
-        """The clients that take tasks now."""
+        """The clients that accept tasks now."""
         return frozenset(self._available)
 
     def is_idle(self, client: C) -> bool:
-        """Whether a client is here and has nothing to do."""
+        """Return whether a client is available and has no task in flight."""
         return client in self._available and not self._scheduler.num_in_flight(client)
 
     def dispatch(self, client: C, work: float) -> None:
-        """Hand over a task of `work` units.
+        """Dispatch a task of `work` units.
 
         Raises:
             ArgumentError: if the client is not here, or the scheduler does not take it.
@@ -132,7 +132,7 @@ class AvailabilityTrace(Resumable, Generic[C]):
         self._scheduler.dispatch(client, work)
 
     def next(self) -> Completion | AvailabilityChange[C]:
-        """The next task to finish, or change to happen.
+        """Return the next completion or availability change.
 
         Raises:
             ManifoldAggError: if neither is left.
@@ -146,14 +146,14 @@ class AvailabilityTrace(Resumable, Generic[C]):
         return replace(change, lost_tasks=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
 
     def state(self) -> dict[str, Any]:
-        """All that the future depends on beside the constructor's arguments, as a tree that JSON can hold."""
+        """Return the complete dynamic state as a JSON-compatible tree."""
         return {"settings": self._settings(), "done": self._num_applied, "scheduler": self._scheduler.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`, bit for bit; this was made with the same arguments.
+        """Resume from a `state`, bit for bit; the constructor's arguments must be equal.
 
         Raises:
-            ArgumentError: if `state` is none of this; all stays as it was.
+            ArgumentError: if `state` is not a state of this object; all stays as it was.
         """
         try:
             settings = state["settings"]
@@ -184,7 +184,7 @@ class AvailabilityTrace(Resumable, Generic[C]):
 def churn(
     clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
 ) -> list[AvailabilityChange[C]]:
-    """Clients that fail and return in turns, all of them here at time 0.
+    """Return alternating failures and returns of clients, all of which are available at time 0.
 
     Args:
         clients: who.
@@ -197,7 +197,7 @@ def churn(
         Changes for `AvailabilityTrace`, by client.
 
     Raises:
-        ArgumentError: if a stay and an absence take no time on average, or `until` is no number >= 0.
+        ArgumentError: if a stay and an absence take no time on average, or `until` is not a number >= 0.
 
     Example:
         >>> from manifoldagg.simulation.delays import Deterministic
@@ -221,7 +221,7 @@ def churn(
 
 
 def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
-    """Changes from a CSV file with the columns `time`, `client` and `kind`.
+    """Read changes from a CSV file with the columns `time`, `client` and `kind`.
 
     A client whose name is how an integer is written is that integer.
 

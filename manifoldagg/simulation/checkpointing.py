@@ -1,4 +1,4 @@
-"""The keeper of a run: has written down where it stands, beside its work and when something ends it."""
+"""Checkpointing of a run: snapshots that are written at an interval, and when an exception ends the run."""
 
 import time
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from manifoldagg.simulation.snapshot import RunSnapshot
 __all__ = ["RunCheckpointer"]
 
 INTERVAL_FACTOR = 20
-"""Where seconds alone say when to write, that takes no more than one part in so many of the time."""
+"""If only seconds determine when to write, writing takes at most one part in this many of the time."""
 
 
 class RunCheckpointer:
-    """Writes down where a run stands, beside its work; and where it stood last, when something ends it.
+    """Writes snapshots of a run at an interval, and the last one when an exception ends the run.
 
     Args:
         policy: when, and where to; `None`: never.
@@ -36,7 +36,7 @@ class RunCheckpointer:
             self._writer.reset(num_updates)
 
     def maybe_write(self, take_snapshot: Callable[[], RunSnapshot]) -> None:
-        """The run is between two events."""
+        """Write a snapshot between two events if one is due."""
         if self._writer is None or self._policy is None:
             return
         self._snapshot = latest = take_snapshot()

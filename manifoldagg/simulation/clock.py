@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class VirtualClock(Resumable, Generic[T]):
-    """An event heap that never sleeps, and one generator for all that happens in its time.
+    """A heap of events in virtual time, with one random generator.
 
     Args:
         generator: for those who schedule; the clock itself draws nothing. By default one of seed 0.
 
     Raises:
-        ArgumentError: if `generator` is none.
+        ArgumentError: if `generator` is invalid.
 
     Example:
         >>> clock = VirtualClock()
@@ -46,7 +46,7 @@ class VirtualClock(Resumable, Generic[T]):
         return len(self._pending)
 
     def schedule(self, delay: float, event: T) -> None:
-        """Let `event` happen `delay` >= 0 from now.
+        """Schedule `event` at `delay` >= 0 from now.
 
         Raises:
             ArgumentError: if `delay` is negative or no number.
@@ -54,10 +54,10 @@ class VirtualClock(Resumable, Generic[T]):
         self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
 
     def schedule_at(self, time: float, event: T, *, order: int | None = None) -> int:
-        """Let `event` happen at `time` >= now.
+        """Schedule `event` at `time` >= now.
 
         Args:
-            time: exactly this number is told when the event happens.
+            time: `next` returns exactly this number.
             event: anything; a number, a string or a flat tuple of them where `state` is asked for.
             order: among events at one time; by default, how many events were scheduled before.
 
@@ -76,11 +76,11 @@ class VirtualClock(Resumable, Generic[T]):
         return count
 
     def peek(self) -> float:
-        """When the earliest event happens; infinity if none is scheduled."""
+        """Return the time of the earliest event; infinity if none is scheduled."""
         return self._events[0][0] if self._events else inf
 
     def next(self) -> tuple[float, T]:
-        """Advance to the earliest event: its time and itself.
+        """Advance to the earliest event and return its time and the event.
 
         Raises:
             ManifoldAggError: if nothing is scheduled.
@@ -94,7 +94,7 @@ class VirtualClock(Resumable, Generic[T]):
         return time, event
 
     def advance(self, time: float) -> None:
-        """Let time pass in which nothing happens.
+        """Advance the time by an interval without events.
 
         Raises:
             ArgumentError: if `time` is in the past, or after the earliest event.
@@ -102,20 +102,20 @@ class VirtualClock(Resumable, Generic[T]):
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
     def cancel(self, event_id: int) -> None:
-        """Take back one event that is still to come, by what `schedule_at` returned; no other is looked at.
+        """Cancel one scheduled event, identified by the return value of `schedule_at`.
 
         Raises:
             ArgumentError: if it has happened already, was taken back, or is none.
         """
         if check_count("event_id", event_id, at_least=0) not in self._pending:
-            raise ArgumentError(f"event_id: expected an event that is still to come, got {event_id!r}")
+            raise ArgumentError(f"event_id: expected a scheduled event, got {event_id!r}")
         self._pending.remove(event_id)
         self._pop_cancelled()
         if len(self._events) > 2 * len(self):
             self._compact()
 
     def cancel_where(self, predicate: Callable[[T], bool]) -> list[T]:
-        """Take back the events that pass `predicate`: they will not happen. Cost: one look at every event."""
+        """Cancel the scheduled events that satisfy `predicate`, in linear time."""
         self._compact()
         gone = [entry for entry in self._events if predicate(entry[3])]
         self._pending.difference_update(entry[2] for entry in gone)
@@ -123,7 +123,7 @@ class VirtualClock(Resumable, Generic[T]):
         return [entry[3] for entry in sorted(gone, key=_sort_key)]
 
     def state(self) -> dict[str, Any]:
-        """All that the future depends on, as a tree that JSON can hold; `restore` takes it back."""
+        """Return the complete dynamic state as a JSON-compatible tree; `restore` reads it."""
         self._compact()
         events = [
             [time, order, count, list(event) if isinstance(event, tuple) else event]
@@ -133,7 +133,7 @@ class VirtualClock(Resumable, Generic[T]):
         return {"now": self.now, "scheduled": self._scheduled, "events": events, "generator": generator}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`, bit for bit.
+        """Resume from a `state`, bit for bit.
 
         Raises:
             ArgumentError: if `state` is none of a clock with the same kind of generator; the clock stays as it was.
@@ -160,9 +160,11 @@ class VirtualClock(Resumable, Generic[T]):
             position = given.get("buffer_pos", given["state"].get("pos", 0))
             end = _BUFFER_SIZES.get(given["bit_generator"])
             if given != state["generator"] or (end is not None and not 0 <= position <= end):
-                raise ValueError("the generator cannot have such a state")
+                raise ValueError("the generator cannot have this state")
         except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
-            raise ArgumentError(f"state: expected the state of a clock with such a generator, got {error!r}") from None
+            raise ArgumentError(
+                f"state: expected the state of a clock with the same kind of generator, got {error!r}"
+            ) from None
         self.generator.bit_generator.state = twin.state
         self.now = now
         self._scheduled = scheduled
@@ -182,7 +184,7 @@ class VirtualClock(Resumable, Generic[T]):
 
 
 def check_generator(generator: np.random.Generator) -> np.random.Generator:
-    """`generator`, which must be NumPy's.
+    """Return `generator`, which must be a NumPy generator.
 
     Raises:
         ArgumentError: if it is something else.

@@ -1,4 +1,4 @@
-"""The log of a run: a row for each evaluation, with all that was spent by then; equal terms are ways to read it."""
+"""The evaluation log of a run: a row for each evaluation, with the cost up to it, and budgets and targets on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["AXES", "Cost", "Evaluation", "first_reaching", "last_within_budget"]
 
 AXES = ("updates", "time", "gradients", "bytes")
-"""What a run is read along: answers, virtual seconds, gradients of minibatches, bytes sent down and up."""
+"""The cost axes of a run: updates, virtual seconds, minibatch gradients, bytes sent down and up."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run has spent so far.
+    """The cost of a run so far.
 
     Attributes:
-        updates: answers, one client's each, accepted or not.
+        updates: the number of updates, accepted or not.
         time: of the last of them, in virtual seconds.
-        gradients: of minibatches, which the answered tasks computed: calls of the criterion whose value can be
+        gradients: of minibatches, which the completed tasks computed: calls of the criterion whose value can be
             differentiated, whatever the trainer. A step with `SAM` or `ASAM` has two; one that looks at k places of a
             curve has k. Of a task that diverged those count that it came to, of one that was lost none.
-        bytes_down: of the tensors of all messages, also of those to clients that went, or have not answered yet.
+        bytes_down: of the tensors of all messages, including those of tasks that were lost or are in flight.
         bytes_up: of the tensors of all payloads. What a client keeps for itself does not travel.
-        rejected: answers that the server refused, or whose training diverged.
+        rejected: updates that the server rejected, or whose training diverged.
     """
 
     updates: int = 0
@@ -36,11 +36,11 @@ class Cost:
 
     @property
     def bytes(self) -> int:
-        """Down and up."""
+        """The bytes sent to and received from clients."""
         return self.bytes_down + self.bytes_up
 
     def value_on(self, axis: str) -> float:
-        """Where this is on an axis: `"updates"`, `"time"`, `"gradients"` or `"bytes"`.
+        """Return the cost on an axis: `"updates"`, `"time"`, `"gradients"` or `"bytes"`.
 
         Raises:
             ArgumentError: if it is another.
@@ -51,14 +51,14 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Cost):
-    """What the server's model was worth, and what had been spent by then.
+    """The metrics of the server's model, and the cost up to the evaluation.
 
     Attributes:
         accuracy: on the held-out samples of all clients together.
         loss: the mean cross-entropy on them; `None` where it is not finite.
         gini: of the clients' accuracies, each on its own held-out samples.
         theil: likewise.
-        staleness: of the answers since the evaluation before, the mean in versions; 0 where there are none.
+        staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 where there are none.
         staleness_max: of them the largest.
 
     Example:
@@ -76,7 +76,7 @@ class Evaluation(Cost):
 
 
 def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
-    """The last row that had spent no more than `budget`; nothing is interpolated.
+    """Return the last row whose cost is at most `budget`, without interpolation.
 
     Args:
         evaluations: of one run, in order.
@@ -93,12 +93,12 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
     """
     found = [row for row in evaluations if row.value_on(axis) <= budget]
     if not found:
-        raise ArgumentError(f"budget: expected a row that had spent {budget:g} of {axis} at most, there is none")
+        raise ArgumentError(f"budget: expected a row that had spent {budget:g} of {axis} at most, there is no such row")
     return found[-1]
 
 
 def first_reaching(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
-    """The first row with an accuracy of at least `target`; `None` if there is none.
+    """Return the first row with an accuracy of at least `target`, or `None`.
 
     Example:
         >>> rows = [Evaluation(updates=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Tasks: a data set, the model that learns it, and batches of it."""
+"""Data sets: samples with labels, the model that learns them, and minibatches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ __all__ = ["Batches", "LabelledDataset", "check_dataset"]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model of a task takes and gives.
+    """The input and output shapes of a model for a data set.
 
     Attributes:
         shape: of one input: (features,), (channels, height, width), or (length,) of a sequence of tokens.
@@ -35,7 +35,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class LabelledDataset:
-    """A classification task: one label for each sample, or one for each token of its sequence.
+    """A classification data set: one label for each sample, or one for each token of its sequence.
 
     Attributes:
         name: of the data set.
@@ -78,7 +78,7 @@ class LabelledDataset:
 
     @property
     def signature(self) -> Signature:
-        """What a model of it takes and gives, as far as the samples show it."""
+        """The input and output shapes of a model, inferred from the samples."""
         tokens = 0 if self.inputs.is_floating_point() else int(self.inputs.max()) + 1
         return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
 
@@ -87,23 +87,22 @@ class LabelledDataset:
 
     @property
     def checksum(self) -> int:
-        """Of the samples, their labels and what else is known of them: other data have another one, nearly always."""
+        """A checksum of the samples, their labels and the other fields."""
         told = [part for part in (self.user_ids, self.test_mask) if part is not None]
         return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
 
 
 def check_dataset(dataset: object) -> LabelledDataset:
-    """A task, and not its name.
+    """Return `dataset`, which must be a data set and not its name.
 
     Raises:
-        ArgumentError: if it is none.
+        ArgumentError: if it is invalid.
 
     Example:
-        >>> check_dataset("digits")
+        >>> check_dataset("mnist")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'digits'; write
-            load_dataset('digits')
+        manifoldagg.errors.ArgumentError: dataset: expected a LabelledDataset, got 'mnist'; write load_dataset('mnist')
     """
     return check_instance(
         "dataset", dataset, LabelledDataset, f"load_dataset({dataset!r})" if isinstance(dataset, str) else ""
@@ -127,14 +126,14 @@ class Batches:
     generator: np.random.Generator
 
     @property
-    def num_samples(self) -> int:
-        """How many samples one pass has."""
+    def samples(self) -> int:
+        """The number of samples in one pass."""
         return len(self.labels)
 
     def __len__(self) -> int:
-        return -(-self.num_samples // self.size)
+        return -(-self.samples // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.from_numpy(self.generator.permutation(self.num_samples))
+        order = torch.from_numpy(self.generator.permutation(self.samples))
         for index in order.split(self.size):
             yield self.inputs[index], self.labels[index]

@@ -1,4 +1,4 @@
-r"""Delays: how long a unit of work takes, as distributions that are drawn by inverting one uniform number.
+r"""Delay distributions: the duration of a unit of work, drawn by inverse-transform sampling.
 
 $F^{-1}(U)$ has the distribution function F when U is uniform on [0, 1). Every draw takes exactly one number from the
 generator, so that runs under one seed stay aligned whatever their distributions, and a draw that is slow under one is
@@ -40,7 +40,7 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 
 
 class Delay(ABC):
-    """A distribution of seconds for one unit of work; `work` units take `work` times as long."""
+    """A distribution of the seconds for one unit of work; `work` units take `work` times as long."""
 
     def __deepcopy__(self, memo: object) -> "Delay":
         return self  # a value, of which a scheduler has many
@@ -52,11 +52,11 @@ class Delay(ABC):
     def _invert(self, probability: float) -> float: ...
 
     def expected(self, work: float = 1.0) -> float:
-        """Seconds that `work` units take on average."""
+        """Return the mean seconds of `work` units."""
         return work * self._mean()
 
     def quantile(self, probability: float) -> float:
-        """The seconds for one unit of work that a fraction `probability` of all draws stays below.
+        """Return the quantile of the seconds for one unit of work at `probability`.
 
         Args:
             probability: in [0, 1); 0 is the least delay there is.
@@ -69,13 +69,13 @@ class Delay(ABC):
         return self._invert(float(probability))
 
     def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
-        """Seconds that `work` units take this time; one uniform number of the generator."""
+        """Draw the seconds of `work` units from one uniform number of the generator."""
         return work * self._invert(generator.random())
 
 
 @dataclass(frozen=True)
 class Deterministic(Delay):
-    """Always the same; a draw takes its number from the generator nevertheless.
+    """A constant delay; a draw consumes one number of the generator nevertheless.
 
     Args:
         seconds: not negative.
@@ -102,7 +102,7 @@ class Deterministic(Delay):
 
 @dataclass(frozen=True)
 class Gaussian(Delay):
-    r"""A normal distribution on the condition that it is not negative.
+    r"""A normal distribution, truncated at 0.
 
     With c the ratio of `location` and `scale`, $\Phi$ the normal distribution function and $\varphi$ its density,
 
@@ -139,10 +139,10 @@ class Gaussian(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
-        """With the mean and the standard deviation of measured delays, as before truncation.
+        """Fit the mean and the standard deviation before truncation to measured delays.
 
         Raises:
-            ArgumentError: if `delays` are no measurements.
+            ArgumentError: if `delays` are not measurements.
         """
         x = check_vector("delays", delays, at_least=0)
         return Gaussian(float(x.mean()), float(x.std()))
@@ -197,10 +197,10 @@ class LogNormal(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
-        """With the mean and the standard deviation of measured delays.
+        """Fit the mean and the standard deviation to measured delays.
 
         Raises:
-            ArgumentError: if `delays` are no measurements.
+            ArgumentError: if `delays` are not measurements.
         """
         x = check_vector("delays", delays, at_least=0)
         return LogNormal(float(x.mean()), float(x.std()))
@@ -226,7 +226,7 @@ class _MeanParametrised(Delay):
         """With the mean of measured delays.
 
         Raises:
-            ArgumentError: if `delays` are no measurements.
+            ArgumentError: if `delays` are not measurements.
         """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 
@@ -258,7 +258,7 @@ class HalfNormal(_MeanParametrised):
 
 @dataclass(frozen=True)
 class Uniform(Delay):
-    """Every delay from `low` to `high` is as likely.
+    """A uniform distribution from `low` to `high`.
 
     Args:
         low: not negative.
@@ -281,10 +281,10 @@ class Uniform(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Uniform":
-        """Between the 5th and the 95th percentile of measured delays.
+        """Fit the 5th and the 95th percentile to measured delays.
 
         Raises:
-            ArgumentError: if `delays` are no measurements.
+            ArgumentError: if `delays` are not measurements.
 
         Source: OrthoFL D.4.
         """
@@ -300,7 +300,7 @@ class Uniform(Delay):
 
 @dataclass(frozen=True)
 class Exponential(_MeanParametrised):
-    r"""Without memory: $F^{-1}(u) = -a \log(1 - u)$, of mean a, which is one over the rate.
+    r"""The exponential distribution: $F^{-1}(u) = -a \log(1 - u)$, of mean a, the inverse of the rate.
 
     Args:
         mean: a, positive.
@@ -318,7 +318,7 @@ class Exponential(_MeanParametrised):
 
 
 def set_fields(value: object, **fields: object) -> None:
-    """Set fields of a frozen dataclass while it is being made."""
+    """Set fields of a frozen dataclass during its construction."""
     for name, content in fields.items():
         object.__setattr__(value, name, content)
 

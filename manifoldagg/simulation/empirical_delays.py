@@ -1,4 +1,4 @@
-"""Measured delays: one profile of computation and communication for each device, from a CSV file, given to clients."""
+"""Empirical delays: measured computation and communication times of devices, read from a CSV file."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -22,13 +22,13 @@ COLUMNS = ("client", "computation_s", "round_s")
 
 @dataclass(frozen=True)
 class Empirical(Delay):
-    r"""Measured rounds, each as likely: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds in round i.
+    r"""Measured tasks, equally likely: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds in task i.
 
-    What is computed grows with the work; what is sent does not. Both parts of a draw are of one round.
+    Computation time is proportional to the work; communication time is not. Both parts of a draw are of one task.
 
     Args:
         computation: $t_i$, seconds for a unit of work, (n,).
-        communication: $c_i$, seconds for a round however much is computed in it, (n,); none by default.
+        communication: $c_i$, seconds for a task, independent of its work, (n,); none by default.
 
     Raises:
         ArgumentError: naming the number that does not fit.
@@ -47,13 +47,13 @@ class Empirical(Delay):
         none = isinstance(self.communication, tuple | list) and not self.communication
         sent = np.zeros_like(computation) if none else check_vector("communication", self.communication, at_least=0)
         if len(sent) != len(computation):
-            raise ArgumentError(f"communication: expected {len(computation)} rounds as in computation, got {len(sent)}")
+            raise ArgumentError(f"communication: expected {len(computation)} tasks as in computation, got {len(sent)}")
         order = np.argsort(computation + sent, kind="stable")
         set_fields(self, computation=tuple(computation[order].tolist()), communication=tuple(sent[order].tolist()))
 
     @property
     def delays(self) -> tuple[float, ...]:
-        """Of the rounds with one unit of work, ascending, (n,): what other distributions can be made `of`."""
+        """The sorted delays of measured tasks with one unit of work, (n,), to which distributions are fitted."""
         return tuple(t + c for t, c in zip(self.computation, self.communication, strict=True))
 
     def expected(self, work: float = 1.0) -> float:
@@ -71,14 +71,14 @@ class Empirical(Delay):
 
     @staticmethod
     def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
-        """The profiles of measured devices, by the column `client`.
+        """Read the profiles of measured devices, by the column `client`.
 
-        Other columns are `computation_s` and `round_s`, the seconds of computation alone and of the whole round; more
+        Other columns are `computation_s` and `round_s`, the seconds of computation alone and of the whole task; more
         are left unread.
 
         Args:
             path: a CSV file with a header.
-            work: how many units one measured round computed; computation is divided by it.
+            work: the number of units of one measured task; computation is divided by it.
             size_ratio: bytes of the model to be simulated over bytes of the measured one; communication is multiplied
                 by it.
 
@@ -108,14 +108,16 @@ class Empirical(Delay):
                         raise ArgumentError(f"path: {path}, line {rows.line_num}: expected {len(columns)} fields")
                     client, computation, whole = (row[name] for name in COLUMNS)
                     if not client:
-                        raise ArgumentError(f"path: {path}, line {rows.line_num}: client: expected a name, got none")
+                        raise ArgumentError(
+                            f"path: {path}, line {rows.line_num}: client: expected a name, got an empty string"
+                        )
                     rounds.setdefault(client, []).append(
                         _parse_round(f"path: {path}, line {rows.line_num}", computation, whole)
                     )
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ArgumentError(f"path: {path} cannot be read: {error}") from None
         if not rounds:
-            raise ArgumentError(f"path: {path} has no rounds")
+            raise ArgumentError(f"path: {path} has no tasks")
         return {
             client: Empirical(tuple(t / work for t, _ in parts), tuple(c * size_ratio for _, c in parts))
             for client, parts in rounds.items()
@@ -123,7 +125,7 @@ class Empirical(Delay):
 
 
 def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
-    """Give each client a profile at random, each time any of them.
+    """Assign a random profile to each client, with replacement.
 
     Args:
         profiles: as from `Empirical.from_csv`.

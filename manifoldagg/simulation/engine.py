@@ -1,4 +1,4 @@
-"""The simulator of a run: what each event does to it."""
+"""The simulator of a run, which processes one event at a time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = ["Simulator", "UpdateEvent"]
 
 @dataclass(frozen=True)
 class UpdateEvent:
-    """One answered task, for who watches a run."""
+    """The event of one processed update, for the callbacks of a run."""
 
     update_index: int
     client: int
@@ -32,21 +32,21 @@ class UpdateEvent:
 
 @dataclass
 class Simulator:
-    """A run, between two events.
+    """A simulated run that stops between two events.
 
     Attributes:
         metadata: what it follows from.
-        event_loop: who is asked and who answers.
+        event_loop: the order of dispatches and completions.
         task_cost: what a client is given, if it is asked now.
-        lookahead: what is told all that the event loop is told.
-        server: that takes the updates.
+        lookahead: receives all inputs of the event loop.
+        server: applies the updates.
         in_flight: the tickets that are out.
         task_runner: who trains.
         evaluation_log: the evaluations.
         event_log: what happened.
         cost: so far.
         started: when, in seconds of the wall clock, as if it had never been interrupted.
-        on_update: called with each answered task.
+        on_update: called with each update.
     """
 
     metadata: Mapping[str, Any]
@@ -64,11 +64,11 @@ class Simulator:
 
     @property
     def seconds(self) -> float:
-        """Of wall-clock time so far, evaluation apart."""
+        """The wall-clock seconds so far, without evaluation."""
         return time.perf_counter() - self.started - self.evaluation_log.seconds
 
     def advance(self) -> bool:
-        """The next event, and whether it was an answer."""
+        """Process the next event and return whether it was an update."""
         event = self.event_loop.next()
         self.event_log.num_events += 1
         if isinstance(event, DispatchEvent):
@@ -80,14 +80,14 @@ class Simulator:
         return isinstance(event, CompletionEvent)
 
     def evaluate(self) -> Evaluation:
-        """A row of the log: what the model is worth now, and the staleness of what came since the last one."""
+        """Append a row to the log: the metrics of the model, and the staleness since the last evaluation."""
         seen = self.evaluation_log.evaluations[-1].updates
         return self.evaluation_log.record(
             self.server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
         )
 
     def snapshot(self) -> RunSnapshot:
-        """All that it needs to go on."""
+        """Return a snapshot of the complete state."""
         return RunSnapshot(
             metadata=self.metadata,
             server=self.server.snapshot(),

@@ -22,7 +22,7 @@ EVAL_BATCH_SIZE = 1_000
 
 
 class SampleMetrics(NamedTuple):
-    """What each held-out sample is worth.
+    """The metrics of each held-out sample.
 
     Attributes:
         correct: (samples,), 1 for a right one, or which part of a sequence is right.
@@ -34,7 +34,7 @@ class SampleMetrics(NamedTuple):
 
 
 class Evaluator:
-    """Which held-out samples a model gets right."""
+    """An evaluator of models on the held-out samples."""
 
     def __init__(self, federation: FederatedDataset) -> None:
         self._held_out = [part for part in federation.held_out if len(part)]
@@ -44,7 +44,7 @@ class Evaluator:
         self._model = federation.model().eval()
 
     def evaluate(self, model: Mapping[str, Tensor]) -> SampleMetrics:
-        """Of a state dict; one pass."""
+        """Evaluate a state dict in one pass."""
         self._model.load_state_dict(model)
         right: list[Tensor] = []
         loss: list[Tensor] = []
@@ -58,7 +58,7 @@ class Evaluator:
         return SampleMetrics(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
 
     def accuracy_by_client(self, correct: np.ndarray) -> list[float]:
-        """The mean for each client that has held-out samples."""
+        """Return the mean accuracy of each client that has held-out samples."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
         return [float(part.mean()) for part in np.split(correct, edges)]
 
@@ -92,19 +92,19 @@ class EvaluationLog:
         self.seconds = time.perf_counter() - started
 
     def restore(self, evaluations: Sequence[Evaluation], client_accuracy: list[float], seconds: float) -> None:
-        """Continue from the evaluations of an interrupted run."""
+        """Resume from the evaluations of an interrupted run."""
         self.evaluations = [*evaluations]
         self._best = max((row.accuracy for row in evaluations), default=-1.0)
         self.client_accuracy = client_accuracy
         self.seconds += seconds
 
     def record(self, server: Server, cost: Cost, staleness: Sequence[int] = ()) -> Evaluation:
-        """Mark the current model; one that has not moved is not looked at again.
+        """Evaluate the current model; an unchanged model is not evaluated again.
 
         Args:
             server: whose model it is.
             cost: by now.
-            staleness: staleness of the answers since the time before.
+            staleness: the staleness of the updates since the previous evaluation.
         """
         started = time.perf_counter()
         if server.version != self._version:

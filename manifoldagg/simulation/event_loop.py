@@ -1,4 +1,4 @@
-"""The event loop of a run: who is asked when, and who answers next. It knows no model."""
+"""The event loop of a run: the order of dispatches and completions, independent of any model."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -14,20 +14,20 @@ __all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "Sim
 
 
 class DispatchEvent(NamedTuple):
-    """A client is to be given a task."""
+    """A request to dispatch a task to a client."""
 
     client: int
 
 
 class CompletionEvent(NamedTuple):
-    """A client has finished a task; `completion` counts from when the client was asked."""
+    """The completion of a task; `completion` counts from the dispatch event."""
 
     task_id: TaskId
     completion: Completion
 
 
 class DropoutEvent(NamedTuple):
-    """Nobody will answer these tasks: their client is gone."""
+    """The loss of tasks whose client became unavailable."""
 
     task_ids: tuple[TaskId, ...]
 
@@ -43,7 +43,7 @@ class _DispatchedTask(NamedTuple):
 
 
 class EventLoop:
-    """Who is asked when, and who answers next.
+    """The order of dispatches and completions of a run.
 
     A client's tasks run in order: what it is asked while it is busy waits, here where the scheduler does not queue.
     Every `DispatchEvent` is followed by `submit`, every `CompletionEvent` by `acknowledge`, before the next event.
@@ -57,7 +57,7 @@ class EventLoop:
     Attributes:
         available: the clients that take tasks now.
         pending_event: the event that waits for `submit` or `acknowledge`.
-        num_completed: how many answers there were.
+        num_completed: the number of completions.
 
     Raises:
         ArgumentError: if the scheduler was used before, or a change cannot happen or is of none of the clients.
@@ -116,10 +116,10 @@ class EventLoop:
         return self._scheduler.now
 
     def next(self) -> SimulationEvent:
-        """What happens next.
+        """Return the next event.
 
         Raises:
-            ArgumentError: if nobody has a task any more, or the last event waits for its `submit` or `acknowledge`.
+            ArgumentError: if no client has a task any more, or the last event waits for its `submit` or `acknowledge`.
         """
         if self.pending_event is not None:
             raise ArgumentError(f"event_loop: expected `submit` or `acknowledge` first, for {self.pending_event}")
@@ -128,7 +128,7 @@ class EventLoop:
                 event = self._availability.next()
             except ManifoldAggError:
                 raise ArgumentError(
-                    f"scheduler, availability: no client has a task after {self.num_completed} answers"
+                    f"scheduler, availability: no client has a task after {self.num_completed} updates"
                 ) from None
             if isinstance(event, Completion):
                 self.pending_event = self._complete(event)
@@ -140,7 +140,7 @@ class EventLoop:
         return self.pending_event
 
     def submit(self, client: int, work: float) -> TaskId:
-        """Give the client that is to be asked a task of `work` units.
+        """Dispatch a task of `work` units to the client of the last `DispatchEvent`.
 
         Raises:
             ArgumentError: if another one is to be asked, or the scheduler does not take the task.
@@ -161,10 +161,10 @@ class EventLoop:
         return key
 
     def acknowledge(self, accepted: bool) -> None:
-        """Tell whether the server took the update of the last answer.
+        """Report whether the server applied the last update.
 
         Raises:
-            ArgumentError: if the last event was no answer.
+            ArgumentError: if the last event was not a completion.
         """
         if not isinstance(self.pending_event, CompletionEvent):
             raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")

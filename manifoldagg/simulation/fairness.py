@@ -1,4 +1,4 @@
-"""Fairness: how unequally a quantity is spread over clients."""
+"""Fairness metrics: the inequality of a quantity over clients."""
 
 from collections.abc import Sequence
 

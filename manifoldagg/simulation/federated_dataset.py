@@ -1,4 +1,4 @@
-"""A federation: who holds which samples, and all that is random in what they do with them."""
+"""Federated data sets: the split of a data set over clients, with seeded batches and generators."""
 
 import inspect
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SPLIT_STREAM, BATCH_STREAM = 0, 2
 
 
 class TaskId(NamedTuple):
-    """What a task is known by.
+    """The identifier of a task.
 
     Attributes:
         client: whose it is.
@@ -40,7 +40,7 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """Who holds which samples, for training and held out.
+    """The split of a data set over clients, with training and held-out samples.
 
     Attributes:
         dataset: what is learned.
@@ -70,7 +70,7 @@ class FederatedDataset:
         validation: float = 0.0,
         batch: int = 16,
     ) -> "FederatedDataset":
-        """Split a task over clients, and hold out a part of every client's samples.
+        """Split a data set over clients, and hold out a part of every client's samples.
 
         Samples of a test split that came with the data are split with the others, and are what is held out of a
         client's part.
@@ -83,7 +83,7 @@ class FederatedDataset:
                 them and has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of
                 a sequence is its last.
             seed: everything random follows from it.
-            holdout: which part is held out; the test split of the task by default, or a fifth where it has none.
+            holdout: which part is held out; the test split of the data set by default, or a fifth where it has none.
             validation: which part of what is left to train on is held out in place of it: to choose settings by, while
                 nobody sees the test samples.
             batch: samples a minibatch.
@@ -156,28 +156,27 @@ class FederatedDataset:
 
     @property
     def checksum(self) -> int:
-        """Of who holds which samples."""
+        """A checksum of the split."""
         parts = (*self.train, *self.held_out)
         return checksum(np.array([len(part) for part in parts]), *parts)
 
     @property
     def trainable_clients(self) -> list[int]:
-        """The clients that have something to train on; the others never take part."""
+        """The clients that have training samples; the others never take part."""
         return [client for client, part in enumerate(self.train) if len(part)]
 
     def num_batches(self, client: int) -> int:
-        """How many minibatches one pass over a client's samples has."""
+        """Return the number of minibatches in one pass over a client's samples."""
         return -(-len(self.train[client]) // self.batch)
 
     def batches(self, client: int, task_index: int) -> Batches:
-        """A client's minibatches for its n-th task, from 0; their order depends on seed, client and `task_index`
-        alone."""
+        """Return a client's minibatches for task `task_index`, ordered by seed, client and `task_index` alone."""
         part = torch.from_numpy(self.train[client])
         generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
         return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator)
 
     def generator(self, client: int, task_index: int) -> torch.Generator:
-        """What a client's trainer draws from in its n-th task; it depends on seed, client and `task_index` alone."""
+        """Return the generator of a client's trainer, seeded by seed, client and `task_index` alone."""
         return task_generator(self.seed, client, task_index)
 
     def model(self) -> nn.Module:
@@ -186,10 +185,10 @@ class FederatedDataset:
 
 
 def check_federation(name: str, federation: object) -> FederatedDataset:
-    """A federation, and not the task that is split over one.
+    """Return `federation`, which must be a federated data set and not a plain data set.
 
     Raises:
-        ArgumentError: if it is none.
+        ArgumentError: if it is invalid.
     """
     return check_instance(
         name, federation, FederatedDataset, 'FederatedDataset.split(dataset, clients, partition="iid", seed=0)'
@@ -212,7 +211,7 @@ def _resolve_partition(partition: Partition | str) -> Partition:
 def _apply_partition(
     partition: Partition, dataset: LabelledDataset, clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """What a partition makes of a task."""
+    """Apply a partition to a data set."""
     labels = dataset.labels if dataset.labels.ndim == 1 else dataset.labels[:, -1]
     owners = None if dataset.user_ids is None else dataset.user_ids.numpy()
     bound = isinstance(partition, partial) and partition.keywords.get("user_ids") is not None

@@ -13,14 +13,14 @@ __all__ = ["InFlightTasks", "bitwise_equal"]
 
 
 class InFlightTasks:
-    """Where tickets are issued: those of one version share the tensors of their messages that are equal.
+    """The tickets in flight; messages of one version share their equal tensors.
 
     Args:
         server: that issues them.
         tickets: those of an interrupted run, to continue from.
 
     Attributes:
-        tickets: the tickets of the tasks that are under way; replaced and never written.
+        tickets: the tickets of the tasks in flight; replaced and never written.
         last_message: the message of the last one.
     """
 
@@ -34,7 +34,7 @@ class InFlightTasks:
             self.last_message = ticket.message
 
     def dispatch(self, client: int) -> Ticket:
-        """A ticket for a client."""
+        """Issue a ticket for a client."""
         ticket = self._server.dispatch(client)
         if ticket.version != self._version:
             self._version = ticket.version
@@ -49,11 +49,11 @@ class InFlightTasks:
         return replace(ticket, message=self.last_message)
 
     def add(self, task_id: TaskId, ticket: Ticket) -> None:
-        """A ticket is out, for a task."""
+        """Add a ticket in flight for a task."""
         self.tickets = self.tickets.set(task_id, ticket)
 
     def pop(self, task_id: TaskId) -> Ticket:
-        """The ticket of a task that is not under way any more."""
+        """Remove and return the ticket of a task."""
         ticket = self.tickets[task_id]
         self.tickets = self.tickets.remove(task_id)
         return ticket
@@ -64,7 +64,7 @@ class InFlightTasks:
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same in every bit: a negative zero is another one.
+    """Return whether two tensors are bitwise equal; positive and negative zero differ.
 
     Example:
         >>> bitwise_equal(torch.zeros(2), torch.zeros(2)), bitwise_equal(torch.zeros(2), -torch.zeros(2))

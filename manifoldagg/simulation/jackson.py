@@ -1,4 +1,4 @@
-r"""A closed Jackson network in virtual time: tasks queue at clients of exponential speed, and are routed by p."""
+r"""A closed Jackson network in virtual time: queues at clients with exponential service times and random routing."""
 
 import bisect
 from collections import deque
@@ -18,7 +18,7 @@ MIN_RATE = 2.0**-1022
 
 
 class JacksonNetwork(Scheduler[int]):
-    r"""Clients that each take up the tasks in their queue one by one, first in, first out.
+    r"""A network of clients that process their queues in FIFO order.
 
     A task of work 1 takes an exponential time of rate $\mu_i$ at client i, one of work w takes w times as long. While
     m tasks of work 1 are kept in flight by `dispatch(route())` after each `next()`, the numbers x of tasks at the
@@ -77,15 +77,15 @@ class JacksonNetwork(Scheduler[int]):
 
     @property
     def queue_lengths(self) -> tuple[int, ...]:
-        """x, (n,): tasks at each client, the one that it works on included."""
+        """x, (n,): the number of tasks at each client, including the task in service."""
         return tuple(self._client_counts.get(client, 0) for client in range(len(self._rates)))
 
     def route(self) -> int:
-        """A client, drawn by p."""
+        """Draw a client by p."""
         return bisect.bisect_right(self._edges, self._generator.random())
 
     def dispatch(self, client: int, work: float = 1.0) -> None:
-        """Put a task of `work` units at the end of a client's queue.
+        """Append a task of `work` units to a client's queue.
 
         Raises:
             ArgumentError: if there is no such client, all tasks are in flight, or `work` is negative, no number, or

@@ -1,4 +1,4 @@
-"""Lazy pickling: values that go to other processes as what makes them, and are made and kept where they are used."""
+"""Lazy pickling: values that are pickled as their factory, and built and cached in the receiving process."""
 
 import copyreg
 import pickle
@@ -20,7 +20,7 @@ __all__ = ["checksum", "reduce_by_factory"]
 def reduce_by_factory(
     value: Any, factory: Callable[[], Any] | None, checksum_of: Callable[[Any], int]
 ) -> tuple[Any, ...]:
-    """What `__reduce__` returns: the factory and a checksum, or the value itself where the factory cannot be pickled.
+    """Return the `__reduce__` value: the factory and a checksum, or the value if the factory cannot be pickled.
 
     Args:
         value: to pickle.
@@ -37,7 +37,7 @@ def reduce_by_factory(
 
 
 def checksum(*parts: Tensor | np.ndarray) -> int:
-    """Of the values of all of them.
+    """Return a checksum of all values.
 
     Example:
         >>> checksum(np.ones(2), np.zeros(1)) == checksum(np.array([1.0, 1.0, 0.0]))
@@ -56,7 +56,7 @@ def _rebuild(pickled_factory: bytes, checksum_of: Callable[[Any], int], expected
         value = factory()
     if checksum_of(value) != expected:
         raise ArgumentError(
-            f"dataset: {factory!r} made other data in another process: expected a function that makes the same "
-            "each time, and data that nobody writes"
+            f"dataset: {factory!r} made other data in another process: expected a "
+            "deterministic function, and data that is never modified"
         )
     return value

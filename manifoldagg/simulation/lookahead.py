@@ -1,4 +1,4 @@
-"""Lookahead: which of the tasks in flight a run needs next, so that they are trained in that order."""
+"""Lookahead: a prediction of the order in which a run needs its tasks in flight."""
 
 import bisect
 import copy
@@ -20,7 +20,7 @@ CLIENTS_PER_EVENT = 64
 
 
 class _Step(NamedTuple):
-    """What an event loop was told of a task: its work when it was given, or whether its update was accepted."""
+    """A recorded input of an event loop: the work of a dispatched task, or whether its update was accepted."""
 
     task_id: TaskId
     work: float | None = None
@@ -28,7 +28,7 @@ class _Step(NamedTuple):
 
 
 class Lookahead:
-    """Which of the tasks that are under way will be answered next, and next but one.
+    """A prediction of the next completions among the tasks in flight.
 
     A copy of the event loop runs ahead of it, on the assumption that every update is accepted and that a client is
     given as much work as last time. While that is so, the order is exact, whatever the scheduler, changes included.
@@ -37,7 +37,7 @@ class Lookahead:
 
     Args:
         event_loop: that is looked ahead on, at its beginning. What it is told is told here too, at once.
-        num_updates: answers of the event loop; what is answered after them is not needed.
+        num_updates: updates of the event loop; later completions are not needed.
         task_cost: what a client will be given that was given nothing so far.
     """
 
@@ -46,7 +46,7 @@ class Lookahead:
         self._num_updates = num_updates
         self._task_cost = task_cost
         self._last_work: dict[int, float] = {}
-        # Tasks that are under way; in order, those of which it is known, or guessed, when they are answered.
+        # Tasks in flight; those with known or predicted completion times are in order.
         self._in_flight: dict[TaskId, None] = {}
         self._queue: list[tuple[float, TaskId]] = []
         self._positions: dict[TaskId, float] = {}
@@ -57,7 +57,7 @@ class Lookahead:
         self._events_since_copy = 0
 
     def on_dispatch(self, task_id: TaskId, work: float) -> None:
-        """The event loop has dispatched a task."""
+        """Record a dispatch of the event loop."""
         self._last_work[task_id.client] = work
         self._observe(_Step(task_id, work=work))
         self._in_flight[task_id] = None
@@ -65,17 +65,17 @@ class Lookahead:
             self._enqueue(task_id)
 
     def on_completion(self, task_id: TaskId, accepted: bool) -> None:
-        """The event loop was told of an answer."""
+        """Record a completion of the event loop."""
         self._observe(_Step(task_id, accepted=accepted))
         self._remove(task_id)
 
     def on_dropout(self, task_ids: Sequence[TaskId]) -> None:
-        """The event loop has lost tasks."""
+        """Record the loss of tasks."""
         for key in task_ids:
             self._remove(key)
 
     def next_tasks(self, limit: int) -> list[TaskId]:
-        """At most so many tasks that are given and not answered, in the order in which they will be needed."""
+        """Return up to `limit` tasks in flight, in the order in which they will be needed."""
         if self._copy is None and self._events_since_copy >= self._cost / RECOPY_FACTOR:
             try:
                 self._copy = copy.deepcopy(self._event_loop)
@@ -134,7 +134,7 @@ class Lookahead:
         bisect.insort(self._queue, (self._positions.get(task_id, math.inf), task_id))
 
     def _remove(self, task_id: TaskId) -> None:
-        """A task that is not under way any more."""
+        """Remove a task that is no longer in flight."""
         del self._in_flight[task_id]
         entry = (self._positions.pop(task_id, math.inf), task_id)
         place = bisect.bisect_left(self._queue, entry)

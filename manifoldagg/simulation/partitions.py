@@ -24,7 +24,7 @@ __all__ = [
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
 """Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client.
 
-One that has an argument `user_ids` gets those of the task too, (samples,) of numbers, or `None`.
+One that has an argument `user_ids` gets those of the data set too, (samples,) of numbers, or `None`.
 """
 
 REMAINDERS = ("largest", "drop")
@@ -153,7 +153,7 @@ def cyclic_partition(
     labels_per_client: int,
     generator: np.random.Generator,
 ) -> list[np.ndarray]:
-    r"""Give client i the k labels $ik, ik + 1, \dots, ik + k - 1$ of K, beginning again after the last one.
+    r"""Assign the k labels $ik, ik + 1, \dots, ik + k - 1$ modulo K to client i.
 
     The samples of a label are dealt evenly to the clients that have it; those of a label that nobody has, where there
     are fewer than K / k clients, are nobody's.
@@ -196,7 +196,7 @@ def cyclic_partition(
 def disjoint_partition(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Deal out the labels: each goes with all its samples to one client, and none gets two more than another.
+    """Assign each label with all its samples to one client, such that the label counts differ by one at most.
 
     Args:
         labels: (samples,) of any integer or string labels.
@@ -230,7 +230,7 @@ def natural_partition(
     user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
     selection: str = "largest",
 ) -> list[np.ndarray]:
-    """Give each client what one owner has: a speaker, a patient, a writer.
+    """Assign to each client the samples of one owner: a speaker, a patient, a writer.
 
     Args:
         labels: (samples,) of any integer or string labels; they do not matter.
@@ -254,7 +254,7 @@ def natural_partition(
     kind, _ = _encode_labels(labels, clients, generator)
     check_choice("selection", selection, SELECTIONS)
     if user_ids is None:
-        raise ArgumentError("user_ids: expected whose each sample is; these data do not say it")
+        raise ArgumentError("user_ids: expected the owner of each sample; this data set does not specify it")
     given = np.asarray(user_ids)
     if given.shape != kind.shape:
         raise ArgumentError(f"user_ids: expected one for each of {len(kind)} samples, got shape {given.shape}")
@@ -266,10 +266,10 @@ def natural_partition(
 
 
 def check_concentration(value: float) -> float:
-    """`value` as a float >= 0; infinity is one.
+    """Return `value` as a float >= 0, possibly infinity.
 
     Raises:
-        ArgumentError: if `value` is none.
+        ArgumentError: if `value` is invalid.
     """
     try:
         number = math.nan if isinstance(value, str | bool) else float(value)

@@ -1,4 +1,4 @@
-"""The queue of a few workers, in which small tasks and those that wait long come first."""
+"""A priority scheduler: a queue for a few workers that prefers small tasks and tasks that have waited long."""
 
 import bisect
 import math
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=int | str)
 
 
 class PriorityScheduler(Scheduler[C]):
-    r"""A few workers that execute the tasks of many clients, out of a queue that favours small tasks.
+    r"""A scheduler of a few workers that execute the tasks of many clients and prefer small tasks.
 
     A client is pushed with key `work + k * now`, fixed at the push, and the queue is sorted by it. A worker
     that becomes free takes position i of N with probability $(N - i) / \sum_{j \le N} j$, i from 0, before the

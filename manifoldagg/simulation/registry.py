@@ -1,4 +1,4 @@
-"""Schedulers, delays, who takes part and partitions by name, such as `priority:workers=2`: what `run` takes."""
+"""Registry of schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ UNBOUNDED = 2**62
 
 
 def scheduler(text: str) -> SchedulerFactory:
-    """The scheduler of that name, as a function of the clients and a generator.
+    """Return the named scheduler as a function of the clients and a generator.
 
     | name | options |
     | --- | --- |
@@ -61,7 +61,7 @@ def scheduler(text: str) -> SchedulerFactory:
 
 
 def delays(text: str) -> Delay | DelayFactory:
-    """The delay of that name, for all clients, or with `csv` a function that gives each a measured device.
+    """Return the named delay for all clients, or with `csv` a function that assigns a measured device to each client.
 
     The distributions of `manifoldagg.simulation.delays` in lower case, with their options; `csv` has those of
     [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
@@ -78,7 +78,7 @@ def delays(text: str) -> Delay | DelayFactory:
 
 
 def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
-    """Who comes and goes: `churn:up=200,down=40,until=1000`, or `file:changes.csv`.
+    """Return the named availability: `churn:up=200,down=40,until=1000`, or `file:changes.csv`.
 
     `up` and `down` of [`churn`][manifoldagg.simulation.churn] are means of exponential times, or distributions by name
     (`up=uniform,up.low=100,up.high=300`). A file has the columns `time`, `client` and `kind`.
@@ -96,7 +96,7 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 
 
 def partition(text: str) -> Partition:
-    """The partition of that name with its options, for `FederatedDataset.split`.
+    """Return the named partition with its options, for `FederatedDataset.split`.
 
     They are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`,
     `cyclic`, `disjoint`.
@@ -119,7 +119,7 @@ def partition(text: str) -> Partition:
 def parse_workload(
     scheduler: SchedulerFactory | str | None, delays: Delays, availability: Availability | str
 ) -> dict[str, Any]:
-    """What [`run`][manifoldagg.simulation.run] takes: strings are read, all else is as it was given.
+    """Parse the string arguments of [`run`][manifoldagg.simulation.run]; other values are unchanged.
 
     Raises:
         ArgumentError: as the functions above.
@@ -162,7 +162,7 @@ def _jackson(rates: float | str, concurrency: int = UNBOUNDED) -> SchedulerFacto
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         if missing := [client for client in clients if by_name and str(client) not in by_name]:
-            raise ArgumentError(f"rates: {rates} has none for client {missing[0]}")
+            raise ArgumentError(f"rates: {rates} has no rate for client {missing[0]}")
         speeds = [by_name.get(str(client), common) for client in range(max(clients) + 1)]
         # Who is asked next is not the network's matter here.
         return JacksonNetwork([1 / len(speeds)] * len(speeds), speeds, generator, concurrency=concurrency)

@@ -1,4 +1,4 @@
-"""A recorded trace as a scheduler: the same tasks finish at the same times in the same order."""
+"""A replay scheduler: the tasks of a recorded trace finish at the same times in the same order."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ C = TypeVar("C", bound=int | str)
 
 
 class ReplayScheduler(Scheduler[C]):
-    """A recorded trace again.
+    """A scheduler that replays a recorded trace.
 
     Each `dispatch` of a client stands for its next recorded task, which finishes when it did, whatever its work is
     now. So one order of events serves several methods, or a measured run is driven through another rule. A task that
-    the trace does not know, as those under way at its end, never finishes.
+    the trace does not know, as those in flight at its end, never finishes.
 
     Args:
         records: in order of `finished`.
@@ -55,7 +55,7 @@ class ReplayScheduler(Scheduler[C]):
         self._unrecorded: list[Job[C]] = []
 
     def dispatch(self, client: C, work: float) -> None:
-        """Hand over a client's next recorded task.
+        """Dispatch a client's next recorded task.
 
         Raises:
             ArgumentError: if it finished before now, or `work` is negative or no number.
@@ -119,7 +119,7 @@ class ReplayScheduler(Scheduler[C]):
         for client, mine in self._by_client(everything).items():
             ahead = sum(i in left for i in mine)
             if any(i not in left for i in mine[:ahead]) or (ahead and client in endless):
-                raise ValueError(f"the tasks of {client!r} are not taken in the order of the trace")
+                raise ValueError(f"the tasks of {client!r} are not dispatched in the order of the trace")
 
     def _restore_jobs(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
         self._unrecorded = waiting

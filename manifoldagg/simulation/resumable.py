@@ -1,4 +1,4 @@
-"""What has a state that its future depends on, in a file."""
+"""Resumable objects: saving and restoring their state in a file."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -10,25 +10,25 @@ __all__ = ["Resumable"]
 
 
 class Resumable(ABC):
-    """Clocks, schedulers and availability traces: what was saved goes on bit for bit, in another process too."""
+    """Base class of clocks, schedulers and availability traces, which resume bit for bit in any process."""
 
     kind: ClassVar[str]
     """What its files hold."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All that the future depends on, as a tree that JSON can hold."""
+        """Return the complete dynamic state as a JSON-compatible tree."""
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`.
+        """Resume from a `state`.
 
         Raises:
-            ArgumentError: if it is none of this; all stays as it was.
+            ArgumentError: if the state is not one of this object; all stays as it was.
         """
 
     def save(self, path: str | Path) -> None:
-        """Write the state into a file of the format of a server's checkpoints, whole or not at all.
+        """Write the state atomically to a file in the format of a server's checkpoints.
 
         Raises:
             ArgumentError: if there is no such folder.
@@ -37,10 +37,10 @@ class Resumable(ABC):
         tensor_file.save(path, self.kind, self.state())
 
     def resume(self, path: str | Path) -> None:
-        """Go on from what `save` wrote. This was made with the same arguments as that one.
+        """Resume from a file that `save` wrote; the constructor's arguments must be equal.
 
         Raises:
-            ArgumentError: if the state is none of this; all stays as it was, here and below.
+            ArgumentError: if the state is not one of this object; all stays as it was, here and below.
             CheckpointError: if the file is truncated, altered, or none of this kind; an older one is named.
         """
         self.restore(tensor_file.load(path, self.kind))

@@ -1,4 +1,4 @@
-"""One run: an event loop, clients that train, and a server, in virtual time."""
+"""One simulated run: an event loop, training clients and a server, in virtual time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ __all__ = ["Method", "RunResult", "check_method", "run"]
 
 TASK_COSTS = ("fixed", "trainer")
 SERVER_OPTIONS: dict[str, Any] = {"history_size": 0, "receipt_cache_size": 0}
-"""What a server keeps for those who read it or ask again: here nobody does."""
+"""Server options that disable storage for readers and repeated requests, which a simulation does not need."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A rule and the trainer that feeds it, under the name that a reader knows it by.
+    """A rule and its trainer, with a display name.
 
     Attributes:
         name: distinct among the methods of a comparison.
@@ -59,7 +59,7 @@ class Method:
     rate_field: str | None = "rate"
 
     def bind(self, clients: Sequence[int]) -> "Method":
-        """The method for these clients, its rule made.
+        """Return the method for these clients, with its rule built.
 
         Raises:
             ArgumentError: if the rule or the trainer is none.
@@ -72,10 +72,10 @@ class Method:
 
 
 def check_method(name: str, method: object) -> Method:
-    """A method, and not its name or its rule.
+    """Return `method`, which must be a `Method` and not a name or a rule.
 
     Raises:
-        ArgumentError: if it is none.
+        ArgumentError: if it is invalid.
 
     Example:
         >>> check_method("method", "fedasync")
@@ -89,11 +89,11 @@ def check_method(name: str, method: object) -> Method:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What happened: what the server's model was worth, and who trained when.
+    """The result of a run: the evaluations of the server's model, and the trace.
 
     Attributes:
-        evaluations: the log, in order; the first is before round 1, the last after all.
-        trace: (rounds), the task of each answer; staleness as the server counts it.
+        evaluations: the log, in order; the first is before update 1, the last after all updates.
+        trace: (updates), the task of each update; staleness as the server counts it.
         client_accuracy: of the best model that was evaluated, one for each client with held-out samples.
         seconds: of wall-clock time, evaluation apart.
         evaluation_seconds: likewise, of evaluation.
@@ -107,46 +107,46 @@ class RunResult:
 
     @property
     def accuracy(self) -> list[float]:
-        """Of each evaluation."""
+        """The accuracy of each evaluation."""
         return [row.accuracy for row in self.evaluations]
 
     @property
     def evaluated_at(self) -> list[int]:
-        """After how many rounds each evaluation was."""
+        """The number of updates at each evaluation."""
         return [row.updates for row in self.evaluations]
 
     @property
     def clients(self) -> list[int]:
-        """(rounds), who answered."""
+        """The client of each update, (updates,)."""
         return [task.client for task in self.trace]
 
     @property
     def staleness(self) -> list[int]:
-        """(rounds), in versions."""
+        """The staleness of each update in versions, (updates,)."""
         return [task.staleness for task in self.trace]
 
     @property
     def times(self) -> list[float]:
-        """(rounds), of the answers, in virtual seconds."""
+        """The virtual time of each update in seconds, (updates,)."""
         return [task.finished for task in self.trace]
 
     @property
     def rejected(self) -> int:
-        """Updates that the server refused, or whose training diverged."""
+        """The number of updates that the server rejected or whose training diverged."""
         return self.evaluations[-1].rejected
 
     @property
     def gini(self) -> float:
-        """Of the clients' accuracies."""
+        """The Gini index of the clients' accuracies."""
         return gini(self.client_accuracy)
 
     @property
     def theil(self) -> float:
-        """Of the clients' accuracies."""
+        """The Theil index of the clients' accuracies."""
         return theil(self.client_accuracy)
 
     def updates_to(self, target: float) -> int | None:
-        """After how many rounds an accuracy of at least `target` was first seen; `None` if never."""
+        """Return the number of updates up to the first accuracy of at least `target`, or `None`."""
         row = first_reaching(self.evaluations, target)
         return None if row is None else row.updates
 
@@ -169,7 +169,7 @@ def run(
     checkpoint: CheckpointPolicy | None = None,
     resume: bool = False,
 ) -> RunResult:
-    """Train in virtual time until the server has had `num_updates` answers.
+    """Train in virtual time until the server has received `num_updates` updates.
 
     Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
     next k when these have answered; or as the rule draws or routes them.
@@ -177,7 +177,7 @@ def run(
     Args:
         federation: who holds what.
         method: a rule and its trainer.
-        num_updates: how many answers, accepted or not.
+        num_updates: the number of updates, accepted or not.
         scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
             one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
             given.
@@ -189,24 +189,24 @@ def run(
             clients without samples do not count.
         task_cost: of a task: `"fixed"`, the client's minibatches, whatever a method makes of them, so that all methods
             see one order of events; or `"trainer"`, the steps of its trainer, where that tells them.
-        concurrency: how many are under way at a time, as many as clients by default; for a rule that draws
+        concurrency: the number of tasks in flight, as many as clients by default; for a rule that draws
             (`DeFedAvg`), how many are asked at first. A rule that waits for a cohort takes none.
-        eval_every: evaluate the model after so many rounds; before the first and after the last in any case.
+        eval_every: evaluate the model after so many updates; before the first and after the last in any case.
         executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
-            [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here, when it is answered.
-        on_update: called with each answered task, but not again with those that were answered before a run goes on.
-        progress: called once a round; for all of those that are over, when a run goes on.
+            [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here on demand.
+        on_update: called with each update, but not again with earlier ones if a run is resumed.
+        progress: called once for each update, including the earlier ones of a resumed run.
         log: called with the row of each evaluation; likewise.
-        checkpoint: when to write down where the run stands, beside its work, and where to; answers are what `updates`
+        checkpoint: when to write snapshots concurrently, and where to; updates are what `updates`
             counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
             it takes no more than a twentieth of the time.
-        resume: go on from the checkpoint, if it is there, bit for bit: a run that was interrupted at any point finds
+        resume: resume from the checkpoint, if it exists, bit for bit: a run that was interrupted at any point finds
             what it would have found. The events are replayed without training; trainers find their client state,
             which is to be a tree of tensors and plain values. A run that was over ends as it did.
 
     Raises:
-        ArgumentError: naming the argument that does not fit; if no client has samples; if nobody has a task any more
-            before the rounds are over; and what trainers raise but for divergence.
+        ArgumentError: naming the argument that does not fit; if no client has samples; if no client has a task any more
+            before the last update; and what trainers raise but for divergence.
         CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
             run, naming the first difference, or scheduler or availability go otherwise than they went.
 
@@ -228,10 +228,10 @@ def run(
             raise ArgumentError(f"{name}: expected a function, got {told!r}")
     check_method("method", method)
     if resume and checkpoint is None:
-        raise ArgumentError("resume: expected a `checkpoint` to go on from")
+        raise ArgumentError("resume: expected a `checkpoint` to resume from")
     clients = check_federation("federation", federation).trainable_clients
     if not clients:
-        raise ArgumentError("federation: expected clients with samples, got none")
+        raise ArgumentError("federation: expected clients with samples, got no such client")
     if not any(map(len, federation.held_out)):
         raise ArgumentError("federation: expected clients with held-out samples, got none")
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Settings: what results follow from, in words and numbers that a later process compares."""
+"""Run metadata: all settings and versions that determine the results, for comparison by a later process."""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ __all__ = ["check_compatible", "referenced_files", "run_metadata", "versions"]
 
 
 def run_metadata(federation: FederatedDataset, method: Any, **options: object) -> dict[str, object]:
-    """What a run follows from.
+    """Return all settings that determine a run.
 
     Args:
         federation: who holds what.
@@ -43,7 +43,7 @@ def run_metadata(federation: FederatedDataset, method: Any, **options: object) -
 
 
 def versions() -> dict[str, str]:
-    """Of the programs that the bits of a result depend on.
+    """Return the versions of the programs that determine the bits of a result.
 
     Example:
         >>> list(versions())
@@ -53,10 +53,10 @@ def versions() -> dict[str, str]:
 
 
 def referenced_files(*specs: object) -> dict[str, str]:
-    """The files that words name, such as `csv:measured.csv`, each with the SHA-256 of what is in it.
+    """Return the files that specs such as `csv:measured.csv` refer to, each with the SHA-256 of its content.
 
     Args:
-        *specs: settings; those that are no words name no file.
+        *specs: settings; those that are not words name no file.
 
     Example:
         >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
@@ -69,7 +69,7 @@ def referenced_files(*specs: object) -> dict[str, str]:
 
 
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """That what is given is what was kept in a file or a folder.
+    """Check that the given settings equal those in a file or a folder.
 
     Raises:
         CheckpointError: naming the first difference.

@@ -1,4 +1,4 @@
-"""Schedulers: which client finishes next, and when."""
+"""Schedulers: the order and the times of task completions."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -36,7 +36,7 @@ FAST_PATH_LIMIT = 2.0**480
 
 
 class Completion(NamedTuple):
-    """A client finished a task.
+    """The completion of a client's task.
 
     Attributes:
         time: now, in virtual seconds.
@@ -44,8 +44,8 @@ class Completion(NamedTuple):
         work: units that the task had.
         dispatched: when it was handed to the scheduler.
         started: when it was taken up, `dispatched` or later.
-        relative_delay: how many other tasks finished while this one was under way: its staleness in versions, if
-            each of them moved the model.
+        relative_delay: the number of other tasks that finished while this one was in flight. It is the staleness in
+            versions if each of them moved the model.
     """
 
     time: float
@@ -57,7 +57,7 @@ class Completion(NamedTuple):
 
 
 class Scheduler(Resumable, Generic[C]):
-    """What all schedulers share: their clock, the tasks in flight, and a state to resume from.
+    """Base class of all schedulers: the clock, the tasks in flight, and a state to resume from.
 
     Clients are integers or strings. Unless `allows_queueing`, a client has at most one task in flight. Ties in time are
     broken in the order in which tasks were taken up.
@@ -66,7 +66,7 @@ class Scheduler(Resumable, Generic[C]):
         generator: draws all that is random here, and nothing else may draw from it.
 
     Raises:
-        ArgumentError: if `generator` is none.
+        ArgumentError: if `generator` is invalid.
     """
 
     kind: ClassVar[str] = "scheduler"
@@ -89,16 +89,16 @@ class Scheduler(Resumable, Generic[C]):
 
     @property
     def in_flight(self) -> int:
-        """Tasks that were dispatched and have neither finished nor been cancelled."""
+        """The tasks that were dispatched and have neither finished nor been cancelled."""
         return self._in_flight
 
     def num_in_flight(self, client: C) -> int:
-        """Tasks of a client that are in flight."""
+        """Return the number of tasks of a client in flight."""
         return self._client_counts.get(client, 0)
 
     @abstractmethod
     def dispatch(self, client: C, work: float) -> None:
-        """Hand over a task of `work` units.
+        """Dispatch a task of `work` units.
 
         Raises:
             ArgumentError: if the client cannot take it, or `work` is negative, no number, or might take more than
@@ -106,7 +106,7 @@ class Scheduler(Resumable, Generic[C]):
         """
 
     def next(self) -> Completion:
-        """The next task to finish; what waited for its place has been taken up already.
+        """Return the next completion; tasks that waited for its worker have been started.
 
         Raises:
             ManifoldAggError: if no task is left.
@@ -126,12 +126,12 @@ class Scheduler(Resumable, Generic[C]):
         return Completion._make((time, client, work, dispatched, started, late))
 
     def peek(self) -> float:
-        """When the next task finishes, if nothing is dispatched or cancelled before; infinity if there is none."""
+        """Return the time of the next completion if nothing is dispatched or cancelled before, or infinity."""
         self._start_ready()
         return self._clock.peek()
 
     def advance(self, time: float) -> None:
-        """Let time pass in which no task finishes.
+        """Advance the time by an interval without completions.
 
         Raises:
             ArgumentError: if `time` is in the past, or after the next task finishes.
@@ -140,7 +140,7 @@ class Scheduler(Resumable, Generic[C]):
         self._clock.advance(time)
 
     def cancel(self, client: C) -> int:
-        """Forget all tasks of a client, and how many they were. Cost: at most one look at every task."""
+        """Cancel all tasks of a client and return their number, in linear time at most."""
         lost = self._client_counts.pop(client, 0)
         if lost:
             self._in_flight -= lost
@@ -148,7 +148,7 @@ class Scheduler(Resumable, Generic[C]):
         return lost
 
     def state(self) -> dict[str, Any]:
-        """All that the future depends on beside the constructor's arguments, as a tree that JSON can hold."""
+        """Return the complete dynamic state as a JSON-compatible tree."""
         return {
             "scheduler": type(self).__name__,
             "settings": self._settings(),
@@ -158,10 +158,10 @@ class Scheduler(Resumable, Generic[C]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`, bit for bit; this scheduler was made with the same arguments as that one.
+        """Resume from a `state`, bit for bit; the constructor's arguments must be equal.
 
         Raises:
-            ArgumentError: if `state` is none of such a scheduler; this one stays as it was.
+            ArgumentError: if `state` is not a state of such a scheduler; this one stays as it was.
         """
         try:
             kind = state["scheduler"]
@@ -186,7 +186,7 @@ class Scheduler(Resumable, Generic[C]):
             for client, work, *_ in waiting + running:
                 self._check_duration(client, work)
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"state: expected the state of such a scheduler, but {error}") from None
+            raise ArgumentError(f"state: expected a state of this scheduler, but {error}") from None
         self._clock.restore(state["clock"])
         self._num_finished = finished
         self._client_counts = dict(held)
@@ -257,7 +257,7 @@ class Scheduler(Resumable, Generic[C]):
 
 
 class IndependentClients(Scheduler[C]):
-    """Clients that work at once and on their own, each with its distribution of delays.
+    """Clients that work in parallel and independently, each with its delay distribution.
 
     Args:
         delays: one for each client, or one for all that will ever be dispatched.
@@ -312,7 +312,7 @@ class IndependentClients(Scheduler[C]):
 
 
 def normalize_client(client: Any) -> Any:
-    """`client`, an int or a str, which a state in JSON keeps; NumPy's integers become Python's.
+    """Return `client` as a Python int or str, which JSON represents exactly.
 
     Raises:
         ArgumentError: if it is something else.
@@ -325,7 +325,7 @@ def normalize_client(client: Any) -> Any:
 
 
 def parse_client(text: str) -> int | str:
-    """A client's name out of a file: an integer where `text` is how one is written."""
+    """Parse a client's name from a file: an integer if `text` is written as one, otherwise a string."""
     try:
         return int(text) if str(int(text)) == text else text
     except ValueError:
@@ -336,7 +336,7 @@ def _parse_job(entry: Any, now: float, finished: int) -> Job[Any]:
     """A job out of a state."""
     client, work, dispatched, before = entry
     if type(client) not in (int, str):
-        raise ValueError(f"{client!r} is no client")
+        raise ValueError(f"{client!r} is not a client")
     check_number("work", work, at_least=0)
     check_number("dispatched", dispatched, at_least=0, at_most=now)
     if check_count("finished", before, at_least=0) > finished:

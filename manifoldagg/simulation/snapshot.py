@@ -1,4 +1,4 @@
-"""The stand of a run: all that it needs to go on, taken between two events, written down beside its work."""
+"""Snapshots of a run: its complete state between two events, which is written to a file and resumed."""
 
 import time
 from collections import deque
@@ -35,11 +35,11 @@ KIND = "run"
 
 @dataclass
 class EventLog:
-    """What happened during a run: with the seed, all that its event loop follows from.
+    """The recorded events of a run, which determine its event loop together with the seed.
 
     Attributes:
         work: of each task that was given.
-        trace: the task of each answer.
+        trace: the task of each update.
         accepted: whether its update was.
         num_events: of all kinds.
     """
@@ -51,13 +51,13 @@ class EventLog:
 
 
 class RunSnapshot(NamedTuple):
-    """Where a run stands between two events. It is taken in no time: what it refers to is replaced, or only grows.
+    """The state of a run between two events, taken in constant time: its data are replaced or only appended to.
 
     Attributes:
         metadata: what the run follows from.
         server: all that it knows.
         tickets: the tickets that are out.
-        client_states: by client, what its last answer left with it.
+        client_states: the client state after the last update of each client.
         cost: so far.
         event_log: of which what came later does not count,
         num_events: nor these,
@@ -85,11 +85,11 @@ class RunSnapshot(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """How many answers there were."""
+        """The number of updates."""
         return self.cost.updates
 
     def tree(self) -> Tree:
-        """All of it in plain values and tensors.
+        """Return the snapshot as plain values and tensors.
 
         Raises:
             CheckpointError: naming what of the rule has no name.
@@ -121,7 +121,7 @@ class RunSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
-        """Write it into a file, and note how long that took.
+        """Write the snapshot to a file, and record the duration.
 
         Raises:
             CheckpointError: naming what cannot be saved, or with what the system says.
@@ -132,11 +132,11 @@ class RunSnapshot(NamedTuple):
 
 
 class LoadedRun:
-    """Where a run stopped, as it was read.
+    """A snapshot of a run as read from its file.
 
     Args:
         path: of the file.
-        metadata: what the run that is to go on follows from.
+        metadata: what the run to be resumed follows from.
 
     Attributes:
         spent: by then.
@@ -160,7 +160,7 @@ class LoadedRun:
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]
 
     def server(self, space: Manifold, rule: Rule) -> Server:
-        """As it was.
+        """Restore the server.
 
         Raises:
             CheckpointError: if space or rule are others, naming the first difference.
@@ -168,13 +168,13 @@ class LoadedRun:
         return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
 
     def client_states(self) -> Map[int, ClientState]:
-        """What clients had kept for themselves."""
+        """Return the client states."""
         return Map(self._tree["client_states"])
 
     def tickets(self, space: Manifold) -> PersistentOrderedMap[TaskId, Ticket]:
-        """The tickets that were out, in order."""
+        """Return the tickets that were in flight, in order."""
         models = _models_by_version(self._tree["server"])
-        # The server writes a model that nobody needs any more.
+        # The server overwrites a model that is no longer referenced.
         own: dict[int, Tensor] = {}
         out: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
         for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["tickets"]:
@@ -192,7 +192,7 @@ class LoadedRun:
         return out
 
     def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
-        """Advance a new event loop, and its lookahead, to where the run was.
+        """Advance a new event loop and its lookahead to the snapshot.
 
         Raises:
             CheckpointError: if it goes otherwise than it went.
@@ -220,7 +220,7 @@ class LoadedRun:
                     client, finished, late, accepted = answers.popleft()
                     if (event.task_id.client, event.completion.time) != (client, finished):
                         raise ArgumentError(
-                            f"answer {len(ledger.trace) + 1} was of client {client} at {finished:g} s, and is now of "
+                            f"update {len(ledger.trace) + 1} was of client {client} at {finished:g} s, and is now of "
                             f"{event.task_id.client} at {event.completion.time:g} s"
                         )
                     ledger.trace.append(TaskRecord.from_completion(event.completion, late))
@@ -229,7 +229,7 @@ class LoadedRun:
                     lookahead.on_completion(event.task_id, accepted)
                     out.remove(event.task_id)
             if given or answers or out != {TaskId(client, nth) for client, nth, *_ in tree["tickets"]}:
-                raise ArgumentError("other clients are asked")
+                raise ArgumentError("other clients are dispatched to")
         except (ArgumentError, IndexError) as error:
             raise CheckpointError(
                 f"{self._path}: the scheduler or the availability differs from the saved run: {error}"

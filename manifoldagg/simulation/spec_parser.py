@@ -1,4 +1,4 @@
-"""Words for values: `name:option=value,option=value`, read once for everything that has a name."""
+"""A parser of specs, `name:option=value,option=value`, for everything that has a name."""
 
 import importlib
 import inspect
@@ -33,7 +33,7 @@ LITERALS = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 @dataclass(frozen=True)
 class Spec:
-    """A name, and its options as they were written.
+    """A name and its unparsed options.
 
     Attributes:
         name: what is meant.
@@ -59,7 +59,7 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 
 
 def parse_specs(where: str, text: str) -> list[Spec]:
-    """A list of names with options, separated by commas; a piece `option=value` belongs to the name before it.
+    """Parse a comma-separated list of names with options; `option=value` belongs to the name before it.
 
     Args:
         where: names the list in complaints.
@@ -97,7 +97,7 @@ def parse_specs(where: str, text: str) -> list[Spec]:
 
 
 def parse_spec(where: str, text: str) -> Spec:
-    """One name with its options.
+    """Parse one name with its options.
 
     Raises:
         ArgumentError: as [`parse_specs`][manifoldagg.simulation.spec_parser.parse_specs]; if there are several names.
@@ -113,7 +113,7 @@ def parse_spec(where: str, text: str) -> Spec:
 
 
 def parse_literal(text: str) -> Any:
-    """An int, a float, `true`, `false`, `none`, `inf`, numbers joined by `+` as a tuple; else the text itself.
+    """Parse an int, a float, `true`, `false`, `none`, `inf`, or a tuple joined by `+`; else return the text.
 
     Example:
         >>> [parse_literal(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
@@ -139,7 +139,7 @@ def parse_kwargs(
     excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for `factory`, out of the options that were written.
+    """Parse options into keyword arguments for `factory`.
 
     An option with a dot, `staleness.a=0.9`, is one of the value of `staleness`: of the one that is named beside it, or
     of the default.
@@ -150,7 +150,7 @@ def parse_kwargs(
             path is taken as it was written.
         options: as they were written.
         option_readers: what the names mean that values of some options have.
-        excluded: parameters that are no options.
+        excluded: parameters that are not options.
         defaults: arguments where nothing was written.
 
     Raises:
@@ -243,7 +243,7 @@ def build(
 
 
 def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None = None, **defaults: Any) -> Reader:
-    """The reader that builds with `factory`, for `option_readers`."""
+    """Return the reader that builds with `factory`, for `option_readers`."""
 
     def read(where: str, options: Mapping[str, str]) -> Any:
         return build(where, factory, options, option_readers=option_readers, defaults=defaults)
@@ -252,7 +252,7 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
 
 
 def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
-    """`name`, which is one of `choices`.
+    """Return `name`, which must be one of `choices`.
 
     Raises:
         ArgumentError: naming the nearest of them, or all where none is near.
@@ -271,7 +271,7 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 
 
 def import_object(where: str, module: str, name: str, alternative: str) -> Any:
-    """What a module of the user's has under a name.
+    """Import an object from a user's module by name.
 
     Args:
         where: what a complaint begins with.
@@ -309,7 +309,7 @@ def import_object(where: str, module: str, name: str, alternative: str) -> Any:
 
 @contextmanager
 def error_context(where: str, *others: type[Exception]) -> Iterator[None]:
-    """Complaints of this package from within, and such of others, begin with `where`."""
+    """Prefix the messages of this package's exceptions, and of the given ones, with `where`."""
     kinds: tuple[type[Exception], ...] = (ManifoldAggError, *others)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a setting was, in words that are the same in every process."""
+"""A representation of settings that is equal in every process."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -12,7 +12,7 @@ __all__ = ["stable_repr"]
 
 
 def stable_repr(value: object) -> str | None:
-    """What a setting was, in words: no address in memory is in them. Words themselves and `None` stay as they are.
+    """Represent a setting as text without memory addresses; strings and `None` are unchanged.
 
     Example:
         >>> stable_repr(partial(max, 2)), stable_repr("priority:workers=2"), stable_repr(None)

@@ -1,4 +1,4 @@
-"""Traces: who trained when, one record a task, written and read."""
+"""Traces: one record for each task, and their files."""
 
 import csv
 import json
@@ -21,14 +21,14 @@ SUFFIXES = (".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class TaskRecord(Generic[C]):
-    """One task from dispatch to answer, in virtual seconds.
+    """One task from dispatch to completion, in virtual seconds.
 
     Attributes:
         client: an int or a str.
         work: units that it had.
         dispatched: when it was handed to the client.
         started: when it was taken up, `dispatched` or later.
-        finished: when it was answered, `started` or later.
+        finished: the time of its completion, `started` or later.
         staleness: in versions.
 
     Raises:
@@ -55,7 +55,7 @@ class TaskRecord(Generic[C]):
 
     @staticmethod
     def from_completion(completion: Completion, staleness: int | None = None) -> "TaskRecord[Any]":
-        """A scheduler's completion; `staleness` is its relative delay, or what the server counted."""
+        """Convert a scheduler's completion; `staleness` is its relative delay, or the server's count."""
         late = completion.relative_delay if staleness is None else staleness
         return TaskRecord(
             completion.client, completion.work, completion.dispatched, completion.started, completion.time, late
@@ -63,7 +63,7 @@ class TaskRecord(Generic[C]):
 
 
 def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
-    """Write a trace as CSV (`.csv`) or as JSON lines (`.jsonl`); every number comes back as it was.
+    """Write a trace as CSV (`.csv`) or JSON lines (`.jsonl`), with exact numbers.
 
     The file is put in its place whole.
 
@@ -93,7 +93,7 @@ def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
 
 
 def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
-    """A trace that `write_trace` wrote.
+    """Read a trace that `write_trace` wrote.
 
     Raises:
         ArgumentError: naming the file and the line that does not fit.
@@ -135,10 +135,10 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
 
 
 def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
-    """`records` as a list, of nothing else.
+    """Return `records` as a list, all of whose elements must be task records.
 
     Raises:
-        ArgumentError: naming the first that is no record.
+        ArgumentError: naming the first that is not a record.
     """
     records = list(records)
     for i, record in enumerate(records):

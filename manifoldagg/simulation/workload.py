@@ -1,4 +1,4 @@
-"""The workload of a run: what makes its scheduler and its changes for the clients of a federation."""
+"""The workload of a run: the construction of its scheduler and its availability trace."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def build_event_loop(
     availability: Availability = None,
     concurrency: int | None = None,
 ) -> EventLoop:
-    """The event loop of a run; arguments are those of [`run`][manifoldagg.simulation.run].
+    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
 
     Raises:
         ArgumentError: naming the one that does not fit, with the clients that it does not fit.
@@ -79,5 +79,5 @@ def _resolve_delays(delays: Delays, clients: Clients, generator: np.random.Gener
         raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {made!r}")
     missing = [client for client in clients if client not in made]
     if missing:
-        raise ArgumentError(f"delays: expected one for each client that takes part; none for {shorten(missing)}")
+        raise ArgumentError(f"delays: expected one for each client that takes part; missing for {shorten(missing)}")
     return {client: made[client] for client in clients}

@@ -99,7 +99,7 @@ WRONG = [
         ["--partition", "dirichlet:concentration=-0.5"],
         "error: partition: concentration: expected a number >= 0, got -0.5",
     ),
-    (["--partition", "natural"], "error: partition: user_ids: expected whose each sample is"),
+    (["--partition", "natural"], "error: partition: user_ids: expected the owner of each sample"),
     (
         ["--methods", "fedasync:rate=abc"],
         "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
@@ -204,12 +204,12 @@ def test_what_is_interrupted_and_killed_goes_on_to_the_same_report(tmp_path):
     for name in ("whole", "again"):
         (tmp_path / name).mkdir()
     assert call(*LONG, folder=tmp_path / "whole").returncode == 0
-    told = "interrupted: what is done is kept in runs/one.unfinished; --resume goes on\n"
+    told = "interrupted: finished runs are stored in runs/one.unfinished; --resume continues them\n"
     assert stopped(tmp_path / "again", [*LONG, "--jobs", "2"], signal.SIGINT, 3) == (130, told)
     assert stopped(tmp_path / "again", [*LONG, "--resume"], signal.SIGKILL, 7) == (-signal.SIGKILL, "")
     done = call(*LONG, "--resume", folder=tmp_path / "again")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Going on with runs/one.unfinished" in done.stdout
+    assert "Resuming from runs/one.unfinished" in done.stdout
     assert [path.name for path in (tmp_path / "again" / "runs").iterdir()] == ["one"]
     found, whole = (
         {path.name: path.read_bytes() for path in (tmp_path / name / "runs" / "one").iterdir()}

@@ -322,7 +322,7 @@ def test_steps_cycle_the_batches_and_epochs_count_passes():
         (lambda: {"control": Control(start="moon")}, "control_start: expected one of chord, base"),
         (lambda: {"phases": Phases(epochs=(1, -1))}, r"epochs\[1\]: expected an integer >= 0"),
         (lambda: {"phases": Phases(steps=(1.5, 1))}, r"steps\[0\]: expected an integer"),
-        (lambda: {"batches": iter([None])}, "batches: expected what can be iterated again"),
+        (lambda: {"batches": iter([None])}, "batches: expected a re-iterable object"),
         (lambda: {"batches": [], "phases": Phases(steps=(1, 1))}, "batches: expected at least one batch"),
         (lambda: {"batches": []}, "batches: expected at least one batch"),
         (lambda: {"start": torch.ones(1, 3)}, "start: expected shape"),

@@ -91,7 +91,7 @@ def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, draw
     line = axes.lines[0]
     label = axes.get_xlabel()
     unit = 1e3 if "thousands" in label or "kB" in label else 1.0
-    assert {"updates": "answers", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
+    assert {"updates": "updates", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
     for x, y in zip(*line.get_data(), strict=True):
         # Places are divided by the unit, which rounds.
         worth = [last_within_budget(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]

@@ -121,8 +121,8 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
         ("[a]\n[a.rate]\nfedgs = true", "a: rate: fedgs: expected words or a number, got True"),
         ("[a]\nrate = [[1]]", r"a: rate: expected words or a number, got \[1\]"),
         ("['a/b']", "expected names of folders, got 'a/b'"),
-        ("[a]\nupdates = x", "is no TOML: Invalid value .*line 2"),
-        (b"[a]\ndata = '\xff'", "is no TOML: "),
+        ("[a]\nupdates = x", "is not a TOML file: Invalid value .*line 2"),
+        (b"[a]\ndata = '\xff'", "is not a TOML file: "),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_table(text, words, tmp_path):

@@ -291,7 +291,7 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         ("idx:/nowhere", None, "none is there"),
         ("idx:/nowhere,part=test", None, "part: expected one of"),
         ("npz:/nowhere.npz", None, "cannot be read"),
-        ("leaf:/nowhere", None, "there are none"),
+        ("leaf:/nowhere", None, "it contains no such file"),
         ("shakespeare:/nowhere", None, "cannot be read"),
         ("digits", "cnm", "no model 'cnm'; did you mean cnn"),
         ("digits", "gru", "model: gru: signature: expected sequences of tokens"),
@@ -325,7 +325,7 @@ def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen()
 
 def test_owners_who_are_few_are_refused():
     made = LabelledDataset("points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0)
-    with pytest.raises(ArgumentError, match="user_ids: expected whose each sample is"):
+    with pytest.raises(ArgumentError, match="user_ids: expected the owner of each sample"):
         FederatedDataset.split(made, 2, partition=natural_partition, seed=0)
     owned = LabelledDataset(
         "points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0, torch.tensor([0, 0, 1, 1])

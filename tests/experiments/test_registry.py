@@ -320,7 +320,7 @@ def refuses(rule):
 
 def test_the_page_lists_the_rules_that_curved_leaves_refuse():
     text = " ".join(page("rules.md").split())
-    sentence = re.search(r"What has no meaning there is refused and names the leaf: (.*?)\. ", text).group(1)
+    sentence = re.search(r"These rules and options reject curved leaves by name: (.*?)\. ", text).group(1)
     whole, options = sentence.split(";")
     listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
     assert listed == {name for name in RULES if refuses(bound(name).rule)}

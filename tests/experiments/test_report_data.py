@@ -128,7 +128,7 @@ def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="baseline: no method 'Chep'; did you mean Cheap?"):
         joined.paired_differences("Chep")
     with pytest.raises(
-        ArgumentError, match="baseline: expected a method that has a task and a seed with another; got A"
+        ArgumentError, match="baseline: expected a method that has a problem and a seed in common with another; got A"
     ):
         write_combined_report(joined, tmp_path / "joined", baseline="Alone")
     assert not (tmp_path / "joined").exists()
@@ -212,7 +212,7 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[:8]),
-            "expected rows of Cheap, seed 2; there are none",
+            "expected rows of Cheap, seed 2; there are no such rows",
         ),
         (
             "log.jsonl",
@@ -317,7 +317,7 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
     ends = ("digits", "a-b-c", "a-b-c-")
     assert pictures_ == {f"{kind}-{end}.png" for kind in ("accuracy", "clients") for end in ends}
     text = files[0].read_text()
-    assert "No methods have the 15 pairs of task and seed that a test takes: at most 3." in text
+    assert "No methods have the 15 pairs of problem and seed that a test requires: at most 3." in text
     assert "- eval\\_every: 1 in" in text
 
 

@@ -364,7 +364,7 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
         (lambda path: tune(method("fedgs"), [split()], num_updates=3, delays="gauss"), "did you mean gaussian"),
         (
             lambda path: tune(method("fedgs"), [split()], num_updates=3, delays=Exponential(1.0), cache=path),
-            r"cache: expected a name for delays, as functions are not told apart; got Exponential\(",
+            r"cache: expected a name for delays, as functions cannot be identified; got Exponential\(",
         ),
         (
             lambda path: tune(method("fedgs"), [split()], num_updates=3, cache=path / "file" / "cache"),

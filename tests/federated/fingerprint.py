@@ -78,14 +78,14 @@ class Gathers(Adds):
 
     def __init__(self, cohort, patient=True):
         self.cohort = cohort if patient else 1
-        self.wanted = cohort
+        self.buffer_size = cohort
 
     def init(self, space, start):
         return {"steps": 0, "waiting": ()}
 
     def step(self, space, state, update, *, out=None):
         waiting = (*state["waiting"], update.points[-1] - update.base)
-        if len(waiting) < self.wanted:
+        if len(waiting) < self.buffer_size:
             return {**state, "waiting": waiting}, Outcome(None, update.client_state, {"buffered": len(waiting)})
         model = update.current + sum(waiting)
         numbers = {"step": 1.0, "buffered": 0}

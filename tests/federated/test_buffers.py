@@ -184,7 +184,7 @@ def test_packed_buffers_are_a_mapping_of_copies():
 def test_what_waits_is_of_the_same_buffers():
     now = {name: PackedBuffers.of({"b": name}, {"b": torch.zeros(1)}) for name in ("average", "latest")}
     waiting = accumulate(None, {"b": torch.ones(1)}, now["average"], 1.0)
-    with pytest.raises(ArgumentError, match="buffers: expected the buffers and policies of the updates that wait"):
+    with pytest.raises(ArgumentError, match="buffers: expected the buffers and policies of the buffered updates"):
         accumulate(waiting, {"b": torch.ones(1)}, now["latest"], 1.0)
 
 
@@ -289,7 +289,7 @@ def test_aggregate_takes_the_same_policies():
     ("call", "words"),
     [
         (lambda: start(buffer_policy={"*mean": "mean"}), r"buffer_policy: \*mean: expected one of average, latest, leave; got 'mean'"),
-        (lambda: start(buffer_policy={"*avg": "leave"}), r"buffer_policy: '\*avg' matches nothing that the model carries"),
+        (lambda: start(buffer_policy={"*avg": "leave"}), r"buffer_policy: '\*avg' matches no entry of the model"),
         (lambda: started_with({}), "buffers: missing: "),
         (lambda: started_with({"1.running_mean": torch.zeros(3)}), r"buffers: 1.running_mean: expected shape \(2,\)"),
         (lambda: started_with({"1.num_batches_tracked": torch.tensor(0.0)}), "buffers: 1.num_batches_tracked: expected torch.int64"),

@@ -143,7 +143,11 @@ def test_whom_nobody_can_compare_is_believed():
 
 @pytest.mark.parametrize(
     "options",
-    [{"weights": "uniform"}, {"weights": dict.fromkeys(range(7), 1)}, {"update_limits": UpdateLimits(samples_factor=None)}],
+    [
+        {"weights": "uniform"},
+        {"weights": dict.fromkeys(range(7), 1)},
+        {"update_limits": UpdateLimits(samples_factor=None)},
+    ],
 )
 def test_what_samples_do_not_weigh_is_not_clipped(options):
     s = server(**options)

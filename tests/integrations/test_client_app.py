@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Metadata, RecordDict
-from flwr.app import Message as Letter
+from flwr.app import Message as FlowerMessage
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError, WireError
@@ -32,10 +32,10 @@ def node(client=0, **config):
     return Context(run_id=1, node_id=1000 + client, node_config=config, state=RecordDict(), run_config={})
 
 
-def letter(content, kind="train"):
+def flower_message(content, kind="train"):
     ids = {"run_id": 1, "message_id": "0", "src_node_id": 1, "dst_node_id": 1000, "reply_to_message_id": ""}
     told = Metadata(**ids, group_id="", created_at=time.time(), ttl=3600.0, message_type=kind)
-    return Letter(content, metadata=told)
+    return FlowerMessage(content, metadata=told)
 
 
 def wire_form(message, space):
@@ -56,7 +56,7 @@ def app_of(of, trainer, **options):
 
 
 def answer(app, content, context, space):
-    reply = app(letter(content), context)
+    reply = app(flower_message(content), context)
     data = record_to_bytes(reply.content)
     return reply.content, data, unpack(data, spec=space)
 
@@ -194,7 +194,7 @@ def test_mods_are_around_training_and_evaluation():
     app = app_of(of, clients.Local(epochs=1), mods=[mod])
     content = plain_form(Message(space.point(of.model())), space)
     for kind in ("train", "evaluate"):
-        app(letter(content, kind), node(**{"partition-id": 0}))
+        app(flower_message(content, kind), node(**{"partition-id": 0}))
     assert seen == ["train", "evaluate"]
 
 
@@ -211,7 +211,7 @@ def test_evaluation_is_of_the_model_that_came(form):
 
     def metrics(**options):
         app = client_app(clients.Local(), of.dataset.model, lambda context, nth: batches, **options)
-        return dict(app(letter(form(message, server.space), "evaluate"), node()).content["metrics"])
+        return dict(app(flower_message(form(message, server.space), "evaluate"), node()).content["metrics"])
 
     found = metrics()
     # A mean of means: the same up to the rounding of some twenty additions.
@@ -244,7 +244,7 @@ def test_what_is_no_message_is_refused_and_named(kind):
     for text, content in refused.items():
         context = node(**{"partition-id": 0})
         with pytest.raises((ArgumentError, WireError), match=text):
-            app(letter(content, kind), context)
+            app(flower_message(content, kind), context)
         assert RECORD_KEY not in context.state
 
 
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_named(name, given):
 def test_a_function_that_makes_no_module_is_named():
     app = client_app(clients.Local(), lambda: 3, lambda context, nth: [])
     with pytest.raises(ArgumentError, match=r"^model: expected a function that makes a module, it made int"):
-        app(letter(RecordDict()), node())
+        app(flower_message(RecordDict()), node())
 
 
 def test_batches_that_are_over_after_an_epoch_are_named():
@@ -283,4 +283,4 @@ def test_batches_that_are_over_after_an_epoch_are_named():
         app = client_app(clients.Local(epochs=2), of.dataset.model, lambda context, nth, once=once: once)
         for kind in ("train", "evaluate"):
             with pytest.raises(ArgumentError, match=r"^data: expected what can be iterated again .* returned a "):
-                app(letter(content, kind), node())
+                app(flower_message(content, kind), node())

@@ -1,4 +1,4 @@
-"""The bookkeeping of nodes: one letter a node, nothing lost, nothing done twice, and rests that double."""
+"""The bookkeeping of nodes: one message a node, nothing lost, nothing done twice, and rests that double."""
 
 from collections import Counter
 from itertools import zip_longest
@@ -50,18 +50,18 @@ class World:
             nodes.discard(node)
             self.done.append(work)
         elif kind in ("well", "badly") and nodes.outstanding:
-            letter = nodes.outstanding[number % len(nodes.outstanding)]
-            held = nodes.lookup(letter)
-            assert held == nodes.complete(letter, self.now, succeeded=kind == "well")
-            assert nodes.lookup(letter) is None
+            message = nodes.outstanding[number % len(nodes.outstanding)]
+            held = nodes.lookup(message)
+            assert held == nodes.complete(message, self.now, succeeded=kind == "well")
+            assert nodes.lookup(message) is None
             assert nodes.is_backing_off(held[0], self.now) == (kind == "badly")
             self.done.append(held[1])
         elif kind == "late":
-            for letter in nodes.overdue(self.now):
-                self.done.append(nodes.complete(letter, self.now, succeeded=False)[1])
+            for message in nodes.overdue(self.now):
+                self.done.append(nodes.complete(message, self.now, succeeded=False)[1])
 
     def check(self):
-        held = [self.nodes.lookup(letter) for letter in self.nodes.outstanding]
+        held = [self.nodes.lookup(message) for message in self.nodes.outstanding]
         busy = [node for node, _ in held]
         assert len(set(busy)) == len(busy)
         due = dict(self.nodes.ready(self.now))
@@ -94,8 +94,8 @@ def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(
     found = []
     while due := nodes.ready(0.0):
         found.append(due[0][1])
-        nodes.mark_sent(1, "letter", due[0][1], deadline=1.0)
-        nodes.complete("letter", now=0.0, succeeded=True)
+        nodes.mark_sent(1, "message", due[0][1], deadline=1.0)
+        nodes.complete("message", now=0.0, succeeded=True)
     early, late = ([i for i, first in enumerate(firsts) if first == kind] for kind in (True, False))
     turns = [work for pair in zip_longest(early, late) for work in pair if work is not None]
     assert [i for _, i in found] == turns
@@ -114,8 +114,8 @@ def test_rests_double_with_each_failure_in_a_row_up_to_the_longest(failures):
         assert nodes.ready(now + 0.999 * rest) == []
         now += rest * 1.001
         assert nodes.ready(now) == [(1, "work")]
-    nodes.mark_sent(1, "letter", "work", deadline=now + 1)
-    nodes.complete("letter", now, succeeded=True)
+    nodes.mark_sent(1, "message", "work", deadline=now + 1)
+    nodes.complete("message", now, succeeded=True)
     nodes.backoff(1, now)
     assert not nodes.is_backing_off(1, now + 0.11)
 
@@ -124,7 +124,7 @@ def test_a_letter_is_overdue_when_its_time_is_over():
     nodes = Nodes()
     nodes.update_membership([1])
     nodes.enqueue(1, "work")
-    nodes.mark_sent(1, "letter", "work", deadline=2.0)
-    assert (nodes.overdue(1.9), nodes.overdue(2.0)) == ([], ["letter"])
+    nodes.mark_sent(1, "message", "work", deadline=2.0)
+    assert (nodes.overdue(1.9), nodes.overdue(2.0)) == ([], ["message"])
     with pytest.raises(KeyError):
         nodes.complete("another", 2.0, succeeded=True)

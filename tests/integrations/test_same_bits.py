@@ -47,7 +47,7 @@ class InOrder(Grid):
         for message in messages:
             assert message.metadata.dst_node_id not in self.held
             self.pushed += 1
-            message.metadata.__dict__["_message_id"] = f"letter {self.pushed}"
+            message.metadata.__dict__["_message_id"] = f"message {self.pushed}"
             self.held[message.metadata.dst_node_id] = message
             names.append(message.metadata.message_id)
         return names

@@ -49,7 +49,7 @@ def halfway(state, part):
     return {name: (x + 1 + part) / 2 if x.is_floating_point() else x + 1 for name, x in state.items()}
 
 
-def plain_app(train=halfway, exam=None, seen=None):
+def plain_app(train=halfway, evaluate=None, seen=None):
     """An app as Flower's users write it, around what is done with a state dict; it notes what it is asked."""
     app = ClientApp()
     seen = [] if seen is None else seen
@@ -69,8 +69,8 @@ def plain_app(train=halfway, exam=None, seen=None):
     @app.evaluate()
     def evaluating(message, context):
         part = part_of(message, context)
-        if exam is not None:
-            exam(part)
+        if evaluate is not None:
+            evaluate(part)
         metrics = MetricRecord({"num-examples": part + 1, "part": part})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -281,12 +281,12 @@ def test_a_node_that_flower_does_not_know_is_passed_over():
 def test_an_exam_is_over_when_its_time_is():
     released = threading.Event()
 
-    def exam(part):
+    def evaluate(part):
         if part == 1:
             released.wait()
 
     strategy = asynchronous(task_timeout=0.7)
-    with running(plain_app(exam=exam), 3) as engine:
+    with running(plain_app(evaluate=evaluate), 3) as engine:
         try:
             result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
         finally:
@@ -738,23 +738,23 @@ def test_a_module_that_is_given_stays_as_it_is():
 
 
 def test_who_evaluates_slowly_trains_as_well():
-    trained, examined = Counter(), Counter()
+    trained, evaluated = Counter(), Counter()
 
     def train(state, part):
         trained[part] += 1
         time.sleep(0.02)
         return halfway(state, part)
 
-    def exam(part):
-        examined[part] += 1
+    def evaluate(part):
+        evaluated[part] += 1
         time.sleep(0.4 * (part == 2))
 
     strategy = asynchronous(updates=2)
-    with running(plain_app(train, exam), 3) as engine:
+    with running(plain_app(train, evaluate), 3) as engine:
         strategy.start(engine.grid, first(), num_rounds=15, timeout=60.0)
-    assert examined[0] > examined[2]
+    assert evaluated[0] > evaluated[2]
     # One model to evaluate at a time, and training between two of them.
-    assert trained[2] >= examined[2] - 1 > 0
+    assert trained[2] >= evaluated[2] - 1 > 0
 
 
 def test_who_rests_after_a_failure_holds_no_place():

@@ -21,9 +21,9 @@ from torchft.local_sgd import DiLoCo
 from manifoldagg.federated.rules import ASGD, HeLoCo, Momentum
 from manifoldagg.optim import Outer
 
-PATIENCE = timedelta(seconds=60)
+CALL_TIMEOUT = timedelta(seconds=60)
 """Of one call of torchft's."""
-START, LONGEST = 300, 600
+START_TIMEOUT, RUN_TIMEOUT = 300, 600
 """Seconds until both replicas are there, and for a whole run."""
 ROUNDS = 6
 OUTER = {
@@ -35,7 +35,7 @@ OUTER = {
 
 def replica(number, lighthouse, name, fragments, together, results):
     # On a busy machine one may come up long after the other, whom the lighthouse then refuses for want of a quorum.
-    together.wait(START)
+    together.wait(START_TIMEOUT)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
@@ -43,7 +43,7 @@ def replica(number, lighthouse, name, fragments, together, results):
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=PATIENCE),
+        pg=ProcessGroupGloo(timeout=CALL_TIMEOUT),
         min_replica_size=2,
         use_async_quorum=False,
         load_state_dict=lambda state: model.load_state_dict(state["model"]),
@@ -55,9 +55,9 @@ def replica(number, lighthouse, name, fragments, together, results):
         world_size=1,
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",
-        timeout=PATIENCE,
-        quorum_timeout=PATIENCE,
-        connect_timeout=PATIENCE,
+        timeout=CALL_TIMEOUT,
+        quorum_timeout=CALL_TIMEOUT,
+        connect_timeout=CALL_TIMEOUT,
     )
     parts = layers if fragments == 2 else [model]
     outers = [OUTER[name](part.parameters()) for part in parts]
@@ -100,7 +100,7 @@ def trained(name, fragments):
 def collected(results, processes):
     """What each replica found; nobody is waited for when one has died."""
     found = []
-    until = time.monotonic() + LONGEST
+    until = time.monotonic() + RUN_TIMEOUT
     while len(found) < len(processes):
         try:
             found.append(results.get(timeout=1))
@@ -108,7 +108,7 @@ def collected(results, processes):
             if any(process.exitcode for process in processes):
                 sys.exit("a replica failed")
             if time.monotonic() > until:
-                sys.exit(f"not done after {LONGEST} s")
+                sys.exit(f"not done after {RUN_TIMEOUT} s")
     return found
 
 

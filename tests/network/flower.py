@@ -99,7 +99,9 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     until(lambda: len(trial.lines(f"asked-{HUNG}")) == 2, 300, "a second task of the node that is stopped")
     deployment.send(f"node-{HUNG}", signal.SIGSTOP)
     tell("one killed, one stopped")
-    until(lambda: trial.node(HUNG) not in trial.read("status.json")["out"], 2 * TASK_TIMEOUT, "the end of a stopped task")
+    until(
+        lambda: trial.node(HUNG) not in trial.read("status.json")["out"], 2 * TASK_TIMEOUT, "the end of a stopped task"
+    )
     deployment.send(f"node-{HUNG}", signal.SIGCONT)
     gone = [time.monotonic()]
 

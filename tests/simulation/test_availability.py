@@ -1,4 +1,4 @@
-"""Participation: who is here when, and what is lost with those who fail."""
+"""Availability: who is here when, and what is lost with those who fail."""
 
 import collections
 import json
@@ -22,14 +22,14 @@ def constant(seconds=2.0):
     return IndependentClients(Deterministic(seconds), np.random.default_rng(0))
 
 
-def crowd(*changes, scheduler=None, present=()):
+def availability_trace(*changes, scheduler=None, available=()):
     return AvailabilityTrace(
-        scheduler or constant(), [AvailabilityChange(*change) for change in changes], available=present
+        scheduler or constant(), [AvailabilityChange(*change) for change in changes], available=available
     )
 
 
 def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
-    clients = crowd((1.0, "a", "leave"), (9.0, "a", "return"))
+    clients = availability_trace((1.0, "a", "leave"), (9.0, "a", "return"))
     clients.dispatch("a", 1.0)
     assert clients.next() == AvailabilityChange(1.0, "a", "leave", lost_tasks=0)
     with pytest.raises(ArgumentError, match="client: 'a' does not take part at 1 s"):
@@ -41,7 +41,7 @@ def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
 
 
 def test_a_client_that_returns_at_its_last_task_is_not_idle():
-    clients = crowd((0.5, "a", "leave"), (1.0, "a", "return"), present=["b"])
+    clients = availability_trace((0.5, "a", "leave"), (1.0, "a", "return"), available=["b"])
     assert clients.is_idle("b")
     assert not clients.is_idle("c")
     clients.dispatch("a", 1.0)
@@ -49,7 +49,7 @@ def test_a_client_that_returns_at_its_last_task_is_not_idle():
 
 
 def test_what_a_failed_client_did_is_lost():
-    clients = crowd((1.0, "a", "fail"), (1.5, "a", "return"))
+    clients = availability_trace((1.0, "a", "fail"), (1.5, "a", "return"))
     clients.dispatch("a", 1.0)
     assert clients.next() == AvailabilityChange(1.0, "a", "fail", lost_tasks=1)
     assert clients.next().kind == "return"
@@ -61,7 +61,7 @@ def test_what_a_failed_client_did_is_lost():
 
 
 def test_a_client_joins_when_it_is_declared_and_not_before():
-    clients = crowd((4.0, "b", "join"), present=["a"])
+    clients = availability_trace((4.0, "b", "join"), available=["a"])
     assert clients.available == {"a"}
     with pytest.raises(ArgumentError, match="client: 'b' does not take part"):
         clients.dispatch("b", 1.0)
@@ -71,7 +71,7 @@ def test_a_client_joins_when_it_is_declared_and_not_before():
 
 
 def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declaration():
-    clients = crowd((2.0, "b", "leave"), (2.0, "a", "fail"), (1.0, "c", "leave"))
+    clients = availability_trace((2.0, "b", "leave"), (2.0, "a", "fail"), (1.0, "c", "leave"))
     clients.dispatch("a", 1.0)
     clients.dispatch("b", 1.0)
     seen = [clients.next() for _ in range(4)]
@@ -83,7 +83,7 @@ def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declar
 def test_a_worker_is_free_when_the_client_on_it_fails():
     """Manifold's scheduler: one worker, and the client that it trains fails after 1 s."""
     scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
-    clients = crowd((1.0, "a", "fail"), scheduler=scheduler, present=["b"])
+    clients = availability_trace((1.0, "a", "fail"), scheduler=scheduler, available=["b"])
     clients.dispatch("a", 5.0)
     assert not isinstance(clients.next(), Completion)
     clients.dispatch("b", 5.0)
@@ -93,7 +93,7 @@ def test_a_worker_is_free_when_the_client_on_it_fails():
 
 def test_a_whole_queue_is_lost_and_the_tasks_can_be_routed_again():
     network = JacksonNetwork([0.5, 0.5], [1.0, 1e-9], np.random.default_rng(0), concurrency=3)
-    clients = crowd((0.0, 1, "fail"), scheduler=network, present=[0])
+    clients = availability_trace((0.0, 1, "fail"), scheduler=network, available=[0])
     for _ in range(3):
         clients.dispatch(1, 1.0)
     assert clients.next().lost_tasks == 3
@@ -193,7 +193,7 @@ def test_a_saved_participation_goes_on_in_another_one(tmp_path):
     ],
 )
 def test_a_bad_state_is_refused_and_changes_nothing(spoil):
-    clients = crowd((1.0, "a", "fail"), (2.0, "a", "return"))
+    clients = availability_trace((1.0, "a", "fail"), (2.0, "a", "return"))
     state = json.loads(json.dumps(clients.state()))
     spoil(state)
     clients.next()
@@ -243,10 +243,10 @@ def test_churn_is_here_for_its_part_of_the_time():
             lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]),
             r"changes\[0\]: expected an AvailabilityChange, got \(1.0",
         ),
-        (lambda: crowd((1.0, "a", "return")), "cannot happen to a client that is here"),
-        (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
-        (lambda: crowd((1.0, "a", "join"), present=["a"]), "cannot happen to a client that is here"),
-        (lambda: crowd((1.0, "a", "fail"), (2.0, "a", "join")), "cannot happen to a client that is away"),
+        (lambda: availability_trace((1.0, "a", "return")), "cannot happen to a client that is here"),
+        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
+        (lambda: availability_trace((1.0, "a", "join"), available=["a"]), "cannot happen to a client that is here"),
+        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "join")), "cannot happen to a client that is away"),
         (
             lambda: churn(["a"], Deterministic(0.0), Deterministic(0.0), 1.0, np.random.default_rng(0)),
             "up, down: expected",
@@ -267,4 +267,4 @@ def test_changes_before_now_are_refused():
     scheduler.dispatch("a", 1.0)
     scheduler.next()
     with pytest.raises(ArgumentError, match="changes: expected times >= 2"):
-        crowd((1.0, "a", "fail"), scheduler=scheduler)
+        availability_trace((1.0, "a", "fail"), scheduler=scheduler)

@@ -160,7 +160,7 @@ def test_profiles_are_read_by_client_and_scaled_by_work_and_size(tmp_path):
     [
         ("", "has no column client, computation_s, round_s"),
         ("client,round_s\n", "has no column computation_s"),
-        (HEADER, "has no rounds"),
+        (HEADER, "has no tasks"),
         (HEADER + "1,0,37,4.0,10.0\n1,0,37,four,10.0\n", "line 3: expected two numbers, got 'four'"),
         (HEADER + "1,0,37,4.0\n", "line 2: expected two numbers, got '4.0' and None"),
         (HEADER + "1,0,37,4.0,10.0,9\n", "line 2: expected 5 fields"),
@@ -219,7 +219,7 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: LogNormal.fit([0.0, 0.0]), "mean: expected"),
         (lambda: Empirical(()), "computation: expected a non-empty vector"),
         (lambda: Empirical((1.0, -1.0)), r"computation\[1\]: expected"),
-        (lambda: Empirical((1.0, 1.0), (1.0,)), "communication: expected 2 rounds as in computation, got 1"),
+        (lambda: Empirical((1.0, 1.0), (1.0,)), "communication: expected 2 tasks as in computation, got 1"),
         (lambda: Empirical((1.0,), 0.5), r"communication: expected a non-empty vector, got shape \(\)"),
         (lambda: assign_profiles({}, [1], np.random.default_rng(0)), "profiles: expected at least one"),
         (lambda: assign_profiles({"a": Deterministic(1.0)}, [1], 0), "generator: expected"),

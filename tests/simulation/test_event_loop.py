@@ -258,7 +258,7 @@ def play(loop, told):
 
 def test_nobody_left_is_said_with_the_number_of_answers():
     told = []
-    with pytest.raises(ArgumentError, match="no client has a task after 5 answers"):
+    with pytest.raises(ArgumentError, match="no client has a task after 5 updates"):
         play(alone([AvailabilityChange(5.0, 0, "fail"), AvailabilityChange(5.0, 1, "leave")]), told)
     assert sum(isinstance(event, DropoutEvent) for event in told) == 1
 

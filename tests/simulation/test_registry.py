@@ -36,12 +36,12 @@ def generator():
     return np.random.default_rng(7)
 
 
-def course(scheduler, rounds=40):
+def completions(scheduler, num_updates=40):
     """Who finishes when, everybody asked again at once."""
     for client in CLIENTS:
         scheduler.dispatch(client, 4.0)
     seen = []
-    for _ in range(rounds):
+    for _ in range(num_updates):
         done = scheduler.next()
         seen.append((done.client, done.time))
         scheduler.dispatch(done.client, 4.0)
@@ -74,9 +74,9 @@ def test_a_scheduler_is_made_for_the_clients(files):
         ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), concurrency=9)),
     ):
         make = registry.scheduler(text)
-        assert course(make(CLIENTS, generator())) == course(direct), text
+        assert completions(make(CLIENTS, generator())) == completions(direct), text
         # Made anew each time, for each run its own.
-        assert course(make(CLIENTS, generator())) == course(make(CLIENTS, generator()))
+        assert completions(make(CLIENTS, generator())) == completions(make(CLIENTS, generator()))
 
 
 def test_a_trace_is_replayed_by_name(files):
@@ -192,5 +192,5 @@ def test_a_file_of_changes_that_does_not_fit_is_refused_by_line(text, words, tmp
 def test_rates_are_there_for_everybody(files):
     make = registry.scheduler("jackson:rates=named.csv")
     assert isinstance(make([0, 1], generator()), Scheduler)
-    with pytest.raises(ArgumentError, match="rates: named.csv has none for client 2"):
+    with pytest.raises(ArgumentError, match="rates: named.csv has no rate for client 2"):
         make([0, 1, 2], generator())

@@ -385,7 +385,7 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
         with pytest.raises(ArgumentError, match="is not that of a comparison: it has 'thesis.tex'"):
             call()
     assert (folder / "thesis.tex").read_text() == "mine"
-    with pytest.raises(ArgumentError, match="resume: expected a `folder` to go on from"):
+    with pytest.raises(ArgumentError, match="resume: expected a `folder` to resume from"):
         compared(resume=True)
 
 
@@ -463,7 +463,7 @@ def test_a_course_that_goes_otherwise_is_refused(tmp_path):
 
     with pytest.raises(Stop):
         once(tmp_path / "run", progress=stopping(7), scheduler=made(0))
-    with pytest.raises(CheckpointError, match=r"differs from the saved run: answer \d was of client \d at .* and is"):
+    with pytest.raises(CheckpointError, match=r"differs from the saved run: update \d was of client \d at .* and is"):
         once(tmp_path / "run", scheduler=made(1))
     assert once(tmp_path / "run", scheduler=made(0)) == run(
         FEDERATION, REMEMBERS, num_updates=ROUNDS, scheduler=made(0)
@@ -513,7 +513,7 @@ def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
     odd = replace(REMEMBERS, rule=rules.FedAsync(lambda version: 0.5))
     with pytest.raises(CheckpointError, match="rule: rate: expected a function of a module"):
         run(FEDERATION, odd, checkpoint=CheckpointPolicy(tmp_path / "run", every_updates=1), **like)
-    with pytest.raises(ArgumentError, match="resume: expected a `checkpoint` to go on from"):
+    with pytest.raises(ArgumentError, match="resume: expected a `checkpoint` to resume from"):
         run(FEDERATION, REMEMBERS, resume=True, **like)
     with pytest.raises(ArgumentError, match="checkpoint: expected CheckpointPolicy, got 'run'"):
         run(FEDERATION, REMEMBERS, checkpoint="run", **like)

@@ -126,7 +126,7 @@ def test_a_run_is_its_own_replay(federation):
         federation, Method("FedGS", rules.FedGS(1.0), LOCAL), num_updates=25, scheduler=ReplayScheduler(records)
     )
     assert (other.clients, other.times) == (one.clients, one.times)
-    with pytest.raises(ArgumentError, match="no client has a task after 25 answers"):
+    with pytest.raises(ArgumentError, match="no client has a task after 25 updates"):
         run(federation, ASYNC, num_updates=26, scheduler=ReplayScheduler(records))
 
 
@@ -256,7 +256,10 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ({"task_cost": "hard"}, "task_cost: expected one of fixed, trainer"),
         ({"eval_every": 0}, "eval_every: expected"),
         ({"concurrency": 0}, "concurrency: expected"),
-        ({"delays": {0: Deterministic(1.0)}}, "delays: expected one for each client that takes part; none for 1, 2, 3"),
+        (
+            {"delays": {0: Deterministic(1.0)}},
+            "delays: expected one for each client that takes part; missing for 1, 2, 3",
+        ),
         ({"delays": 3.0}, "delays: expected a Delay, or a mapping from clients, got 3.0"),
         ({"delays": "nowhere.csv"}, "path: nowhere.csv cannot be read"),
         ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
@@ -281,7 +284,7 @@ def test_what_does_not_fit_is_refused_by_name(federation, options, words):
 
 def test_nobody_to_ask_is_refused(federation):
     nobody = replace(federation, train=[part[:0] for part in federation.train])
-    with pytest.raises(ArgumentError, match="federation: expected clients with samples, got none"):
+    with pytest.raises(ArgumentError, match="federation: expected clients with samples, got no such client"):
         run(nobody, ASYNC, num_updates=3)
     untested = replace(federation, held_out=[part[:0] for part in federation.held_out])
     with pytest.raises(ArgumentError, match="federation: expected clients with held-out samples, got none"):

@@ -1,4 +1,4 @@
-"""Trainers: what a client does with a model and its data."""
+"""Trainers: local training of a client from a message and its data."""
 
 from manifoldagg.federated.clients.asynccurve import AsyncCurve
 from manifoldagg.federated.clients.curve import Curve

@@ -1,4 +1,4 @@
-"""The client of AsyncCurve: epochs of the end point and of the control point take turns."""
+"""The trainer for AsyncCurve: it alternates between the end point and the control point of a quadratic curve."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ BIAS_FREE_STEPS = 1e9
 
 @dataclass(frozen=True)
 class AsyncCurve(BaseTrainer):
-    r"""Learn the end $\theta$ and the control point $\varphi$ of a quadratic curve from $\Theta^t$, in turn.
+    r"""Trainer that learns the end $\theta$ and the control point $\varphi$ of a quadratic curve alternately.
 
     They take an epoch each. The end by Adam on $\ell(\theta)$ and a proximal term, with the moments $m$, $v$ of the
     message to begin with; the control point by an Adam that begins anew each epoch, at places $\lambda \sim U[0, 1]$ of
@@ -123,7 +123,7 @@ class AsyncCurve(BaseTrainer):
 
     @torch.no_grad()
     def _add_proximal_gradient(self, end: Tensor, base: Tensor) -> None:
-        """Add the slope of the proximal term to that of the loss, where the end is about to step."""
+        """Add the gradient of the proximal term to that of the loss before a step of the end point."""
         if end.grad is None:
             return
         if isinstance(self.proximal, LorentzProximal):

@@ -1,4 +1,4 @@
-"""What trainers share: the signature of `train`, written once, what it is given, and how samples are counted."""
+"""The base class of trainers, their training task, and the count of samples."""
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -24,7 +24,7 @@ MAX_LISTED = 3
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """What a client is asked to do, and with what.
+    """The inputs of one task of a client.
 
     Attributes:
         space: where models live.
@@ -44,19 +44,19 @@ class TrainingTask:
 
     @property
     def samples(self) -> int:
-        """How many samples one pass over the batches has."""
+        """The number of samples of one pass over the batches."""
         return count_samples(self.batches)
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches one pass has; `None` where they do not say."""
+        """The number of batches of one pass; `None` if they have no length."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else None
         except TypeError:  # a loader has a length that it does not know
             return None
 
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
-        """Those that the message asks for, as the loss has left them.
+        """The buffers that the message requests, after the evaluations of the loss.
 
         Args:
             at: (P,), a point that the loss has not been at: statistics are taken anew there, in one pass over the
@@ -73,13 +73,13 @@ class TrainingTask:
         return {name: carried[name] for name in self.message.requested_buffers}
 
     def fit(self, embedding: Embedding, **options: Any) -> Fit:
-        """[`fit`][manifoldagg.fit] from the message's start."""
+        """Run [`fit`][manifoldagg.fit] from the message's start."""
         start = self.message.start
         return fit(embedding, self.loss, self.batches, start=start, generator=self.generator, **options)
 
 
 class BaseTrainer(abc.ABC):
-    """A trainer that says in `_train` what it does with an assignment.
+    """Base class of trainers, whose subclasses implement `_train`.
 
     Options are the fields of a frozen dataclass; what [`fit`][manifoldagg.fit] takes in groups is checked by these
     when they are made. Buffers that come with the message are those of the loss, and what the message asks for goes
@@ -121,7 +121,7 @@ class BaseTrainer(abc.ABC):
             generator: draws whatever is drawn.
 
         Returns:
-            What goes back to the server.
+            The payload for the server.
 
         Raises:
             ArgumentError: if the message is not of the rule that the trainer belongs to, or asks for buffers that the
@@ -135,7 +135,7 @@ class BaseTrainer(abc.ABC):
 
     @abc.abstractmethod
     def num_steps(self, message: Message, num_batches: int) -> int:
-        """How many steps `train` takes: what a task costs, before it is done.
+        """Return the number of steps of `train`, which is the cost of a task before it runs.
 
         Args:
             message: from the server.
@@ -150,7 +150,7 @@ class BaseTrainer(abc.ABC):
 
 
 def _with_buffers(loss: Loss, message: Message) -> Loss:
-    """The loss as the message finds the model, with buffers of its own."""
+    """Bind the loss to buffers of its own, initialised from the message."""
     carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
     if missing := [name for name in message.requested_buffers if name not in carried]:
         expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
@@ -164,7 +164,7 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
 
 
 def count_samples(batches: Iterable[Any]) -> int:
-    """How many samples one pass over `batches` has.
+    """Return the number of samples of one pass over `batches`.
 
     Asked of `batches.samples`, or of the sampler of a `DataLoader` that batches by itself, where there is one; counted
     over one pass otherwise, where a batch is a tensor, a mapping of tensors, or a sequence that begins with inputs.
@@ -182,7 +182,7 @@ def count_samples(batches: Iterable[Any]) -> int:
     if known is not None:
         return check_count("batches: samples", known)
     if isinstance(batches, Iterator):
-        raise ArgumentError("batches: expected what can be iterated again, such as a list; got an iterator")
+        raise ArgumentError("batches: expected a re-iterable object, such as a list; got an iterator")
     if isinstance(batches, DataLoader) and batches.batch_size and isinstance(batches.sampler, Sized):
         drawn = len(batches.sampler)
         return drawn - drawn % batches.batch_size if batches.drop_last else drawn

@@ -1,4 +1,4 @@
-"""What a client does with a message, a module and its data: the same in a simulation, behind Flower or in your own."""
+"""One task of a client: training a module from a message, the same in a simulation, in Flower or in a custom loop."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,7 +37,7 @@ def train_client(
         generator: draws whatever the trainer draws.
 
     Returns:
-        What goes back to the server.
+        The payload for the server.
 
     Raises:
         ArgumentError: if the message does not fit the module or the trainer.
@@ -50,7 +50,7 @@ def train_client(
         >>> server = Server.of(model, FedAsync(rate=0.5))
         >>> ticket = server.dispatch("ward-7")
         >>> batches = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
-        >>> payload = work(model, ticket.message, clients.Local(epochs=2), batches, generator=torch.Generator())
+        >>> payload = train_client(model, ticket.message, clients.Local(epochs=2), batches, generator=torch.Generator())
         >>> payload.samples, server.receive(ticket, payload).accepted
         (4, True)
     """

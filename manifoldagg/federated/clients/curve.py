@@ -1,4 +1,4 @@
-"""The client of AsyncBezier: learn a curve whose end is the local model."""
+"""The trainer for AsyncBezier: it learns a curve whose end is the local model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["Curve"]
 
 @dataclass(frozen=True)
 class Curve(BaseTrainer):
-    r"""Two-phase learning of a Bézier curve from the server's model; the control points but the first are sent back.
+    r"""Trainer that learns a Bézier curve in two phases and returns its control points except the first.
 
     The loss is taken along the curve, not at its end: buffers that the server asks for are taken anew there.
 

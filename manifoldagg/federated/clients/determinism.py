@@ -1,4 +1,4 @@
-"""What makes a client's task repeatable: where its random numbers come from, and in which order its sums are taken."""
+"""Deterministic client tasks: the source of random numbers and the order of sums."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ GENERATOR_LOCK = threading.RLock()
 
 @contextmanager
 def single_threaded(threads: int | None = 1) -> Iterator[None]:
-    """One torch thread inside: sums are then always taken in the same order.
+    """Limit torch to one thread, so that sums are always computed in the same order.
 
     Args:
         threads: how many in place of one; `None` for as many as there are.
@@ -39,7 +39,7 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
 
 
 def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
-    """What a client's trainer draws from in its n-th task, from 0; it depends on these three alone.
+    """Return the random generator of a client's n-th task, counted from 0; it depends on these three arguments only.
 
     Raises:
         ArgumentError: naming what is no integer, or negative.
@@ -57,7 +57,7 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
 
 @contextmanager
 def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
-    """What is done inside has the same bits each time: it has one torch thread, and draws that follow from `generator`.
+    """Make a block bitwise reproducible: it has one torch thread, and random numbers that follow from `generator`.
 
     What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded by the initial
     seed of `generator`, and put back in the end. A process has one such generator: its threads take turns.
@@ -87,10 +87,10 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
 
 
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose initial weights depend on `seed` alone; torch's own generator is left as it was.
+    """Build a model whose initial weights depend on `seed` alone; torch's global generator is left unchanged.
 
     Raises:
-        ArgumentError: if `seed` is no integer from 0 on.
+        ArgumentError: if `seed` is not an integer from 0 on.
 
     Example:
         >>> a, b = (seeded_model(lambda: nn.Linear(3, 3), 5) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The client of FLOCO: learn all vertices of a simplex from models drawn in a region of it."""
+"""The trainer for FLOCO: it learns all vertices of a simplex from models sampled in a region of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["FLOCO", "Region"]
 
 @dataclass(frozen=True)
 class Region(Simplex):
-    r"""A simplex whose places are drawn from $(1 - \lambda)\, c + \lambda\, y$, $y$ uniform in it.
+    r"""Region of a simplex, sampled as $(1 - \lambda)\, c + \lambda\, y$ with $y$ uniform in the simplex.
 
     Args:
         space: flat.
@@ -38,14 +38,16 @@ class Region(Simplex):
     share: float = 1.0
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Places (*batch, n), uniform in the region."""
+        """Sample coordinates (*batch, n) uniformly in the region."""
         y = super().sample(*batch, generator=generator)
         return torch.lerp(torch.tensor(self.centre, dtype=y.dtype, device=y.device), y, self.share)
 
 
 @dataclass(frozen=True)
 class FLOCO(BaseTrainer):
-    r"""Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
+    r"""Trainer that learns the vertices of a simplex from models in the client's region.
+
+    Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
 
     The vertices, the centre of the region and its radius come with the message of the rule
     [`FLOCO`][manifoldagg.federated.rules.FLOCO]; without a centre $x$ is uniform in the simplex. The vertices go back.

@@ -1,4 +1,4 @@
-"""Local training, for every rule that takes a plain model: as it is, held back, for as long as asked, or one step."""
+"""Local training for rules that need a plain model: proximal, for a requested number of epochs, or one gradient."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,9 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 
 @dataclass(frozen=True)
 class Local(BaseTrainer):
-    r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
+    r"""Local training with an optional proximal term.
+
+    Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
 
     It is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] alone: a curve of degree 1,
     whose end is the one point that is sent back. The distance is that of the space; on a curved one the steps are
@@ -78,7 +80,9 @@ class Local(BaseTrainer):
 
 @dataclass(frozen=True)
 class Proximal(Local):
-    r"""Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with $\mu = 0.01$ unless given otherwise.
+    r"""Local training with a proximal term.
+
+    Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with $\mu = 0.01$ unless given otherwise.
 
     It is [`Local`][manifoldagg.federated.clients.Local] with another default. With the rule
     [`FedAvg`][manifoldagg.federated.rules.FedAvg] it is FedProx.
@@ -95,7 +99,7 @@ class Proximal(Local):
 
 @dataclass(frozen=True)
 class Epochs(BaseTrainer):
-    """[`Local`][manifoldagg.federated.clients.Local] training for the message's number `epochs`.
+    """[`Local`][manifoldagg.federated.clients.Local] training for the number of epochs in the message.
 
     Args:
         local: how to train; its own `epochs` and `steps` do not count.
@@ -127,7 +131,7 @@ class Epochs(BaseTrainer):
         return self._trainer_for(task.message)._train(task)
 
     def _trainer_for(self, message: Message) -> Local:
-        """Training for as long as the message says."""
+        """Return the trainer for the number of epochs in the message."""
         number = message.numbers.get("epochs", math.nan)
         asked = check_number("message: numbers: epochs", number, at_least=1)
         if asked != int(asked):
@@ -138,10 +142,12 @@ class Epochs(BaseTrainer):
 
 @dataclass(frozen=True)
 class Gradient(BaseTrainer):
-    r"""$g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
+    r"""Trainer that returns one gradient.
+
+    $g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
 
     The batch is drawn uniformly where the number of batches is known, else it is the first: a list of batches would
-    answer with the same one every time. A model of rounded numbers keeps a gradient up to
+    return the same one every time. A model of rounded numbers keeps a gradient up to
     $\frac\varepsilon2 \|\Theta\|$, what a step with it is rounded by anyway.
 
     Args:

@@ -16,7 +16,7 @@ __all__ = ["LorentzProximal"]
 
 @dataclass(frozen=True)
 class LorentzProximal:
-    r"""$\tfrac{\mu}{2} \exp(d^2 / \sigma)$ for the squared Lorentz distance $d^2$ of two lifted models.
+    r"""Proximal term $\tfrac{\mu}{2} \exp(d^2 / \sigma)$ of the squared Lorentz distance $d^2$ of two lifted models.
 
     A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, on which $\langle x, x\rangle_L =
     -x_0^2 + \sum_i x_i^2 = -\beta$. With $\delta = \theta - \Theta$ and the first coordinates $r$ and $q$ of the two,
@@ -58,7 +58,7 @@ class LorentzProximal:
         check_number("offset", self.offset, above=0)
 
     def __call__(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float64[Tensor, ""]:
-        r"""The value, which has derivatives; infinite where it overflows.
+        r"""Return the differentiable value of the term; infinite if it overflows.
 
         Args:
             theta: $\theta$.
@@ -70,7 +70,7 @@ class LorentzProximal:
         return 0.5 * self.weight * (square / self.variance).exp()
 
     def gradient(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        r"""The gradient in $\theta$, in the dtype of `theta`: one pass that reads and one that writes.
+        r"""Return the gradient in $\theta$, in the dtype of `theta`, with one read and one write of the model.
 
         Raises:
             DivergenceError: if it overflows: the models are too far apart for this $\sigma$.
@@ -89,7 +89,7 @@ class LorentzProximal:
         return combine(None, [theta, theta], [size, -size * w / r], minus=[base, None])
 
     def _parts(self, theta: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""$d^2$, $w$ and $r$."""
+        r"""Return $d^2$, $w$ and $r$."""
         inner = gram([theta, theta, base], minus=[base, None, None])[0]
         r = (self.offset + inner[1, 1]).sqrt()
         q = (self.offset + inner[2, 2]).sqrt()

@@ -1,4 +1,4 @@
-"""The clients of MasFL and AdaMasFL: steps with momentum and a control variate, and the mean gradient on the way."""
+"""The trainers for MasFL and AdaMasFL: steps with momentum and a control variate, and the mean gradient of the path."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,9 @@ __all__ = ["ControlVariate", "Normalised"]
 
 @dataclass(frozen=True)
 class ControlVariate(BaseTrainer):
-    r"""K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
+    r"""Trainer of MasFL, with momentum and a control variate.
+
+    K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
 
     The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the local model and the mean
     `gradient` of the K steps go back. Where the rule asks for an `opening`, K gradients are taken at the start and the
@@ -63,7 +65,9 @@ class ControlVariate(BaseTrainer):
 
 @dataclass(frozen=True)
 class Normalised(BaseTrainer):
-    r"""K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
+    r"""Trainer of AdaMasFL, with normalised steps.
+
+    K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
     K and $\eta$ come with the message, so there is nothing to choose; the local model and the mean `gradient` go back.
     $\|g_i\| = 0$ ends the local loop, and the mean is over the gradients taken by then. Lengths are measured in powers
@@ -105,14 +109,14 @@ class Normalised(BaseTrainer):
 
 
 def _rate_and_steps(message: Message) -> tuple[float, int]:
-    r"""$\eta$ and K of a message of AdaMasFL."""
+    r"""Return $\eta$ and K of a message of AdaMasFL."""
     if missing := {"rate", "steps"} - message.numbers.keys():
         raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
     return message.numbers["rate"], int(message.numbers["steps"])
 
 
 def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
-    r"""Local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, however long `advance` makes them.
+    r"""Run local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, scaled by `advance`.
 
     Args:
         task: with a message of a rule with control variates, on a flat space.

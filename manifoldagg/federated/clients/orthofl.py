@@ -1,4 +1,4 @@
-"""The client of OrthoFL that calibrates by itself: any local training, from a start of its own making."""
+"""The trainer for OrthoFL with client-side calibration: local training from a calibrated start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,11 +18,11 @@ __all__ = ["Calibrated"]
 
 @dataclass(frozen=True)
 class Calibrated(BaseTrainer):
-    r"""Train from $W_m^{+}$ of the rule [`OrthoFL`][manifoldagg.federated.rules.OrthoFL], formed here.
+    r"""Trainer that computes its start $W_m^{+}$ of [`OrthoFL`][manifoldagg.federated.rules.OrthoFL] on the client.
 
     The memory is what the client reached, where it started, and the global model $W^{\tau+}$ then. A message brings
-    $W^t$, $\beta_t$, and how many of its answers the server took: if its last one, that is calibrated; if it was lost
-    or refused, the client starts where it had. A message without a count is one to start from as it is. So does a
+    $W^t$, $\beta_t$, and the number of its applied updates. If the last update was applied, it is calibrated; if it was
+    lost or rejected, the client starts where it had. A message without a count is one to start from as it is. So does a
     client whose memory is lost, or does not fit, begin anew, from $W^t$. One task at a time: of two trained from the
     same start it is the last whose model is kept.
 
@@ -72,7 +72,7 @@ class Calibrated(BaseTrainer):
 
 
 def _is_valid_state(client_state: Any, start: Tensor) -> bool:
-    """Whether a memory is one of a client of this model."""
+    """Return whether a client state belongs to a client of this model."""
     if (
         not isinstance(client_state, Mapping)
         or not {"num_updates", "trainer"} <= client_state.keys()

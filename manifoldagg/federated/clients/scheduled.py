@@ -1,4 +1,4 @@
-"""Any trainer, with rates and steps that change as the server's model does."""
+"""A wrapper that schedules the rates and steps of any trainer by the version of the server's model."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ before what is held as `local`."""
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""A trainer whose rates are multiplied by $r(\tau)$ and whose steps by $s(\tau)$, where $\tau$ is the version.
+    r"""Trainer whose rates are multiplied by $r(\tau)$ and whose steps by $s(\tau)$, where $\tau$ is the version.
 
     With K steps of the trainer the task has $\max(1, \lceil s(\tau) K \rceil)$; of both phases of a curve each has its
     own K, and one that has none keeps none. With `rate` falling to 0 local training comes to rest as the
@@ -30,7 +30,7 @@ class Scheduled(BaseTrainer):
         trainer: a dataclass with a `rate`, and for s with `steps`; or what holds one as `trainer` or `local`.
         rate: r, a number or a function of the version, such as [`Cosine`][manifoldagg.federated.schedules.Cosine]. It
             must stay above 0.
-        steps: s, likewise.
+        steps: s, as above.
 
     Raises:
         ArgumentError: naming the option that is out of range, or what the trainer does not have.
@@ -71,7 +71,7 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """The trainer that this message is for; how many batches a pass has is asked where that counts."""
+        """Return the trainer for a message; the number of batches of a pass is counted only if it is needed."""
         trainer: Any = self.trainer
         if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -91,7 +91,7 @@ class Scheduled(BaseTrainer):
 
 
 def _owner_of(trainer: Any, option: str) -> Any:
-    """The trainer that has the option: itself, or one that it holds."""
+    """Return the trainer that has the option: `trainer` or one nested in it."""
     held = trainer
     while not hasattr(held, option):
         within = [getattr(held, name) for name in INNER_TRAINER_FIELDS[option] if hasattr(held, name)]
@@ -102,7 +102,7 @@ def _owner_of(trainer: Any, option: str) -> Any:
 
 
 def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
-    """`trainer` with `replacement` in place of `owner`."""
+    """Return `trainer` with `replacement` in place of `owner`."""
     if trainer is owner:
         return replacement
     name = next(name for name in INNER_TRAINER_FIELDS["rate"] if hasattr(trainer, name))
@@ -110,7 +110,7 @@ def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
 
 
 def _scaled_phase_steps(share: float, trainer: Any, count_batches: Callable[[], int]) -> int | tuple[int, ...]:
-    """Its steps, or those of each of its phases, times a share."""
+    """Return the number of steps, or the steps of each phase, multiplied by a factor."""
     whole, each = (trainer.epochs, count_batches()) if trainer.steps is None else (trainer.steps, 1)
     if isinstance(whole, tuple):
         return tuple(_scale_steps(share, each * amount) for amount in whole)

@@ -1,4 +1,4 @@
-"""Local training that sends the way it went: a curve for no further gradient."""
+"""The trainer that returns its training path as a curve, without further gradients."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ __all__ = ["Trajectory"]
 
 @dataclass(frozen=True)
 class Trajectory(Local):
-    r"""Train as [`Local`][manifoldagg.federated.clients.Local], and send the path of training as a curve.
+    r"""Trainer like [`Local`][manifoldagg.federated.clients.Local] that returns the path of training as a curve.
 
     The iterates $\theta_0 = \Theta^t, \dots, \theta_K$ are looked at as they come and not kept. The control points
     $\varphi_1, \dots, \varphi_n$ of a Bézier curve are fitted to them by least squares, its ends to
@@ -76,7 +76,7 @@ class Trajectory(Local):
         return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
     def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
-        """The local model, and the steps to it; what the optimiser kept is let go before the curve is made."""
+        """Return the local model and the steps to it; the optimizer state is released before the curve is built."""
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
         learned = task.fit(Bezier(task.space, 1), **options)
@@ -92,7 +92,7 @@ class Trajectory(Local):
         return PathFit(task.space, start, self.degree, self.time, None if self.time == "length" else total)
 
     def _total_steps(self, task: TrainingTask) -> int | None:
-        """How many steps there will be, where that is known."""
+        """Return the total number of steps, if it is known."""
         if self.steps is not None:
             return self.steps
         return None if task.num_batches is None else self.epochs * task.num_batches

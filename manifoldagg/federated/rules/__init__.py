@@ -1,4 +1,4 @@
-"""Server rules: frozen values with pure methods, one file each.
+"""Server rules: immutable values with pure methods, one per file.
 
 The cost that a rule states is that of `Server.receive`, in words of 32 bits a parameter that are read from memory,
 written there, and newly made; a model is in float32, comes late, has two control points where it is a curve, and three

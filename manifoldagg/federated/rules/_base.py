@@ -1,4 +1,4 @@
-"""What rules share: checked options, the spaces and points that they take, the message that is a model alone.
+"""Base classes of rules: validated options, supported spaces and points, and the plain model message.
 
 Above it are three ways to move: `ScheduledRule` steps along what its `correction` makes of each update, `CurveRule`
 also chooses its `step_size`, and `BufferedRule` waits and moves by a mean. What is none of these is a `ServerRule`.
@@ -29,16 +29,16 @@ __all__ = ["ServerRule", "TangentRule", "move_to"]
 class ServerRule(abc.ABC):
     """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
 
-    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is refused. So does
+    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is rejected. So does
     `needs_linear_leaves`, of what has a meaning on leaves of low rank too: inner products and sums of points.
     `uses_drift` says whether a step depends on where the model has gone since the client left; of others who is late
-    needs no base. `not_private_because` says why [`Private`][manifoldagg.federated.rules.Private] refuses it.
+    needs no base. `not_private_because` says why [`Private`][manifoldagg.federated.rules.Private] rejects it.
     """
 
     needs_flat: ClassVar[str] = ""
     needs_linear_leaves: ClassVar[str] = ""
     uses_drift: ClassVar[bool] = True
-    not_private_because: ClassVar[str] = "its step is no sum of updates"
+    not_private_because: ClassVar[str] = "its step is not a sum of updates"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -56,7 +56,7 @@ class ServerRule(abc.ABC):
     ) -> tuple[State, Outcome]: ...
 
     def check_space(self, space: Manifold, start: Point) -> None:
-        """Refuse a space on which the rule has no meaning.
+        """Reject a space that the rule does not support.
 
         Raises:
             ArgumentError: naming its curved leaves, and what needs them flat.
@@ -71,7 +71,7 @@ class ServerRule(abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """A rule that brings tangents from one point to another, by `transport` and `rungs` where the space is curved."""
+    """A rule that transports tangents between points, by `transport` and `rungs` if the space is curved."""
 
     transport: str | None = field(default=None, kw_only=True)
     rungs: int = field(default=DEFAULT_RUNGS, kw_only=True)
@@ -85,7 +85,7 @@ class TangentRule(ServerRule):
     def check_space(self, space: Manifold, start: Point) -> None:
         super().check_space(space, start)
         if not (space.flat or space.ambient):
-            # A passage of no length is refused where some leaf lacks what the transport takes.
+            # A passage of no length is rejected where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))
             Transporter(space, point, point, self.transport, self.rungs)
         elif self.transport is not None and space.flat:
@@ -96,7 +96,7 @@ class TangentRule(ServerRule):
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float], out: Target) -> Any:
-    r"""$\exp_\Theta u$ for the tangent $u$ at the current model that `coefficients` makes of the rows of a frame."""
+    r"""Return $\exp_\Theta u$ for the combination $u$ of the rows of a frame with `coefficients`."""
     if frame.transporter is None:
         return frame.move(gram, coefficients, out)
     here = frame.transporter.current

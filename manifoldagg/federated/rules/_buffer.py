@@ -1,4 +1,4 @@
-"""Rules that wait: displacements are summed as they come, and with the last of them the model moves."""
+"""Buffered rules: displacements are summed as they arrive, and the last one of a buffer moves the model."""
 
 import abc
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""The mean $\bar\Delta$ of a full buffer, a tangent at the current model $\Theta$ that is not formed yet.
+    r"""The mean $\bar\Delta$ of a full buffer, a tangent at the current model $\Theta$ that is computed lazily.
 
     Attributes:
         space: of the points.
@@ -51,7 +51,7 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        r"""$\bar\Delta$ on a flat space, window by window, each with those of other vectors: no more of it is held."""
+        r"""Yield $\bar\Delta$ on a flat space by chunks, together with those of other vectors, to bound the memory."""
         rows: tuple[Any, ...] = self.frame.rows  # vectors: rules that need windows take no others
         less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
@@ -65,7 +65,7 @@ class BufferMean:
             yield delta, *taken
 
     def step(self, rate: float, out: Target) -> tuple[Any, float]:
-        r"""$\exp_\Theta(\eta \bar\Delta)$, and how far it is."""
+        r"""Return $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
         line = [rate * c for c in self.coefficients]
         if self.frame.unmeasured:
             norm = self.frame.norm_bound(np.array(line, dtype=object))
@@ -75,7 +75,7 @@ class BufferMean:
 
 
 class BufferedRule(TangentRule):
-    r"""Sum $\sum_i a_i \Delta_i$ of so many displacements, then one step $\eta_g \cdot \frac1A \sum_i a_i \Delta_i$.
+    r"""A rule that sums displacements, then takes one step $\eta_g \cdot \frac1A \sum_i a_i \Delta_i$.
 
     $\Delta_i$ is taken against the client's own base. On a curved space it is transported to the current point, which
     rests while the rule waits, and summed there in float64. Where leaves are of low rank the sum is one of matrices, of
@@ -83,8 +83,8 @@ class BufferedRule(TangentRule):
     largest $a_i$ so far and rounded once an update, the number and the total weight of its terms. One `gram` and one
     `combine` each, as for one update.
 
-    A displacement is refused that is so long that the square of a sum of such would overflow in the dtype of the model:
-    what one client sends cannot make the updates of others overflow.
+    A displacement is rejected that is so long that the square of a sum of such would overflow in the dtype of the
+    model: what one client sends cannot make the updates of others overflow.
 
     Updates change nothing but that sum, which a `mechanism` can therefore bound and add noise to.
     """
@@ -95,22 +95,22 @@ class BufferedRule(TangentRule):
     @property
     @abc.abstractmethod
     def buffer_size(self) -> int:
-        """How many updates make a step."""
+        """The number of updates of a step."""
 
     def update_weight(self, update: Update) -> float:
-        """$a_i$, how much of a displacement is taken."""
+        """Return $a_i$, the weight of a displacement."""
         return 1.0
 
     def divisor(self, total: float) -> float:
-        """$A$, where the $a_i$ sum to `total`."""
+        """Return $A$, where `total` is the sum of the $a_i$."""
         return total
 
     def step_size(self, state: State) -> float:
-        r"""$\eta_g$."""
+        r"""Return $\eta_g$."""
         return rate_at(self.rate, state["version"])
 
     def apply_step(self, state: State, mean: BufferMean, rate: float, out: Target) -> tuple[Any, float, dict[str, Any]]:
-        """The new model, how far it is, and what changes in the state: here a step along the mean."""
+        """Return the new model, its distance, and the changes of the state: by default a step along the mean."""
         model, norm = mean.step(rate, out)
         return model, norm, {}
 
@@ -123,7 +123,7 @@ class BufferedRule(TangentRule):
     def step_with_noise(
         self, space: Manifold, state: State, update: Update, out: Target, mechanism: GaussianMechanism | None
     ) -> tuple[State, Outcome]:
-        """A step, where a `mechanism` may stand between displacements and their sum."""
+        """Take a step with an optional `mechanism` between displacements and their sum."""
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)

@@ -32,7 +32,7 @@ __all__ = ["CurveRule", "ScheduledRule", "staleness_penalty"]
 
 
 class CurveRule(TangentRule):
-    """An asynchronous rule: correct the displacements, choose the rate, step along the curve they make.
+    """An asynchronous rule that corrects the displacements, chooses the rate, and steps along their curve.
 
     One `gram` reads the update, algebra on its few numbers decides, one `combine` writes the new model. Where a
     correction cancels nearly all of a displacement, a second `gram` reads what is left of it.
@@ -47,18 +47,18 @@ class CurveRule(TangentRule):
     @property
     @abc.abstractmethod
     def correction(self) -> Correction:
-        """How displacements at the base become tangents at the current model."""
+        """The map from displacements at the base to tangents at the current model."""
 
     @abc.abstractmethod
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
-        r"""$\rho$: which part of the way to the candidate to go. `penalty(alpha)` is $S$ of Manifold (10)."""
+        r"""Return $\rho$, the part of the distance to the candidate. `penalty(alpha)` is $S$ of Manifold (10)."""
 
     def step_curve(self, state: State) -> StepCurve:
-        """Which curve the corrected displacements make, and what the rate means on it."""
+        """The curve of the corrected displacements, and the meaning of the rate on it."""
         return StepCurve(self.overshoot)
 
     def state_update(self, state: State, update: Update, original_gram: Gram) -> dict[str, Any]:
-        """What the next state has beside the version and what the correction keeps.
+        """Return further entries of the next state, beside the version and the state of the correction.
 
         Args:
             state: before the step.
@@ -68,7 +68,7 @@ class CurveRule(TangentRule):
         return {}
 
     def client_state(self, update: Update) -> ClientState:
-        """What to keep for the client."""
+        """Return the next client state."""
         return update.client_state
 
     def init(self, space: Manifold, start: Point) -> State:
@@ -162,7 +162,7 @@ class ScheduledRule(CurveRule):
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
-    r"""$S = 1 + \alpha\,(\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$: Manifold (10).
+    r"""Return $S = 1 + \alpha\,(\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$: Manifold (10).
 
     Args:
         strength: $\alpha$.

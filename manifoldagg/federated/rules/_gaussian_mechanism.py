@@ -19,12 +19,12 @@ SAMPLE_BLOCK_SIZE = 2**18
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    r"""$\sum_i a_i \min(1, C / \|\Delta_i\|)\, \Delta_i + \sigma C z$ with $z \sim N(0, I)$ and $a_i \le 1$.
+    r"""Gaussian mechanism $\sum_i a_i \min(1, C / \|\Delta_i\|) \Delta_i + \sigma C z$, $z \sim N(0, I)$, $a_i \le 1$.
 
     Args:
         clip: C.
         noise: $\sigma$.
-        key: nobody else knows it.
+        key: the secret key.
     """
 
     clip: float
@@ -32,7 +32,7 @@ class GaussianMechanism:
     key: Sequence[int]
 
     def clipped_weight(self, weight: float, norm: float) -> tuple[float, float]:
-        r"""$a \min(1, C / \|\Delta\|)$ of a displacement of this length, and its second factor.
+        r"""Return $a \min(1, C / \|\Delta\|)$ of a displacement of this length, and its second factor.
 
         Raises:
             RuleError: if a is above 1, more than the noise is made for.
@@ -45,7 +45,7 @@ class GaussianMechanism:
     def add_noise(
         self, frame: Frame, coefficients: list[float], scale: float, version: int
     ) -> tuple[Frame, list[float]]:
-        """The sum that `coefficients` makes of a frame, with noise as one row more; in units of `scale`."""
+        """Return the sum of the rows of a frame with `coefficients`, and noise as one row more, in units of `scale`."""
         if not (self.noise and scale):
             return frame, coefficients
         total: Tensor = frame.materialize(coefficients)
@@ -55,10 +55,10 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """z: the same for the same sum, so that what is done again gives the same bits; of another sum another.
+        """Sample z from the key and the sum: equal sums get equal bits, and different sums get different noise.
 
-        A server that goes on from an older checkpoint meets other sums. With the noise of those that it has forgotten,
-        the difference of two models would have none.
+        A server that resumes from an older checkpoint computes other sums. With the noise of those that it has
+        forgotten, the difference of two models would have none.
         """
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
@@ -71,7 +71,7 @@ class GaussianMechanism:
 
 
 def derive_key(secret: bytes) -> list[int]:
-    """What a state keeps of it: numbers of 32 bits.
+    """Return the key that the state of a rule stores: numbers of 32 bits.
 
     Example:
         >>> len(derive_key(b"secret"))

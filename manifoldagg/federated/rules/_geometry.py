@@ -1,4 +1,4 @@
-"""What a rule reads of an update: a frame of tangents at the current model, corrected, and its inner products."""
+"""The frame of an update: tangents at the current model, their corrections and their inner products."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, description: str = "one model") -> None:
-    """So many points are in an update; `None`: any number but none.
+    """Check that an update has `count` points; `None` accepts any positive number.
 
     Raises:
         ArgumentError: saying `description` the rule expects.
@@ -48,7 +48,7 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
 def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
-    r"""The rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
+    r"""Return the rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
 
     On a flat space, and where leaves are of low rank, they are differences of the update's own tensors. On a curved one
     $v_i = \log_{\Theta^t} \varphi_i$, transported to $\Theta^\tau$; where the space has a projection, this is done in
@@ -94,22 +94,22 @@ def frame_from_update(
 
 
 def unit_coefficients(k: int) -> Matrix:
-    """For each of k rows the coefficients that make it: sums of these are combinations of the rows."""
+    """Return for each of k rows its coefficients as a combination of the rows."""
     return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:
-    """The point of the space in float64 that `x` is the rounding of; `x` itself where there is no projection."""
+    """Return the float64 point of the space whose rounding is `x`; `x` itself if the space has no projection."""
     return space._project(x.double()) if "project" in space.capabilities else x
 
 
 def single_combination(frame: Frame, gram: Gram, coefficients: list[float]) -> Corrected:
-    """One combination of the rows of a frame, as what a correction makes of it."""
+    """Return one combination of the rows of a frame in the form of a correction's result."""
     return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
 
 def corrected_gram(corrected: Corrected) -> list[list[float]]:
-    r"""Inner products of the corrected rows, n x n; from the rows themselves, in float64, where $C G C^\top$ is lost.
+    r"""Return the inner products of the corrected rows, n x n; from the rows, in float64, if $C G C^\top$ cancels.
 
     Raises:
         ArgumentError: if a row is so long that its square overflows.
@@ -126,7 +126,7 @@ def corrected_gram(corrected: Corrected) -> list[list[float]]:
 
 
 def cosine(gram: Gram) -> float:
-    """cos(v_n, g) in [-1, 1]; NaN where one of the two is zero."""
+    """Return cos(v_n, g) in [-1, 1]; NaN if one of the two is zero."""
     n = gram.num_displacements
     inner = gram.matrix
     scale = safe_sqrt(inner[n - 1, n - 1]) * safe_sqrt(inner[n, n])
@@ -134,7 +134,7 @@ def cosine(gram: Gram) -> float:
 
 
 def combination_norm(coefficients: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
-    r"""$\sqrt{c^\top G\, c}$, of a combination of rows with these inner products.
+    r"""Return $\sqrt{c^\top G\, c}$, the norm of a combination of rows with these inner products.
 
     Example:
         >>> combination_norm([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
@@ -150,11 +150,11 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def safe_sqrt(square: float) -> float:
-    """The length with this square, which rounding can leave slightly below zero."""
+    """Return the square root of a square that rounding can leave slightly below zero."""
     return math.sqrt(max(square, 0.0))
 
 
 def diagnostics(frame: Frame) -> dict[str, float]:
-    """How many rungs the ladders of a curved space had, and what truncations of low-rank leaves left out."""
+    """Return the number of ladder rungs on a curved space, and the norms of the truncations of low-rank leaves."""
     used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
     return ({"rungs": float(max(used))} if used else {}) | frame.ambient.diagnostics

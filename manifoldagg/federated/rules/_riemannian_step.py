@@ -1,4 +1,4 @@
-"""The last part of a step on a curved space: the way along a corrected curve, and the new point."""
+"""The step on a curved space: the distance along a corrected curve, and the new point."""
 
 import math
 
@@ -26,7 +26,7 @@ BRACKET_TOLERANCE = 1e-9
 def step_along_curve(
     space: Manifold, current: Tensor, tangents: Tensor, step_curve: StepCurve, rho: float
 ) -> tuple[float, Tensor, float]:
-    r"""Go where the rate takes a step on the curve of $\psi_i = \exp_{\Theta^\tau} u_i$.
+    r"""Step on the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
 
     One tangent is a geodesic: $s$ is what it is on a line. With more, a pull-back by the chord takes the smallest $s$
     with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
@@ -34,7 +34,7 @@ def step_along_curve(
     Args:
         space: curved.
         current: $\Theta^\tau$, of its shape.
-        tangents: $u_1, \dots, u_n$ at `current`, as the course has bent them.
+        tangents: $u_1, \dots, u_n$ at `current`, as the step curve has straightened them.
         step_curve: which curve they make, and what the rate means on it.
         rho: $\rho \ge 0$, what is left of it on this curve.
 
@@ -55,7 +55,7 @@ def step_along_curve(
 
 
 def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float) -> float:
-    r"""The smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
+    r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
     The first change of sign on 64 equidistant places, whose bracket is cut down until a chord is exact: a curve that
     comes to the distance and leaves it again between two places is not seen.
@@ -84,7 +84,7 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """The first of so many equal parts at whose end the distance is reached, and what is left at both ends."""
+        """Return the first of equal sections at whose end the distance is reached, and the remainders at both ends."""
         before = low
         for first in range(0, parts, EVALUATION_BATCH):
             places = [low + (high - low) * (first + i + 1) / parts for i in range(EVALUATION_BATCH)]
@@ -102,7 +102,8 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
 
     found = section(0.0, 1.0, goal, GRID_INTERVALS)
     low, high, ahead, behind = found or (1.0, 1.0, 0.0, 0.0)
-    # Not `bernstein.crossing`: it evaluates one place a step, where a batch of points costs little more than one.
+    # Not `bernstein.find_sign_change`: it evaluates one place a step, where a batch of points costs
+    # little more than one.
     while found is not None and high - low > BRACKET_TOLERANCE:
         low, high, ahead, behind = found
         found = section(low, high, ahead, EVALUATION_BATCH)
@@ -110,16 +111,16 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
 
 
 def exp_projected(space: Manifold, current: Tensor, tangent: Tensor) -> Tensor:
-    r"""$\exp_{\Theta^\tau} u$, without what rounding takes it off the space."""
+    r"""Return $\exp_{\Theta^\tau} u$, projected onto the space to remove rounding errors."""
     return project_if_possible(space, space._exp(current, tangent))
 
 
 def project_if_possible(space: Manifold, point: Tensor) -> Tensor:
-    """The nearest point of the space, where it has a projection."""
+    """Return the nearest point of the space, if the space has a projection."""
     return space._project(point) if "project" in space.capabilities else point
 
 
 def tangents_at(space: Manifold, current: Tensor, rows: Tensor) -> Tensor:
-    """Combinations of rows (n, P), as tangents at `current`: (n, *shape)."""
+    """Return combinations of rows (n, P) as tangents at `current`: (n, *shape)."""
     u = check_finite("points: corrected displacements", rows).view(-1, *current.shape)
     return space._project_tangent(current.expand_as(u), u) if "project_tangent" in space.capabilities else u

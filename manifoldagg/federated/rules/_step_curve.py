@@ -1,4 +1,4 @@
-r"""The course of a step: the curve that it follows, and how far along it the rate takes it.
+r"""The curve of a step: the path that it follows, and how far along it the rate takes it.
 
 The corrected displacements $u_1, \dots, u_n$ of a curve's points, with $u_0 = 0$, say where it goes: as control points
 of a Bézier curve, or as corners of a polygon. Everything here is arithmetic on their inner products.
@@ -26,7 +26,7 @@ InnerProducts = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class StepCurve:
-    r"""Which curve the corrected displacements make, and what the rate $\rho$ means on it.
+    r"""Curve of the corrected displacements, and the meaning of the rate $\rho$ on it.
 
     Args:
         overshoot: `"clamp"`: $\rho$ is at most 1.
@@ -48,7 +48,7 @@ class StepCurve:
     polygon: bool = False
 
     def weights(self, n: int, s: float) -> list[float]:
-        """The weights of $u_1, …, u_n$ at the parameter s."""
+        """Return the weights of $u_1, …, u_n$ at the parameter s."""
         line = _polygon_weights(n, s) if self.polygon else weights(n, s)[1:]
         if self.curve_weight != 1:
             # A Bézier curve and a polygon with points on the chord, equally far apart, run along it evenly.
@@ -57,11 +57,11 @@ class StepCurve:
         return line
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        r"""What is left of the rate $\rho \ge 0$ on a curve whose displacements have these products with the drift."""
+        r"""Return the effective rate of $\rho \ge 0$, given the inner products of the displacements with the drift."""
         return (min(rho, 1.0) if self.overshoot == "clamp" else rho) * self.conflict_free_fraction(drift_products)
 
     def parameter(self, inner: InnerProducts, rho: float) -> float:
-        r"""The parameter s to which a rate takes the step, from the inner products of the corrected displacements."""
+        r"""Return the parameter s for a rate, from the inner products of the corrected displacements."""
         if self.pull_back != "chord" or self.curve_weight == 0:
             return rho
         inner = self._straightened_gram(inner)
@@ -72,7 +72,7 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        r"""Which part of the curve it may take: all but where `"conflict_free_prefix"` ends.
+        r"""Return the allowed fraction of the curve: the whole curve, except for `"conflict_free_prefix"`.
 
         The leg from $u_{k-1}$ to $u_k$ disagrees where its product with the drift is negative. What comes before the
         first one that does is the part, but one leg at least: of whoever disagrees from the start, the first leg is
@@ -87,7 +87,7 @@ class StepCurve:
         return 1.0
 
     def straighten(self, tangents: Tensor) -> Tensor:
-        """The tangents (n, ...) at the points of the bent curve; of a chord the last alone, which is a geodesic."""
+        """The tangents (n, ...) at the points of the straightened curve; of a chord only the last one, a geodesic."""
         if self.curve_weight == 0:
             return tangents[-1:]
         if self.curve_weight == 1:
@@ -97,7 +97,7 @@ class StepCurve:
         return self.curve_weight * tangents + (1 - self.curve_weight) * places * tangents[-1]
 
     def curve(self, space: Manifold, n: int) -> Bezier | Piecewise:
-        """The curve of start and n points on a space."""
+        """Return the curve of the start and n points on a space."""
         return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
 
     def _straightened_products(self, products: Sequence[float]) -> list[float]:
@@ -107,7 +107,7 @@ class StepCurve:
         ]
 
     def _straightened_gram(self, inner: InnerProducts) -> InnerProducts:
-        """The inner products of the points of the bent curve."""
+        """The inner products of the points of the straightened curve."""
         if self.curve_weight == 1:
             return inner
         rows = [self._straightened_products(row) for row in inner]
@@ -116,7 +116,7 @@ class StepCurve:
 
 
 def _polygon_weights(n: int, s: float) -> list[float]:
-    """The weights of the n corners after the start."""
+    """Return the weights of the n corners after the start."""
     piece = min(int(s * n), n - 1)
     part = s * n - piece
     line = [0.0] * n
@@ -127,7 +127,7 @@ def _polygon_weights(n: int, s: float) -> list[float]:
 
 
 def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
-    r"""The smallest s at which a polygon is $\rho \le 1$ times as far from its start as its end is.
+    r"""Return the smallest s at which a polygon is $\rho \le 1$ times as far from its start as its end is.
 
     Example:
         >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)

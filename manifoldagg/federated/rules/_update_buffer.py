@@ -1,4 +1,4 @@
-"""Rules that wait and hold every displacement by itself, until with the last of them the model moves."""
+"""Buffered rules that store each displacement separately, until the last one of a buffer moves the model."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
 
 class StoredBufferRule(TangentRule):
-    r"""Hold K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$; then one step, to what `combine` makes of them.
+    r"""Rule that stores K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$, then takes one step by `combine`.
 
     $\Delta_i$ is taken against the client's own base, and on a curved space transported to the current point, which
-    rests while the rule waits. Nothing that a client says of its weight counts. A displacement is refused that is so
+    rests while the rule waits. Nothing that a client says of its weight counts. A displacement is rejected that is so
     long that the square of a sum of K such would overflow in the dtype of the model.
     """
 
@@ -49,14 +49,14 @@ class StoredBufferRule(TangentRule):
         factors: Sequence[float],
         out: Target,
     ) -> tuple[Any, float, Gram]:
-        r"""The new model, how far it is, and inner products of which the first two are those of the last update.
+        r"""Return the new model, its distance, and inner products, the first two of which are those of the last update.
 
         Args:
             space: of the points.
             update: the last one.
             frame: of it.
             stored: the displacements before it, in the order in which they came.
-            kept: $\eta_g s_i$ of each of these, then of the last one.
+            factors: $\eta_g s_i$ of each of these, then of the last one.
             out: where the model may go.
         """
 
@@ -90,7 +90,7 @@ class StoredBufferRule(TangentRule):
         return after, Outcome(model, update.client_state, numbers | diagnostics(frame))
 
     def checked_gram(self, frame: Frame) -> Gram:
-        """Inner products of the rows, of which the first one is no longer than it may be.
+        """Return the inner products of the rows, after checking the length of the first.
 
         Raises:
             ArgumentError: if it is.
@@ -102,7 +102,7 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """A `StoredBufferRule` that of each entry takes the mean of those in the middle, `trim` from either end.
+    """A `StoredBufferRule` that of each entry takes the mean of those in the middle, `num_trimmed` from either end.
 
     Windows of all displacements are sorted beside the model: no more is held than K of such.
     """
@@ -112,7 +112,7 @@ class CoordinateWiseRule(StoredBufferRule):
     @property
     @abc.abstractmethod
     def num_trimmed(self) -> int:
-        """How many are left out at either end."""
+        """Return the number of values to discard at either end."""
 
     def combine(
         self,
@@ -144,7 +144,7 @@ class CoordinateWiseRule(StoredBufferRule):
 
 
 def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
-    """Vectors with the same numbers, of each entry in order, written over all of these and `scratch`.
+    """Sort vectors entrywise in place, with `scratch` as working memory.
 
     By exchanges of neighbours, K rounds of them: vectors are compared at the speed of memory, which for the few that
     wait is less than a sort of each entry takes.

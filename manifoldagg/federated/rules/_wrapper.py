@@ -1,4 +1,4 @@
-"""Rules around another one: what such a rule takes, and what it needs to know of an update, is what that one does."""
+"""Base class of rules that wrap another rule and have its requirements."""
 
 from manifoldagg.federated.types import Rule
 
@@ -6,21 +6,21 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule:
-    """A rule that holds another one, `rule`, and reads models as that does."""
+    """A rule that wraps another one, `rule`, and reads models as the wrapped rule does."""
 
     rule: Rule
 
     @property
     def accepts_tensor_lists(self) -> bool:
-        """As the rule."""
+        """The value of the wrapped rule."""
         return bool(getattr(self.rule, "accepts_tensor_lists", False))
 
     @property
     def uses_drift(self) -> bool:
-        """As the rule."""
+        """The value of the wrapped rule."""
         return bool(getattr(self.rule, "uses_drift", True))
 
     @property
     def cohort(self) -> int:
-        """That of the rule."""
+        """The cohort of the wrapped rule."""
         return self.rule.cohort

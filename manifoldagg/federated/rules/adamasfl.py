@@ -1,4 +1,4 @@
-"""AdaMasFL: MasFL in normalised steps, whose rates follow from S, K and T alone, or are set."""
+"""AdaMasFL: MasFL with normalised steps, whose rates follow from S, K and T or are given."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ __all__ = ["AdaMasFL"]
 
 @dataclass(frozen=True)
 class AdaMasFL(ControlVariateRule):
-    r"""$\Theta \leftarrow \Theta - \gamma\, \frac1S \sum_{i \in S} \Delta_i$,
+    r"""Rule of AdaMasFL: normalised steps with momentum and control variates.
+
+    $\Theta \leftarrow \Theta - \gamma\, \frac1S \sum_{i \in S} \Delta_i$,
     $\Delta_i = (\Theta_i^0 - \Theta_i^K) / (\eta K)$, with $g$, $c$ and $c_i$ as in
     [`MasFL`][manifoldagg.federated.rules.MasFL], and
 
@@ -29,22 +31,22 @@ class AdaMasFL(ControlVariateRule):
     A client takes K steps of length $\eta$ in the trainer
     [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. So
     $\|\Delta_i\| \le 1$, T steps go no farther than $T \gamma = (SKT)^{1/4}$, and losses times $\kappa$ change nothing.
-    What has gone farther than K steps can, but for rounding, is refused.
+    An update that is longer than K steps, up to rounding, is rejected.
 
     Each of the three can be set in place of what is derived, and what a client is asked for and believed follows it.
 
-    A client that answers twice before a step counts once towards S, and its displacements are both in the mean, over
-    all answers. Who joins late, leaves, fails or comes back is treated as in MasFL. After T steps the rates stay.
+    A client that returns two updates before a step counts once towards S, and both displacements are in the mean over
+    all updates. Clients that join late, leave, fail or return are treated as in MasFL. After T steps the rates stay.
 
     Args:
         size: S.
         steps: K, local steps.
         server_steps: $T$, steps of the server that are planned, at least SK where $\beta$ is derived.
         clients: N, as in MasFL.
-        initial: likewise.
+        initial: as above.
         eta: $\eta$; derived where not given.
-        beta: $\beta \in (0, 1]$, likewise.
-        gamma: $\gamma$, likewise.
+        beta: $\beta \in (0, 1]$, as above.
+        gamma: $\gamma$, as above.
 
     Raises:
         ArgumentError: naming the option that is out of range; where the space is curved.
@@ -121,7 +123,7 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """The rows that sum to the displacements so far, and the length of the last one.
+        """Return the rows that sum to the displacements so far, and the length of the last one.
 
         Raises:
             ArgumentError: if the last one is longer than K steps.

@@ -1,4 +1,4 @@
-"""ASGD: a linear step along an update as it is, wherever the server has gone meanwhile."""
+"""ASGD: a linear step along the uncorrected update, independent of the drift."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,9 @@ __all__ = ["ASGD"]
 
 @dataclass(frozen=True)
 class ASGD(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\, v$ with $v = \Theta_i - \Theta^t$, $\rho = S\, w_i\, \eta_g(\tau)$.
+    r"""Rule that adds the uncorrected displacement of an update to the model.
+
+    $\Theta^{\tau+1} = \Theta^\tau + \rho\, v$ with $v = \Theta_i - \Theta^t$, $\rho = S\, w_i\, \eta_g(\tau)$.
 
     On a curved space $\exp_{\Theta^\tau}(\rho\, v)$, with $v = \log_{\Theta^t} \Theta_i$ transported to $\Theta^\tau$.
 

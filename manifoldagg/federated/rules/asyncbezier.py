@@ -1,4 +1,4 @@
-"""AsyncBezier: step along the curve that a client learned, moved to the current model."""
+"""AsyncBezier: a step along the client's curve, transported to the current model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ __all__ = ["AsyncBezier"]
 
 AUTO = "auto"
 CURVE_WEIGHT_GAIN = 0.02
-"""Of the means by which a bend is chosen: they look back over fifty updates."""
+"""Of the means by which a curve weight is chosen: they look back over fifty updates."""
 PROGRESS_GAIN = 0.01
 """Of the mean pace, once it is the mean of a hundred."""
 MAX_PROGRESS_RATIO = 100.0
@@ -32,7 +32,9 @@ MAX_PROGRESS = 1e100
 
 @dataclass(frozen=True)
 class AsyncBezier(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \iota_\psi(s)$ on the corrected curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$.
+    r"""Rule that steps along the corrected Bézier curve of a client.
+
+    $\Theta^{\tau+1} = \iota_\psi(s)$ on the corrected curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$.
 
     $\pi$ is OrthoDC, control point by control point; the candidate is $\hat\Theta = \iota_\psi(1)$; the rate
     $\rho = S\, w_i\, \eta_g(\tau)$ is pulled back to the smallest $s$ with
@@ -110,7 +112,7 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """What payloads bring."""
+        """The names of the numbers that payloads contain."""
         return ("progress",) if self.normalise else ()
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -147,7 +149,7 @@ class AsyncBezier(ScheduledRule):
 
 
 def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
-    """A number in [least, 1], or `"auto"`.
+    """Validate a number in [least, 1], or `"auto"`.
 
     Raises:
         ArgumentError: naming it.
@@ -159,18 +161,18 @@ def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
 
 
 def _client_progress(update: Update) -> float:
-    """How far along a gradient the client has gone: its local rate times its steps."""
+    """Return the progress of a client along its gradient: the local rate times the steps."""
     return check_number(
         "numbers: progress", update.numbers.get("progress", 0.0), at_least=MIN_PROGRESS, at_most=MAX_PROGRESS
     )
 
 
 def _clipped(progress: float, mean: float) -> float:
-    """A pace, as far as it may be from the mean of others: one lie is no more than one odd client."""
+    """Clip a pace to a bounded distance from the mean of other clients, to limit the effect of one value."""
     return min(max(progress, mean / MAX_PROGRESS_RATIO), mean * MAX_PROGRESS_RATIO)
 
 
 def _auto_curve_weight(state: State) -> float:
-    """How much of a curve is left beside its chord, in a run that agrees with itself so far."""
+    """Return the weight of the curve beside its chord, from the agreement of the run so far."""
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

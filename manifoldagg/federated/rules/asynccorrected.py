@@ -1,4 +1,4 @@
-"""AsyncCorrected: the step of AsyncBezier with any correction at all."""
+"""AsyncCorrected: the step of AsyncBezier with an arbitrary correction."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,7 +14,9 @@ TANGENT = Tangent()
 
 @dataclass(frozen=True)
 class AsyncCorrected(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \iota_\psi(s)$ on the curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$, for any $\pi$.
+    r"""Rule that steps along the curve of a client under an arbitrary correction.
+
+    $\Theta^{\tau+1} = \iota_\psi(s)$ on the curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$, for any $\pi$.
 
     What a correction remembers is kept in the rule's state; one that works on each named tensor by itself
     (`granularity="tensor"`) has its own matrix for each. A plain model is a curve of one point. The rate is
@@ -26,7 +28,7 @@ class AsyncCorrected(ScheduledRule):
         penalty_limit: the largest $S$.
         overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve (of a flat space).
         correction: $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
-        dominance: a penalty on clients that answer often.
+        dominance: a penalty on clients that return updates often.
         transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is parallel
             where a leaf has it in closed form, a ladder elsewhere. Where leaves are of low rank `None` takes inner
             products and sums of the matrices and truncates the new one; `"projection"` takes what of the differences is

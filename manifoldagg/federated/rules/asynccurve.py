@@ -1,4 +1,4 @@
-"""AsyncCurve: step along a quadratic curve whose end is corrected and whose control point turns with it."""
+"""AsyncCurve: a step along a quadratic curve with a corrected end and a rotated control point."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -29,7 +29,9 @@ ORTHODYN = OrthoDyn()
 
 @dataclass(frozen=True)
 class AsyncCurve(ServerRule):
-    r"""$\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta$, $s = \min(1,
+    r"""Rule that steps along a quadratic curve with a corrected end.
+
+    $\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta$, $s = \min(1,
     \eta(\tau) / (N p_i))$.
 
     The end $\hat\Theta = \Theta^\tau + \pi(\Theta_i - \Theta^t)$ is corrected by OrthoDyn, and then the control point
@@ -41,7 +43,7 @@ class AsyncCurve(ServerRule):
     back. $p_i$ is the part of all updates that come from the client, as of
     [`Dominance`][manifoldagg.federated.rules.Dominance].
 
-    A client that has answered before is sent moments for its Adam,
+    A client that has returned an update before is sent moments for its Adam,
 
     $$m = (\Theta^{\tau-1} - \Theta^\tau) / n_i, \qquad v = m \odot m,$$
 
@@ -50,7 +52,7 @@ class AsyncCurve(ServerRule):
 
     *Periodic averaging*: the versions $\tau \ge$ `start` with $\tau \equiv 0$ (mod `cycle`) are averaged, and each
     `periodic`-th is overwritten with the average, which then begins anew: what
-    [`SWA`][manifoldagg.averaging.SWA] with `overwrite` does, here in the state of the rule, since what listens to a
+    [`SWA`][manifoldagg.averaging.SWA] with `reset_point` does, here in the state of the rule, since what listens to a
     server cannot write its model. The average of a run is that of a `SWA` that the server is given.
 
     *Participation*: a late joiner starts without moments; one that failed or left keeps its count, and its part of the
@@ -143,7 +145,7 @@ class AsyncCurve(ServerRule):
         return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 
     def _state_is_finite(self, corrected: Corrected) -> bool:
-        """Whether rows are so short that no combination of them is too large for a number."""
+        """Return whether the rows are short enough that every combination of them is finite."""
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
         if corrected.auxiliary is None or not plain or self.periodic is not None:
             return False
@@ -153,12 +155,12 @@ class AsyncCurve(ServerRule):
         return sum(map(safe_sqrt, squares)) <= limits.max * limits.eps / 64
 
     def _is_overwritten(self, version: int) -> bool:
-        """Whether a version is one that the average overwrites, where there is one."""
+        """Return whether the average overwrites a version."""
         place = version - self.offset
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """The average with a new version, which is overwritten with it where it is time."""
+        """Add a new version to the average, and overwrite the version with the average when it is due."""
         if self.periodic is None:
             return {}
         place = version - self.offset
@@ -179,7 +181,7 @@ class AsyncCurve(ServerRule):
 
 
 def _step_coefficients(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
-    """The step on the rows of the frame and the control point less the base, (k + 1,) or (S, k + 1), and its length.
+    """Return the step on the frame rows and the control point minus the base, (k + 1,) or (S, k + 1), and its length.
 
     `None` where their inner products do not say how the control point turns, or how long the step is.
     """

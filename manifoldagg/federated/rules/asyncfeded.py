@@ -1,4 +1,4 @@
-"""AsyncFedED: staleness as a distance, which sets the step and how long a client trains next."""
+"""AsyncFedED: staleness measured as a distance, which sets the step size and the epochs of the next task."""
 
 import math
 import sys
@@ -23,24 +23,27 @@ MAX_EPOCHS = 2**53
 
 @dataclass(frozen=True)
 class AsyncFedED(TangentRule):
-    r"""$\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with $\Delta_i = \Theta_i - \Theta^t$ and
+    r"""Rule with Euclidean-distance staleness, adaptive rates and adaptive epochs.
+
+    $\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with $\Delta_i = \Theta_i - \Theta^t$ and
 
     $$\gamma_i = \frac{\|\Theta^\tau - \Theta^t\|}{\|\Delta_i\|}, \qquad \eta_i = \frac{\lambda}{\gamma_i + \epsilon},
       \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor),$$
 
     where $K_i$ is the number of epochs that the client trains next: the message's number `epochs`, which the trainer
-    [`Epochs`][manifoldagg.federated.clients.Epochs] obeys. In the first rounds $\gamma_i = \bar\gamma$.
+    [`Epochs`][manifoldagg.federated.clients.Epochs] uses. In the first versions $\gamma_i = \bar\gamma$.
 
-    $\gamma_i = 0$ without a drift: the client's step is $\lambda / \epsilon$ of its displacement. A client that has not
-    moved says nothing: the model and its $K_i$ stay. Who joins late begins with $K^0$; who comes back finds its $K_i$;
-    an old ticket has a long drift, so a short step, and fewer epochs next; a failed task changes nothing.
+    $\gamma_i = 0$ without a drift: the client's step is $\lambda / \epsilon$ of its displacement. If a
+    client has not moved, the model and its $K_i$ are unchanged. A late joiner starts with $K^0$, and a returning client
+    keeps its $K_i$. An old ticket has a long drift, so that its step is short and its next task has fewer epochs. A
+    failed task changes nothing.
 
     On a curved space distances are the space's, and $\Delta_i$ is followed by exp; `transport` and `rungs` are those of
     [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         rate: $\lambda$: a number, or a function of the version $\tau$.
-        epsilon: $\epsilon > 0$; at 1 a fresh update is taken $\lambda$ times.
+        epsilon: $\epsilon > 0$; at 1 a fresh update is multiplied by $\lambda$.
         target: $\bar\gamma$.
         gain: $\kappa$; 0 leaves the epochs as they are.
         epochs: $K^0$.
@@ -49,7 +52,7 @@ class AsyncFedED(TangentRule):
     Raises:
         ArgumentError: naming the option that is out of range.
 
-    Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1, and (47) for the first rounds.
+    Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1, and (47) for the first versions.
 
     Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
 
@@ -84,7 +87,7 @@ class AsyncFedED(TangentRule):
         return Message(current, numbers={"epochs": float(self.next_epochs(client_state))})
 
     def next_epochs(self, client_state: ClientState) -> int:
-        """$K_i$ of a client with this memory."""
+        """Return the next $K_i$ of a client with this client state."""
         return int((client_state or {}).get("epochs", self.epochs))
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:

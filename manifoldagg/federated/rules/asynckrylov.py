@@ -1,4 +1,4 @@
-"""AsyncKrylov: a step along the chord of a path, freed of what the drift has done along it already."""
+"""AsyncKrylov: a step along the chord of a path, without its component that the drift has already covered."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,9 @@ __all__ = ["AsyncKrylov"]
 
 @dataclass(frozen=True)
 class AsyncKrylov(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n)$, with the $\pi$ of KrylovDC.
+    r"""Rule that steps along the chord of a path under the Krylov correction.
+
+    $\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n)$, with the $\pi$ of KrylovDC.
 
     A client sends n points of its path, equally many local steps apart, the last of which is its model: a
     [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`. The server goes along the chord; the
@@ -25,7 +27,7 @@ class AsyncKrylov(ScheduledRule):
 
     Args:
         granularity: as in [`KrylovDC`][manifoldagg.corrections.KrylovDC].
-        tolerance: likewise.
+        tolerance: as above.
 
     Raises:
         ArgumentError: naming the option that is out of range.

@@ -1,4 +1,4 @@
-"""CA²FL: a buffer calibrated by what every client was last seen to do."""
+"""CA²FL: a buffer calibrated by the cached update of every client."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +31,9 @@ EMPTY_BUFFER = {"count": 0, "joined": 0, "guests": 0, "held": []}
 
 @dataclass(frozen=True)
 class CA2FL(ServerRule):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, v$ after every K updates, with
+    r"""Rule with a buffer that is calibrated by cached updates.
+
+    $\Theta \leftarrow \Theta + \eta_g\, v$ after every K updates, with
 
     $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,$$
 
@@ -39,12 +41,12 @@ class CA2FL(ServerRule):
     $\Delta_i = \Theta_i - \Theta^{t_i}$ is taken against the client's own base. If all N clients are in every buffer,
     v is their mean.
 
-    $\sum_j h_j$ and what waits are held in float64: a displacement that was far too long is forgotten with the next one
-    of its client. One so long that squares of K such overflow in the dtype of the model is refused.
+    $\sum_j h_j$ and the buffer are stored in float64, so that the next displacement of a client cancels an extremely
+    long one. A displacement is rejected if K squares of its length overflow in the dtype of the model.
 
-    A client costs the server one vector (its $h_i$, in the client's memory), a buffer at most K more: those $h_i$ that
-    its updates replace. Who joins late has no $h_i$ yet, and `unknown` says what is read in its place; who leaves stays
-    in $\bar h$ with its last displacement; an old ticket counts like any other, and its displacement is remembered; a
+    A client costs the server one vector (its $h_i$, in the client state), a buffer at most K more: those $h_i$ that
+    its updates replace. A late joiner has no $h_i$ yet; `unknown` is the replacement. The last displacement of a client
+    that leaves stays in $\bar h$. An update on an old ticket counts like any other, and its displacement is stored. A
     failed task changes nothing.
 
     Published code is known to calibrate with a cache that is never filled, which is FedBuff without staleness weights.
@@ -53,7 +55,7 @@ class CA2FL(ServerRule):
     Args:
         size: K.
         rate: $\eta_g$: a number, or a function of the version $\tau$.
-        clients: N, or more once more have answered; `None` counts those that have, the ones of this buffer among them.
+        clients: N, or more after more clients have returned updates; `None` counts those, including this buffer.
         unknown: the $h_i$ of a client that has none: `"zero"`, the paper's, or `"mean"`: $\bar h$, then over those that
             have one, so that a newcomer does not count twice.
 
@@ -84,7 +86,7 @@ class CA2FL(ServerRule):
 
     cohort: ClassVar[int] = 1
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
-    not_private_because: ClassVar[str] = "it keeps what each client sent and adds it again"
+    not_private_because: ClassVar[str] = "it stores each client's update and adds it again"
     needs_linear_leaves: ClassVar[str] = "cached displacements"
     size: int = 10
     rate: Rate = 1.0
@@ -98,7 +100,9 @@ class CA2FL(ServerRule):
         if self.clients is not None:
             check_count("clients", self.clients)
             if self.unknown == "mean":
-                raise ArgumentError("clients: expected None with unknown='mean', a mean of those that have answered")
+                raise ArgumentError(
+                    "clients: expected None with unknown='mean', a mean over the clients that have returned an update"
+                )
 
     def init(self, space: Manifold, start: Tensor) -> State:
         return super().init(space, start) | {"cached": 0} | EMPTY_BUFFER
@@ -162,10 +166,10 @@ class CA2FL(ServerRule):
 
 
 def _coefficients(frame: Frame, **coefficients: Any) -> list[float]:
-    """One coefficient for each row of a frame, 0 for those that are not named."""
+    """Return one coefficient for each row of a frame, 0 for rows that are not named."""
     return [coefficients.get(name, 0.0) for name in frame.names]
 
 
 def _combine_float64(frame: Frame, **coefficients: float) -> Any:
-    """A combination of rows in float64, for what is added to again and again."""
+    """Return a combination of rows in float64, for sums that are accumulated repeatedly."""
     return frame.materialize(_coefficients(frame, **coefficients), torch.float64)

@@ -1,4 +1,4 @@
-"""DC-ASGD: a linear step along an update that was expanded to first order about its base."""
+"""DC-ASGD: a linear step along an update that is expanded to first order at its base."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,9 @@ DEFAULT_STRENGTHS = {"constant": 0.04, "adaptive": 2.0}
 
 @dataclass(frozen=True)
 class DCASGD(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g)$, $\rho = S\, w_i\, \eta_g(\tau)$.
+    r"""Rule with first-order delay compensation.
+
+    $\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g)$, $\rho = S\, w_i\, \eta_g(\tau)$.
 
     With `"constant"` (DC-ASGD-c) $\lambda$ is a number; with `"adaptive"` (DC-ASGD-a) it is
 

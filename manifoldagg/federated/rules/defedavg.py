@@ -1,4 +1,4 @@
-"""DeFedAvg-nIID: uniformly drawn clients, whose updates are averaged as they come."""
+"""DeFedAvg-nIID: uniformly sampled clients, whose updates are averaged as they arrive."""
 
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -16,10 +16,13 @@ Client = TypeVar("Client", bound=Hashable)
 
 @dataclass(frozen=True)
 class DeFedAvg(FedAvg):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, \dfrac1k \sum_{i=1}^k \Delta_i$ over the first k updates that arrive.
+    r"""Rule that averages the first k updates of uniformly sampled clients.
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each, which may be of an earlier round: nobody waits for
-    stragglers, and nobody's work is thrown away. In each round the model goes to k clients drawn uniformly without
+    $\Theta \leftarrow \Theta + \eta_g\, \dfrac1k \sum_{i=1}^k \Delta_i$ over the first k updates that arrive.
+
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each, which may be an older version. Stragglers do not
+    block a round, and their updates are not discarded. In each round the model goes to k clients drawn uniformly
+    without
     replacement from all N, busy or not, so that the mean of $\Delta$ over draws is that of all clients, however
     differently fast they are. It is [`FedAvg`][manifoldagg.federated.rules.FedAvg] with equal weights, and
     [`FedBuff`][manifoldagg.federated.rules.FedBuff] with a constant staleness weight; what is its own is `draw`.
@@ -51,7 +54,7 @@ class DeFedAvg(FedAvg):
     weighted: bool = field(default=False, kw_only=True)
 
     def draw(self, clients: Sequence[Client], generator: np.random.Generator) -> list[Client]:
-        """k distinct clients, every set of them as likely as any other; what it draws follows from its arguments alone.
+        """Sample k distinct clients uniformly; the result depends on the arguments only.
 
         Args:
             clients: all N, once each.

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: every update moves the model, and the momentum changes with every N-th."""
+"""Delayed Nesterov: every update moves the model, and every N-th update changes the momentum."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,7 +15,9 @@ __all__ = ["DelayedNesterov"]
 
 @dataclass(frozen=True)
 class DelayedNesterov(ServerRule):
-    r"""$\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m)$; with every N-th update the momentum changes first:
+    r"""Rule with Nesterov momentum that changes with every N-th update.
+
+    $\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m)$; with every N-th update the momentum changes first:
 
     $$m \leftarrow \beta m + \frac1N \sum v, \qquad
       \Theta \leftarrow \Theta + \eta\,\bigl(v / N + (1 - cN + c)\, \beta m\bigr),$$

@@ -1,4 +1,4 @@
-"""A penalty on clients that answer more often than others."""
+"""A penalty on clients that return updates more often than others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ __all__ = ["Dominance"]
 
 @dataclass(frozen=True)
 class Dominance:
-    r"""Multiply the global rate by $1 / (N p_i)$ and clamp the product to 1.
+    r"""Penalty that multiplies the global rate by $1 / (N p_i)$ and limits the product to 1.
 
     $p_i$ is the part of all updates so far, this one among them, that come from the client: $c_i$ of $k$. How many
-    those are is kept in the client's memory, so that the state of a rule does not grow with its clients.
+    those are is kept in the client state, so that the state of a rule does not grow with its clients.
 
     Args:
         clients: $N$.
         smoothed: $p_i = (c_i + 1) / (k + N)$; else $c_i / k$.
 
     Raises:
-        ArgumentError: if `clients` is no positive integer.
+        ArgumentError: if `clients` is not a positive integer.
 
     Source: Report, dominance penalty (after Leconte et al. 2024).
 
@@ -42,14 +42,14 @@ class Dominance:
         check_count("clients", self.clients)
 
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
-        r"""$\min(1, \eta / (N p_i))$ for $c_i$ = `client_updates` of $k$ = `total_updates` updates."""
+        r"""Return $\min(1, \eta / (N p_i))$ for $c_i$ = `client_updates` of $k$ = `total_updates` updates."""
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates
         )
         return min(1.0, rate / (self.clients * part))
 
     def count_updates(self, client_state: ClientState) -> int:
-        """How many updates have come from a client of this memory, with the one at hand.
+        """Return the number of updates of a client with this client state, including the current one.
 
         Raises:
             ArgumentError: if it is no mapping, or its `updates` no count.
@@ -59,6 +59,6 @@ class Dominance:
         return check_count("client_state['updates']", (client_state or {}).get("updates", 0), at_least=0) + 1
 
     def next_client_state(self, client_state: ClientState) -> ClientState:
-        """The memory after the update at hand."""
+        """Return the client state after the current update."""
         count = self.count_updates(client_state)
         return {**(client_state or {}), "updates": count}

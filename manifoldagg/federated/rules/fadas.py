@@ -1,4 +1,4 @@
-"""FADAS: Adam on the server over a buffer of stale displacements, with a rate that minds the delays."""
+"""FADAS: Adam on the server over a buffer of stale displacements, with a delay-adaptive rate."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,7 +22,9 @@ ADAPTIVE_MODES = ("bound", "scale", "none")
 
 @dataclass(frozen=True)
 class FADAS(BufferedRule):
-    r"""$\Theta \leftarrow \Theta + \eta_\tau\, \dfrac{m}{\sqrt{\hat v} + \epsilon}$ after every M updates, with
+    r"""Rule with Adam on the server over a buffer, and a delay-adaptive rate.
+
+    $\Theta \leftarrow \Theta + \eta_\tau\, \dfrac{m}{\sqrt{\hat v} + \epsilon}$ after every M updates, with
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot
       \Delta, \qquad \hat v \leftarrow \max(\hat v, v)$$
@@ -113,7 +115,7 @@ class FADAS(BufferedRule):
         return self.delay_adapted_rate(super().step_size(state), state["max_staleness"])
 
     def delay_adapted_rate(self, rate: float, max_staleness: int) -> float:
-        r"""$\eta_\tau$ for a buffer whose stalest update is `max_staleness` versions old.
+        r"""Return $\eta_\tau$ for a buffer whose stalest update is `max_staleness` versions old.
 
         Example:
             >>> [FADAS().delay_adapted_rate(0.5, late) for late in (0, 1, 2, 4)]

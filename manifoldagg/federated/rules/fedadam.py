@@ -1,4 +1,4 @@
-"""FedAdam: the mean of a cohort as a gradient for Adam on the server."""
+"""FedAdam: Adam on the server with the mean of a cohort as the gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ __all__ = ["FedAdam"]
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, \dfrac{m}{\sqrt{v} + \epsilon}$ on the mean $\Delta$ of a cohort, with
+    r"""Rule with Adam on the server over the mean of a cohort.
+
+    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{m}{\sqrt{v} + \epsilon}$ on the mean $\Delta$ of a cohort, with
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
       v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta,$$
@@ -96,11 +98,11 @@ class FedAdam(FedAvg):
 def update_moments(
     m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]
 ) -> None:
-    r"""$\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$, written into `out`.
+    r"""Write $\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$ into `out`.
 
     Example:
         >>> out = torch.empty(2, 1)
-        >>> moments(torch.zeros(1), torch.ones(1), torch.tensor([2.0]), (0.5, 0.5), out=[*out])
+        >>> update_moments(torch.zeros(1), torch.ones(1), torch.tensor([2.0]), (0.5, 0.5), out=[*out])
         >>> out
         tensor([[1.0000],
                 [2.5000]])
@@ -111,7 +113,7 @@ def update_moments(
 
 
 def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
-    r"""$\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, written into `out`.
+    r"""Write $\Theta + \eta\, m / (\sqrt{v} + \epsilon)$ into `out`.
 
     Example:
         >>> out = torch.empty(1)
@@ -124,5 +126,5 @@ def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: 
 
 
 def model_distance(model: Tensor, current: Tensor) -> float:
-    """How far a step went."""
+    """Return the length of a step."""
     return safe_sqrt(gram([model], minus=current)[0, 0, 0].item())

@@ -1,4 +1,4 @@
-"""FedAsync: mix the model that a client reached into the server's."""
+"""FedAsync: a convex combination of the client model and the server model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ __all__ = ["FedAsync"]
 
 @dataclass(frozen=True)
 class FedAsync(CurveRule):
-    r"""$\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i$ with
+    r"""Rule that mixes the client model into the server model.
+
+    $\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i$ with
     $\alpha_\tau = \alpha \cdot s(\tau - t)$.
 
     On a curved space $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$.

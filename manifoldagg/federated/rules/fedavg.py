@@ -1,4 +1,4 @@
-"""FedAvg: the weighted mean of what a cohort of clients moved."""
+"""FedAvg: the weighted mean of the displacements of a cohort."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,7 +13,9 @@ __all__ = ["FedAvg"]
 
 @dataclass(frozen=True)
 class FedAvg(BufferedRule):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, \dfrac{\sum_i w_i\, \Delta_i}{\sum_i w_i}$ over a cohort of k clients.
+    r"""Rule that adds the weighted mean displacement of a cohort.
+
+    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{\sum_i w_i\, \Delta_i}{\sum_i w_i}$ over a cohort of k clients.
 
     $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each client, so that a straggler of an earlier round is
     averaged like the others. FedProx is this rule with the trainer

@@ -1,4 +1,4 @@
-"""FedBuff: asynchronous clients, whose displacements are averaged some at a time."""
+"""FedBuff: the mean displacement of a buffer of asynchronous updates."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,7 +14,9 @@ __all__ = ["FedBuff"]
 
 @dataclass(frozen=True)
 class FedBuff(BufferedRule):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, \dfrac1K \sum_{i=1}^K s(\tau - t_i)\, \Delta_i$ after every K updates.
+    r"""Rule that averages the displacements of K asynchronous updates.
+
+    $\Theta \leftarrow \Theta + \eta_g\, \dfrac1K \sum_{i=1}^K s(\tau - t_i)\, \Delta_i$ after every K updates.
 
     $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from, wherever the server is by now.
     With K = 1 and a constant $s$ it is [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.

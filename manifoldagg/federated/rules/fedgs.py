@@ -1,4 +1,4 @@
-"""FedGS: a linear step along an update whose conflict with the drift was removed (gradient surgery)."""
+"""FedGS: a linear step along an update without its conflict with the drift (gradient surgery)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,9 @@ UPDATE_FORMS = ("tangent", "position")
 
 @dataclass(frozen=True)
 class FedGS(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 0$,
+    r"""Rule that removes the conflict of an update with the drift.
+
+    $\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 0$,
     $\rho = S\, w_i\, \eta_g(\tau)$.
 
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].

@@ -1,4 +1,4 @@
-"""FedOrtho: a linear step along the part of an update that is orthogonal to the drift."""
+"""FedOrtho: a linear step along the component of an update that is orthogonal to the drift."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,9 @@ __all__ = ["FedOrtho"]
 
 @dataclass(frozen=True)
 class FedOrtho(ScheduledRule):
-    r"""$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 1$,
+    r"""Rule that projects an update orthogonally to the drift.
+
+    $\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 1$,
     $\rho = S\, w_i\, \eta_g(\tau)$.
 
     Options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].

@@ -1,4 +1,4 @@
-"""FLOCO: a cohort learns a simplex of models together, each client in a region of its own."""
+"""FLOCO: a cohort jointly learns a simplex of models, and each client trains in its own region."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -26,7 +26,9 @@ MIN_CENTRE_DISTANCE = 1e-4
 
 @dataclass(frozen=True)
 class FLOCO(ServerRule):
-    r"""$\Phi_j \leftarrow \sum_i w_i\, \Phi_{ij} / \sum_i w_i$ over a cohort of k clients.
+    r"""Rule that averages the vertices of a simplex of models.
+
+    $\Phi_j \leftarrow \sum_i w_i\, \Phi_{ij} / \sum_i w_i$ over a cohort of k clients.
 
     Clients return the n vertices of a simplex as their points. The model is the centroid, $\Theta = \tfrac1n \sum_j
     \Phi_j$; it moves as under [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids, and with one
@@ -34,18 +36,19 @@ class FLOCO(ServerRule):
 
     A client draws its models in the region $(1 - \lambda)\, c + \lambda\, y$, $y$ uniform in the simplex, with
     $\lambda$ half the `radius`: the copy of the simplex within the ball $\|x - c\|_1 \le$ `radius`. (In that ball the
-    published code draws coordinates that may be negative and do not sum to 1.) The centre $c$ is kept in its memory:
+    published code draws coordinates that may be negative and do not sum to 1.) The centre $c$ is stored in the client
+    state:
 
     - Without `personalize_from` and up to that version there is none: the region is the whole simplex.
-    - The signals of the cohort that answers then are the displacements $d_i$ of its centroids. Their n principal axes A
+    - The signals of the cohort of that step are the displacements $d_i$ of its centroids. Their n principal axes A
       (about the mean $\bar d$) are kept, and the scale z at which the $A (d_i - \bar d) / z$, projected on the
       simplex, have the least Riesz energy.
-    - A client that answers later and has no centre yet gets $c = \operatorname{proj}(A (d_i - \bar d) / z)$, for good.
+    - A later client without a centre gets $c = \operatorname{proj}(A (d_i - \bar d) / z)$, for good.
 
-    *Participation*: a late joiner trains in the whole simplex until its first answer has placed it; one that comes back
+    *Participation*: a late joiner trains in the whole simplex until its first update has placed it; one that comes back
     finds its region. The vertices of an old ticket count with the drift of the model added to them, as a displacement
-    from the centroid that they started from; `max_staleness=0` of the server refuses them. One that fails is waited
-    for no longer than for another answer.
+    from the centroid that they started from; `max_staleness=0` of the server rejects them. One that fails is waited
+    for no longer than for another update.
 
     Args:
         cohort: k.
@@ -149,7 +152,7 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """The signals of the cohort, and the client's memory, with its centre where it can be found."""
+        """Return the signals of the cohort and the client state, with the client's centre if it can be computed."""
         memory = update.client_state
         now = state["version"] == self.personalize_from
         known = "axes" in state and not (memory and "centre" in memory)
@@ -164,7 +167,7 @@ class FLOCO(ServerRule):
 
 
 def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
-    r"""$\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
+    r"""Project onto the simplex: $\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
 
     Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, $t$ from the largest entries.
 
@@ -181,7 +184,7 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    r"""Principal axes of m vectors about 0, and the coordinates of the vectors on them.
+    r"""Return the principal axes of m vectors about 0, and the coordinates of the vectors on them.
 
     From the Gram matrix of the vectors alone. Axes beyond their rank are 0. The sign of an axis is that of the largest
     of its weights.
@@ -213,7 +216,7 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""The $z$ for which the projections of `coordinates` / z on the simplex are spread best.
+    r"""Return the $z$ that spreads the projections of `coordinates` / z on the simplex best.
 
     Of `NUM_SCALES` equal parts of the largest norm the one with the least energy $\sum_{i < j} \|y_i - y_j\|^{-2}$; the
     smallest where all places are one.

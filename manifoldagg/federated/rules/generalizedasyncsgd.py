@@ -1,4 +1,4 @@
-"""Generalized AsyncSGD: single stochastic gradients, weighed against how often their client is asked."""
+"""Generalized AsyncSGD: single stochastic gradients, divided by the sampling probability of their client."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SUM_TOLERANCE = 1e-6
 
 
 class RoutingShares(Mapping[Hashable, float]):
-    """The shares of clients: a mapping that is not written, and hashes."""
+    """Immutable and hashable mapping from clients to routing shares."""
 
     def __init__(self, shares: Mapping[Any, float]) -> None:
         self._shares: dict[Hashable, float] = dict(shares)
@@ -40,7 +40,9 @@ class RoutingShares(Mapping[Hashable, float]):
 
 @dataclass(frozen=True)
 class GeneralizedAsyncSGD(CurveRule):
-    r"""$\Theta \leftarrow \Theta - \dfrac{\eta}{n\, p_i}\, g_i(\Theta^t)$ for each task that client i completes.
+    r"""Rule that divides each gradient by the sampling probability of its client.
+
+    $\Theta \leftarrow \Theta - \dfrac{\eta}{n\, p_i}\, g_i(\Theta^t)$ for each task that client i completes.
 
     Tasks are routed: whenever one is completed, the next goes to client i with probability $p_i$, busy or not, and
     waits there first in, first out. Then $\mathbb E_{i \sim p}$ of a step is $-\eta \cdot \frac1n \sum_i g_i$, whatever
@@ -48,7 +50,7 @@ class GeneralizedAsyncSGD(CurveRule):
     trainer [`Gradient`][manifoldagg.federated.clients.Gradient] makes it. The step is not clamped. Any staleness has
     the same weight.
 
-    n is the number of clients in the routing. One that is not in it, or has no share, is refused, so who joins late
+    n is the number of clients in the routing. One that is not in it, or has no share, is rejected, so who joins late
     needs a routing (and a rule) in which it is; who leaves keeps its share, and its tasks must be routed again by p to
     leave the mean as it is. A failed task is one gradient less. A client may hold several tickets at a time, and old
     ones count in full.

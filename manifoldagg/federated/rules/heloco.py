@@ -1,4 +1,4 @@
-"""HeLoCo: late pseudo-gradients, turned tensor by tensor towards the outer momentum."""
+"""HeLoCo: late pseudo-gradients, rotated tensor by tensor towards the outer momentum."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,7 +18,9 @@ __all__ = ["HeLoCo"]
 
 @dataclass(frozen=True)
 class HeLoCo(ServerRule):
-    r"""$\Theta \leftarrow \Theta + \eta\,(G + \beta m)$, $m \leftarrow \beta m + (1 - \beta)\, G$, $G = \rho\,\pi v$.
+    r"""Rule with outer momentum that rotates late pseudo-gradients towards it.
+
+    $\Theta \leftarrow \Theta + \eta\,(G + \beta m)$, $m \leftarrow \beta m + (1 - \beta)\, G$, $G = \rho\,\pi v$.
 
     Of a tensor with $c = \cos(v, m)$ and the confidence $q = \|v\| / (\|v\| + \kappa \|m\|)$,
 
@@ -111,7 +113,7 @@ class HeLoCo(ServerRule):
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float
     ) -> tuple[float, float]:
-        r"""The coefficients of $\pi v$ on $v$ and $m$, from their inner products.
+        r"""Return the coefficients of $\pi v$ on $v$ and $m$, from their inner products.
 
         Example:
             >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(

@@ -1,4 +1,4 @@
-"""Krum: of a buffer the displacements that have the nearest neighbours."""
+"""Krum: the displacements of a buffer that have the nearest neighbours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ __all__ = ["Krum"]
 
 @dataclass(frozen=True)
 class Krum(StoredBufferRule):
-    r"""$\Theta \leftarrow \Theta + \dfrac{\eta_g}{m} \sum_{i \in M} x_i$ after every K updates.
+    r"""Rule that averages the displacements of a buffer that have the nearest neighbours.
+
+    $\Theta \leftarrow \Theta + \dfrac{\eta_g}{m} \sum_{i \in M} x_i$ after every K updates.
 
     $x_i = s(\tau - t_i)\, \Delta_i$. M are the m of smallest score, of equal ones those that came first:
 

@@ -1,4 +1,4 @@
-"""MasFL: a momentum of control variates, which neither heterogeneous data nor delays bias."""
+"""MasFL: a momentum of control variates that neither heterogeneous data nor delays bias."""
 
 import abc
 import sys
@@ -29,20 +29,20 @@ MAX_NORM = sys.float_info.max / 4
 
 @dataclass(frozen=True)
 class ControlVariateRule(ServerRule):
-    r"""What MasFL and AdaMasFL share: the control variates $c_i$, their mean $c$ and the momentum $g$.
+    r"""Base class of MasFL and AdaMasFL: the control variates $c_i$, their mean $c$ and the momentum $g$.
 
-    $c_i$ is the mean gradient that client i sent last, kept in its memory; $g$ and $c$ are the state, and what waits is
-    one sum. $c$ and the sum are in float64: a gradient that was far too long is forgotten with the client's next one.
-    Nothing waits that a step cannot be taken with: `reach` in the state and lengths beside the vectors bound what one
-    would make, and where they do not settle it, it is made. A client that answers twice before a step counts once:
-    $c_i^+ - c_i$ telescopes to its last.
+    $c_i$ is the mean gradient that client i sent last, stored in the client state. $g$ and $c$ are the state of the
+    rule, and the buffer is one sum. $c$ and the sum are in float64: a gradient that was far too long is forgotten with
+    the client's next one. Nothing waits that a step cannot be taken with: `reach` in the state and lengths beside the
+    vectors bound what one would make, and where they do not settle it, it is made. A client that returns two updates
+    before a step counts once: $c_i^+ - c_i$ telescopes to its last.
     """
 
     cohort: ClassVar[int] = 1
     tensors: ClassVar[Mapping[str, int | None]] = {"gradient": None}
     numbers: ClassVar[Sequence[str]] = ("opening",)
     self_checked: ClassVar[Sequence[str]] = ("gradient",)
-    not_private_because: ClassVar[str] = "it keeps a control variate of each client"
+    not_private_because: ClassVar[str] = "it stores a control variate of each client"
     needs_flat: ClassVar[str] = "control variates"
     size: int = 10
     clients: int | None = field(default=None, kw_only=True)
@@ -64,19 +64,19 @@ class ControlVariateRule(ServerRule):
     def apply_step(
         self, state: State, update: Update, g: Tensor, out: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """The new model, and numbers of the step; also asked before an update waits where `entry_change_bound` is too
+        """Return the new model and the metrics of the step; also called before buffering if `entry_change_bound` is too
         long."""
 
     @abc.abstractmethod
     def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
-        """No entry of the model moves farther with what waits, if the length of $g$ is no more than that."""
+        """Return a bound on the movement of any entry by the buffered updates, for momenta of at most this length."""
 
     def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
-        """What waits, beside the sum, with this update that waits too."""
+        """Return the buffered values, beside the sum, including this update."""
         return {}
 
     def message_numbers(self) -> dict[str, float]:
-        """Further numbers for clients."""
+        """Return further numbers of the message."""
         return {}
 
     def init(self, space: Manifold, start: Tensor) -> State:
@@ -106,7 +106,7 @@ class ControlVariateRule(ServerRule):
         memory = update.client_state
         allowed = (0,) if self.initial == "zero" else (1,) if memory is None else (0, 1)
         if opening not in allowed:
-            expected = "1, the first answer of a client" if allowed == (1,) else " or ".join(map(str, allowed))
+            expected = "1 for the first update of a client" if allowed == (1,) else " or ".join(map(str, allowed))
             raise ArgumentError(f"numbers: opening: expected {expected}; got {opening:g}")
         gradient = update.tensors["gradient"].detach()
         length = _saturated_norm(gradient)
@@ -145,7 +145,7 @@ class ControlVariateRule(ServerRule):
                 check_finite("tensors: gradient: sum over the buffer", total)
                 g, _ = self._next_momentum_and_mean(state, rows, minus, among)
                 model, _ = self.apply_step(state, update, g, out)
-                # Not one that the answers of others would be refused for.
+                # An update that would cause the rejection of other updates is rejected itself.
                 check_finite("tensors: gradient: model after a step", model)
                 after |= {"pending": {**held, "length": _saturated_norm(total)}, "norms": _norms(state)}
             return after, Outcome(None, kept, {"buffered": float(len(who))}, state_is_finite=settled)
@@ -159,7 +159,7 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """$g$ and $c$ after a step, in which `rows` less `minus` are the sum."""
+        """Return $g$ and $c$ after a step, where the sum is `rows` minus `minus`."""
         beta = self.momentum
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]
@@ -181,7 +181,7 @@ class ControlVariateRule(ServerRule):
     def _is_bounded(
         self, state: State, pending: Mapping[str, Any], norm_bounds: Mapping[str, float], dtype: torch.dtype
     ) -> bool:
-        """Whether lengths alone say that all which a step makes has numbers: no entry is longer than its vector."""
+        """Return whether the lengths prove that a step is finite, as no entry exceeds the length of its vector."""
         most = torch.finfo(dtype).max
         wide = max(norm_bounds["c"], pending.get("length", 0.0)) <= MAX_NORM
         # Beside the largest number, what is below a quarter of its last place is lost: whatever the model, it stays.
@@ -190,36 +190,38 @@ class ControlVariateRule(ServerRule):
 
 
 def _saturated_norm(vector: Tensor) -> float:
-    """The length, or the largest number where the square is none."""
+    """Return the length, or the largest finite number if its square overflows."""
     length = safe_sqrt(gram([vector])[0, 0, 0].item())
     return length if length <= MAX_NORM else sys.float_info.max
 
 
 def _norms(state: State) -> dict[str, float]:
-    """The lengths of $g$ and $c$."""
+    """Return the lengths of $g$ and $c$."""
     return {name: _saturated_norm(state[name]) for name in ("g", "c")}
 
 
 @dataclass(frozen=True)
 class MasFL(ControlVariateRule):
-    r"""After the answers $c_i^+$ of S distinct clients, each the mean of K local gradients:
+    r"""Rule with momentum and a control variate of each client.
+
+    After the updates $c_i^+$ of S distinct clients, each the mean of K local gradients:
 
     $$g \leftarrow \beta \Big(\frac1S \sum_{i \in S} (c_i^+ - c_i) + c\Big) + (1 - \beta)\, g, \qquad
       \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i),$$
 
     the first with the old $c$. A client is sent $\Theta$, $\beta c + (1 - \beta) g$ and its own $c_i$, for the trainer
     [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. Where all gradients of the joint loss
-    $\frac1N \sum f_i$ vanish, $g = c = 0$ and $c_i = \nabla f_i$, nobody moves: no bias, whatever K, delays or data.
+    $\frac1N \sum f_i$ vanish, $g = c = 0$ and $c_i = \nabla f_i$, no client moves: no bias, whatever K, delays or data.
 
-    Who joins late first sends its $c_i$ (or has $c_i = 0$) and N grows: $c$ stays the mean. Who leaves stays in it
-    with its last answer. What comes late on an old ticket is $c_i^+$ like any other; a ticket that is dropped
+    A late joiner first sends its $c_i$ (or has $c_i = 0$) and N grows: $c$ stays the mean. A client that leaves
+    keeps its last $c_i$ in it. A late update on an old ticket is $c_i^+$ like any other; a ticket that is dropped
     changes nothing.
 
     Args:
         size: S.
         rate: $\gamma$: a number, or a function of the version; the paper takes $\beta / 4L$.
         beta: $\beta \in (0, 1]$; the paper takes $\sqrt{SK/T}$.
-        clients: N, before whose first answers the model rests; with `initial="zero"` what $c$ is a mean over.
+        clients: N, before whose first updates the model does not move; with `initial="zero"` what $c$ is a mean over.
             `None`: of those who have joined so far. More may always join.
         initial: where $c_i$ begins: at the mean `"gradient"` of K batches where a client starts first, which it is
             asked for, with $g = c$; or at `"zero"`.
@@ -238,10 +240,10 @@ class MasFL(ControlVariateRule):
         >>> from manifoldagg.federated import Payload, Server
         >>> from manifoldagg.manifolds import Flat
         >>> server = Server(Flat(1), MasFL(1, 0.5, 0.5, initial="zero"), torch.zeros(1))
-        >>> def answer(gradient):
+        >>> def update(gradient):
         ...     tensors = {"gradient": torch.tensor([gradient])}
         ...     return Payload(torch.zeros(1, 1), 1, tensors, {"opening": 0.0})
-        >>> _ = server.receive(server.dispatch("a").id, answer(4.0))
+        >>> _ = server.receive(server.dispatch("a").id, update(4.0))
         >>> server.model, server.dispatch("a").message.tensors
         (tensor([-1.]), {'direction': tensor([3.]), 'control': tensor([4.])})
     """

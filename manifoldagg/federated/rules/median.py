@@ -1,4 +1,4 @@
-"""The median of a buffer, entry by entry: less than half of its clients do not lead it out of the others' range."""
+"""The entrywise median of a buffer, which a minority of clients cannot move out of the others' range."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,7 +12,9 @@ __all__ = ["Median"]
 
 @dataclass(frozen=True)
 class Median(CoordinateWiseRule):
-    r"""$\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
+    r"""Rule that steps along the entrywise median of a buffer.
+
+    $\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
 
     The median is that of each entry; of an even number the mean of the two in the middle.
     $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from; sample counts do not weigh.

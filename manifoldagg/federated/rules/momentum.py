@@ -1,4 +1,4 @@
-"""Momentum for any rule: what it moved before carries on."""
+"""Momentum for any rule: past movements of the model continue."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ __all__ = ["Momentum"]
 
 @dataclass(frozen=True)
 class Momentum(WrapperRule):
-    r"""$u \leftarrow \beta u + (\Theta' - \Theta)$, $\Theta \leftarrow \Theta + u$, where a rule goes to $\Theta'$.
+    r"""Wrapper with $u \leftarrow \beta u + (\Theta' - \Theta)$, $\Theta \leftarrow \Theta + u$ of a step to $\Theta'$.
 
     On a curved space $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, with $u$
     transported along this step. The log is the shortest way from $\Theta$ to $\Theta'$: a step that was longer, beyond
-    the injectivity radius, is refused. So is a $u$ whose square overflows in the dtype of the model. A rule that waits
-    leaves $u$ as it is. Of leaves of low rank $u$ is a sum of matrices, of which their spaces' `state_rank` is kept.
+    the injectivity radius, is rejected. So is a $u$ whose square overflows in the dtype of the model. A buffered update
+    leaves $u$ unchanged. Of leaves of low rank $u$ is a sum of matrices, of which their spaces' `state_rank` is kept.
 
     Args:
         rule: any rule.
@@ -53,7 +53,7 @@ class Momentum(WrapperRule):
             `Momentum(FedAvg(k, 0.7), nesterov=True)` is the outer step of DiLoCo.
 
     Raises:
-        ArgumentError: if `rule` is none, or `beta` out of range; `nesterov` where it is not done.
+        ArgumentError: if `rule` is not a rule, `beta` is out of range, or the rule does not support `nesterov`.
 
     Source: Report §4; SlowMo with one inner rule (Wang et al. 2020); Douillard et al. 2023 (DiLoCo).
 
@@ -84,17 +84,17 @@ class Momentum(WrapperRule):
 
     @property
     def is_private(self) -> bool:
-        """As the rule."""
+        """Whether the wrapped rule is private."""
         return bool(getattr(self.rule, "is_private", False))
 
     @property
     def tensors(self) -> Mapping[str, int | None]:
-        """What a payload brings beside points, for the rule."""
+        """The further tensors of a payload, as the wrapped rule requires them."""
         return getattr(self.rule, "tensors", {})
 
     @property
     def numbers(self) -> Sequence[str]:
-        """Likewise."""
+        """The further numbers of a payload, as the wrapped rule requires them."""
         return getattr(self.rule, "numbers", ())
 
     def init(self, space: Manifold, start: Point) -> State:
@@ -143,7 +143,7 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
     def _step_deferred(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
-        """The same as algebra on the rows of which the rule makes its step."""
+        """Take the same step as algebra on the rows of the wrapped rule's step."""
         inner, outcome = self.rule.step(space, state["rule"], update, out=DEFERRED)
         after = {**state, "rule": inner if isinstance(out, Deferred) else materialize(inner)}
         motion: Any = outcome.model
@@ -169,7 +169,7 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """A log that is as long as the step of the rule, wherever that left the injectivity radius.
+    """Check that a log has the length of the rule's step, as it has not outside the injectivity radius.
 
     Raises:
         ArgumentError: if it is none, or a shorter way.

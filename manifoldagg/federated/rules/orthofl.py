@@ -1,4 +1,4 @@
-"""OrthoFL: clients keep their own progress, and take in only what others did orthogonally to it."""
+"""OrthoFL: per-client models that include the orthogonal progress of other clients."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -28,23 +28,25 @@ PROTOCOLS = ("server", "client")
 
 @dataclass(frozen=True)
 class OrthoFL(ServerRule):
-    r"""$W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$, $\beta_t = \beta\, s(\tau - t)$; the client goes on from
+    r"""Rule with per-client models and orthogonal calibration.
+
+    $W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$, $\beta_t = \beta\, s(\tau - t)$; the client resumes from
 
     $$W_m^{+} = W_m + \Delta - \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}\,\Delta_m,
     \qquad \Delta = W^t - W^{\tau+}, \quad \Delta_m = W_m - W_m^{\tau+},$$
 
-    for each named tensor. $W^{\tau+}$ is the global model after the client's last answer, which it had a part in, and
+    for each named tensor. $W^{\tau+}$ is the global model after the client's last update, including that update, and
     $W_m^{\tau+}$ where it started; both are the model that it was first sent. A shift that is zero is one whose every
-    entry is zero, and is never told from a sum.
+    entry is zero, and is computed without a sum.
 
-    Who calibrates: with `"server"` a client is sent $W_m^{+}$ and answers with a model, so any trainer will do; the
+    The option `protocol`: with `"server"` a client is sent $W_m^{+}$ and returns a model, so any trainer will do; the
     server keeps $W_m^{+}$ and $W^{t+}$ for it. With `"client"` it is sent $W^t$ and $\beta_t$, and the trainer
     [`Calibrated`][manifoldagg.federated.clients.Calibrated] makes both; the server keeps $W^t$ for it until
-    it comes for it. A function of the client is the hybrid; its answer for a client must not change. Starts are the
+    it comes for it. A function of the client is the hybrid; its result for a client must not change. Starts are the
     same, bit for bit.
 
-    Who comes late starts from the global model. Who was away, failed or was refused starts where it would have; what
-    the others did meanwhile is in its next $\Delta$. What comes on a ticket that was out when a later one was answered
+    A late joiner starts from the global model. A client that was away, failed or was rejected keeps its start; what
+    the others did meanwhile is in its next $\Delta$. An update on a ticket that was in flight when a later one was used
     is mixed into the model by its staleness, and leaves the client's start as it is.
 
     Args:
@@ -81,7 +83,7 @@ class OrthoFL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
-    not_private_because: ClassVar[str] = "clients start from what they sent themselves"
+    not_private_because: ClassVar[str] = "clients start from their own updates"
     needs_linear_leaves: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Polynomial)
@@ -179,18 +181,18 @@ class OrthoFL(ServerRule):
 
 
 def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
-    r"""$(1 - \beta)\,W + \beta W_m$, rounded once: the same bits wherever it is formed.
+    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once, so that server and client get the same bits.
 
     Example:
         >>> import torch
-        >>> mixed(torch.zeros(1), torch.ones(1), 0.25)
+        >>> interpolate(torch.zeros(1), torch.ones(1), 0.25)
         tensor([0.2500])
     """
     return combine(current, [model], [rate], minus=current, out=out)
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    r"""How far a model has come from where it was, rounded once: what server and client calibrate by.
+    r"""Return the shift between two models, rounded once, by which server and client calibrate.
 
     Example:
         >>> import torch

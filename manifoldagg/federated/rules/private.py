@@ -1,4 +1,4 @@
-"""Privacy of single clients: bounded updates, and Gaussian noise on their sum."""
+"""Client-level differential privacy: clipped updates, and Gaussian noise on their sum."""
 
 import math
 import secrets
@@ -22,7 +22,9 @@ __all__ = ["Private"]
 
 @dataclass(frozen=True)
 class Private(WrapperRule):
-    r"""A rule that moves by sums of updates, for which it gets
+    r"""Wrapper that adds client-level differential privacy to a rule.
+
+    A rule that moves by sums of updates, for which it gets
 
     $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1,$$
 
@@ -30,22 +32,22 @@ class Private(WrapperRule):
     rule does follows from this sum. With $\sigma = 0$ and $C = \infty$ it is the rule itself, bit for bit.
 
     One model is a Gaussian mechanism of noise multiplier $\sigma$ for a client with one update in the buffer, and of
-    $\sigma / m$ for one with m. What a client has taken part in is therefore no more than a single such mechanism of
+    $\sigma / m$ for one with m. The total loss of a client is therefore at most that of a single such mechanism of
     $\sigma / \sqrt n$ with $n = \sum_j m_j^2$ over all buffers j: `numbers["participations"]` is the largest n of all
     clients so far, and [`epsilon`][manifoldagg.integrations.accounting.epsilon] says what that amounts to. What is
     protected, from whom, and what is not: [Privacy](../guide/privacy.md).
 
     Args:
-        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are refused with the
+        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are rejected with the
             reason. `Momentum(Private(rule))` is as private as the rule.
         clip: C, in the units of an update's norm.
         noise: $\sigma$.
-        participations: no client's n gets larger: an update that would make it so is refused.
+        participations: the largest n of any client; an update that would exceed it is rejected.
         seed: for experiments alone: who knows it can take the noise away. `None` draws a secret from the system.
 
     Raises:
-        ArgumentError: naming the option that is out of range, or why the rule cannot be had so; where the space is not
-            flat; for an outer optimiser.
+        ArgumentError: naming the option that is out of range, or why the rule cannot be private; if the space is not
+            flat; for an outer optimizer.
         RuleError: if a staleness weight is above 1.
 
     Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models), Algorithm 1; Dong, Roth, Su
@@ -66,7 +68,7 @@ class Private(WrapperRule):
 
     not_private_because: ClassVar[str] = "it is private already"
     is_private: ClassVar[bool] = True
-    """Whether a server refuses what else would tell of one client."""
+    """Whether a server rejects options that would reveal a single client."""
     rule: Rule
     clip: float
     noise: float
@@ -91,7 +93,7 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """What the rule measures itself."""
+        """The inputs whose finiteness the rule checks itself."""
         return tuple(getattr(self.rule, "self_checked", ()))
 
     def init(self, space: Manifold, start: Point) -> State:
@@ -107,7 +109,7 @@ class Private(WrapperRule):
 
     def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
         if update.is_pseudo_gradient:
-            raise ArgumentError("rule: Private needs clients that can be told apart, which an outer optimiser has not")
+            raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
         memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
         version = state["rule"]["version"]
         # With m updates in a buffer already, one more makes its square 2 m + 1 larger.

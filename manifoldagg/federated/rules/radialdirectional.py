@@ -1,4 +1,4 @@
-"""Radial-directional averaging: the mean direction of a cohort, as far as its members went on average."""
+"""Radial-directional averaging: the mean direction of a cohort, scaled by the mean length."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,9 @@ __all__ = ["RadialDirectional"]
 
 @dataclass(frozen=True)
 class RadialDirectional(FedAvg):
-    r"""$\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, of each tensor the mean length and direction in a cohort:
+    r"""Rule that averages the lengths and the directions of tensors separately.
+
+    $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, of each tensor the mean length and direction in a cohort:
 
     $$\bar r = \frac{\sum_i w_i \|\Delta_i\|}{\sum_i w_i}, \qquad
       d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr), \qquad \varphi(x) = \frac{x}{\|x\|}.$$

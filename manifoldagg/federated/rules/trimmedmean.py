@@ -1,4 +1,4 @@
-"""The trimmed mean of a buffer, entry by entry: the smallest and the largest of each entry count for nothing."""
+"""The entrywise trimmed mean of a buffer, which discards the smallest and largest values of each entry."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,7 +13,9 @@ __all__ = ["TrimmedMean"]
 
 @dataclass(frozen=True)
 class TrimmedMean(CoordinateWiseRule):
-    r"""$\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
+    r"""Rule that steps along the entrywise trimmed mean of a buffer.
+
+    $\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
 
     $x_{(1)} \le \dots \le x_{(K)}$ are the numbers $s(\tau - t_i)\, \Delta_i$ of an entry, in order. With b = 0 it is
     [`FedBuff`][manifoldagg.federated.rules.FedBuff], with $b = \lceil K/2 \rceil - 1$

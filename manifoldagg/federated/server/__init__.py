@@ -1,3 +1,3 @@
-"""The federated server: `aggregate`, `AsyncAggregator` and `Server`, and the parts that they share."""
+"""The federated server: `aggregate`, `AsyncAggregator`, `Server` and their shared parts."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Inside the front door: one step on models as others hold them, read where they lie, and back as they came."""
+"""The implementation of `aggregate`: one step on models in their own formats, read in place."""
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -64,7 +64,7 @@ POINTS_PATTERN = re.compile(r"^points(\[\d+\])?")
 
 @dataclass(frozen=True)
 class AggregateState:
-    """A rule's state, with what a server keeps beside it.
+    """A rule's state, with the buffers and client states that a server stores.
 
     Attributes:
         state: the rule's.
@@ -79,7 +79,7 @@ class AggregateState:
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """What a server knows of an update beside its models.
+    """The server's information about an update, beside its models.
 
     Attributes:
         client: who trained.
@@ -97,7 +97,7 @@ class UpdateInfo:
 
 
 class StepResult(NamedTuple):
-    """What a step has made: the new model, the next state, its numbers, and whether the model has moved."""
+    """The result of a step: the new model, the next state, the metrics, and whether the model has moved."""
 
     model: Any
     state: State
@@ -106,13 +106,13 @@ class StepResult(NamedTuple):
 
 
 def check_rule_needs_models_only(rule: Rule) -> Rule:
-    """A rule that asks clients for models and for nothing else.
+    """Check that a rule needs only models from clients.
 
     Raises:
         ArgumentError: if it is another, or none.
     """
     if any(extra_fields(check_rule(rule))):
-        raise ArgumentError(f"rule: {type(rule).__name__} asks clients for more than models; use a Server")
+        raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
     return rule
 
 
@@ -131,7 +131,7 @@ def aggregate_step(
     scaling: Scaling = 1.0,
     out: Model | None = None,
 ) -> StepResult:
-    """One step, as `aggregate` takes it, and whether it has moved the model."""
+    """Apply one step as `aggregate` does, and return whether it has moved the model."""
     with torch.no_grad():
         check_rule_needs_models_only(rule)
         _check_info(info)
@@ -225,7 +225,7 @@ def _check_info(info: UpdateInfo) -> None:
 
 
 def _named_models(current: Model, base: Model, update: Model | Sequence[Model]) -> ModelsByPrefix:
-    """The tensors of each model as it came, the client's last."""
+    """Return the named tensors of each model, the client's last."""
     points = list(update) if _is_curve(current, update) else [update]
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
@@ -239,7 +239,7 @@ def _named_models(current: Model, base: Model, update: Model | Sequence[Model]) 
 def _models_in_layout(
     space: ParameterSpace, named: ModelsByPrefix, scaling: Scaling | None, difference: bool
 ) -> ModelsByPrefix:
-    """The same with the leaves of the layout in place of factors of adapters, and models in place of differences."""
+    """Return the models in the layout's leaves: products of adapter factors, and models instead of differences."""
     theirs = [label for label in named if label not in (CURRENT, BASE)]
     models = {
         label: space.stack_factors(model, label, scaling if label in theirs else None) for label, model in named.items()
@@ -252,14 +252,14 @@ def _models_in_layout(
 
 @lru_cache(maxsize=64)
 def _default_policies(layout: Layout) -> dict[str, str]:
-    """The policies of buffers of which nobody has said any, asked once of hundreds of them."""
+    """Return the buffer policies of entries without a policy, resolved once for hundreds of entries."""
     return resolve_policies(layout.buffers, ())
 
 
 def _next_state(
     before: AggregateState, after: ModelState, client: Hashable, client_state: ClientState | None
 ) -> State | AggregateState:
-    """What is kept until the next step: the rule's state alone where there is nothing beside it."""
+    """Return the stored state for the next step: the rule's state alone if there is nothing beside it."""
     memories = {name: tree for name, tree in before.client_states.items() if name != client}
     if client_state is not None:
         memories[client] = client_state
@@ -278,7 +278,7 @@ def infer_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> ParameterSpace:
-    """The space of a model's tensors.
+    """Return the space of a model's tensors.
 
     Raises:
         ArgumentError: as `ParameterSpace.of_state_dict`; of tensors that are no adapters naming the model too.
@@ -299,7 +299,7 @@ def infer_space(
 
 
 def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
-    """A sequence whose entries are models of the kind of `current`."""
+    """Return whether the update is a sequence of models of the kind of `current`."""
     if isinstance(update, Mapping) or not isinstance(update, Sequence):
         return False
     inner = Mapping if isinstance(current, Mapping) else list | tuple
@@ -307,7 +307,7 @@ def _is_curve(current: Model, update: Model | Sequence[Model]) -> bool:
 
 
 def _check_flat(space: ParameterSpace) -> None:
-    """That a point and a difference of points have a sum.
+    """Check that a point and a difference of points can be added.
 
     Raises:
         ArgumentError: naming a leaf where they have none.
@@ -320,7 +320,7 @@ def _check_flat(space: ParameterSpace) -> None:
 def _apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
-    """The model that is so far from the base.
+    """Return the model at this difference from the base.
 
     Raises:
         ArgumentError: if one of them is not of this layout.

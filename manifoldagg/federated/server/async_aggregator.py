@@ -1,5 +1,4 @@
-"""The asynchronous aggregator: for a loop of one's own, what every client started from, and the rule's state, step by
-step."""
+"""The asynchronous aggregator: the versions, tasks and rule state of a custom training loop."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,24 +48,25 @@ TaskKey = tuple[Hashable, Hashable]
 
 
 class AsyncAggregator:
-    r"""What a loop of one's own needs around [`aggregate`][manifoldagg.aggregate]: two calls, `checkout` and `submit`.
+    r"""Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops: `checkout` and `submit`.
 
-    It keeps the model, each older version once for as long as somebody works on it, the rule's state, what waits and
-    what is kept for clients; and it knows of each answer its base, its staleness and its weight. For models in float32
-    or float64 it agrees with a [`Server`][manifoldagg.Server] bit for bit. What is refused changes nothing: the client
-    has its task still, may answer again, or is given up by `cancel`. All methods may be called from any thread.
+    It stores the model, one copy of each older version with a task in flight, the rule's state, the buffered updates
+    and the client states. It computes the base, the staleness and the weight of each update. For models in float32 or
+    float64 its results equal those of a [`Server`][manifoldagg.Server] bit for bit. A rejected update changes nothing:
+    the task stays in flight until the client returns a valid update or `cancel` ends it. All methods may be called from
+    any thread.
 
-    A client has one task at a time, or several under names of their own.
+    A client has one task at a time, or several tasks with names.
 
     Args:
-        rule: such as `FedAsync(0.6)`; one that asks clients for more than models, or sends them more, needs a server.
-        model: to start from: a state dict, or a list of tensors or NumPy arrays. It is copied.
-        weights: as of a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. Of what is observed a
-            claim counts at most 100 times the median of what others have told, once five others have.
-        buffer_policy: as of `aggregate`.
-        manifolds: likewise.
-        adapters: likewise.
-        scaling: likewise, of the models that are sent.
+        rule: such as `FedAsync(0.6)`. A rule whose clients receive or return more than models needs a server.
+        model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
+        weights: as in a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. An observed sample
+            count is capped at 100 times the median of the other clients' reports, once five others have reported.
+        buffer_policy: as in `aggregate`.
+        manifolds: as in `aggregate`.
+        adapters: as in `aggregate`.
+        scaling: as in `aggregate`, for the models that are sent.
 
     Raises:
         ArgumentError: naming the argument, and the tensor in it, that does not fit.
@@ -83,7 +83,7 @@ class AsyncAggregator:
         >>> aggregator.submit("ward-8", [late[0] + 4], samples=10)
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: client: 'ward-8' has no task: it was sent none, or has answered
+        manifoldagg.errors.ArgumentError: client: 'ward-8' has no task in flight: it was not started, or is finished
     """
 
     def __init__(
@@ -121,21 +121,21 @@ class AsyncAggregator:
     def checkout(
         self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
     ) -> Any:
-        """Note that a client begins with the current model.
+        """Register that a client starts from the current model.
 
         Args:
             client: any hashable name that equals itself; no tensor.
             task: a name, where the client has several at a time.
-            version: that it began with, where a host learns that late; `None` for the current one. It is known as
-                long as somebody works on it, under whatever name.
-            restart: give up the task that the client may have under this name.
+            version: the version that it started from, if the host learns that late; `None` for the current one. A
+                version is retained while a task of any name has it.
+            restart: cancel an existing task of this client and name.
 
         Returns:
-            The model, in memory of its own: the server's, or another one where the rule lets this client begin there.
+            The model, in memory of its own: the server's, or another start model that the rule chooses for this client.
 
         Raises:
-            ArgumentError: if the client has such a task already, is no such name or missing from the weights that were
-                given, nobody has the version any more, or the rule sends this client more than a model.
+            ArgumentError: if the client already has such a task, has an invalid name or is missing from the given
+                weights, if the version is no longer retained, or if the rule sends this client more than a model.
 
         Cost: three copies of the model.
         """
@@ -144,7 +144,7 @@ class AsyncAggregator:
         began = now.version if version is None else check_count("version", version, at_least=0)
         kept = now.store.find(_version_key(began))
         if kept is None:
-            raise ArgumentError(f"version: nobody has {began} any more")
+            raise ArgumentError(f"version: {began} is no longer retained")
         now.weights.check(client)
         model, apart = (
             self._start_model(now, client) if version is None else (self._copy_model(now.model(began)), False)
@@ -162,19 +162,19 @@ class AsyncAggregator:
         difference: bool = False,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        r"""Take what a client answers into the model. The update is only read.
+        r"""Apply a client's update to the model. The update is only read.
 
         Args:
             client: that was sent a model.
             update: as of `aggregate`: the client's model, or for a curve a sequence of them.
-            samples: how many it trained on, at most a billion.
-            task: the name of its task, where it had one.
-            difference: whether `update` is new minus old. Not of a client that the rule let begin with another model
-                than the version's.
-            scaling: of the client's adapters, where it is not that of the models that are sent.
+            samples: the number of samples that it trained on, at most a billion.
+            task: the name of its task, if it has one.
+            difference: whether `update` is new minus old. It must be false if the rule let the client start from
+                another model than the version's.
+            scaling: the scaling of the client's adapters, if it differs from that of the models that are sent.
 
         Returns:
-            The rule's numbers (such as `cosine`, `step`, `norm`), with the `version` that the model now has, and the
+            The metrics of the step (such as `cosine`, `step`, `norm`), the new `version` of the model, and the
             `staleness` and `weight` of the update.
 
         Raises:
@@ -197,7 +197,7 @@ class AsyncAggregator:
             began, apart = now.task_start(place)
             if difference and apart:
                 name = type(self._rule).__name__
-                raise ArgumentError(f"difference: expected a model, as {name} let {client!r} begin with one of its own")
+                raise ArgumentError(f"difference: expected a model, as {name} let {client!r} start from another model")
             believed = now.weights.capped(client, samples)
             known = UpdateInfo(
                 client=client,
@@ -223,10 +223,10 @@ class AsyncAggregator:
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 
     def cancel(self, client: Hashable, task: Hashable = None) -> None:
-        """Give a task up: nobody will answer it.
+        """Cancel a task, whose update will not arrive.
 
         Raises:
-            ArgumentError: if there is none.
+            ArgumentError: if there is no such task.
         """
         place = (check_client(client), check_client(task, "task"))
         self._state.update(lambda now: (now.without_task(place), None))
@@ -239,12 +239,12 @@ class AsyncAggregator:
 
     @property
     def version(self) -> int:
-        """How often the model has moved."""
+        """The number of times that the model has moved."""
         return self._state.value.version
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """Who works on what, by client and the name of the task (`None` without), and how stale it is by now.
+        """The tasks in flight, by client and task name (`None` without one), and their current staleness.
 
         Example:
             >>> import torch
@@ -258,7 +258,7 @@ class AsyncAggregator:
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
-        """All that `load` needs to go on from here: a tree of tensors and plain values, for `torch.save`.
+        """Return the state for `load`: a tree of tensors and plain values, for `torch.save`.
 
         Cost: a copy of everything.
         """
@@ -272,16 +272,18 @@ class AsyncAggregator:
             "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
-            "pending_buffers": None if waiting is None else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
+            "pending_buffers": None
+            if waiting is None
+            else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
             "client_states": list(held.client_states.items()),
         }
         return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, in place of all that is known here.
+        """Resume from a state that `state` returned, in place of the current one.
 
-        The model that this was made with says what kind the models are, and `weights` what clients weigh; what they
-        have told goes on.
+        The constructor's `model` determines the kind of the models, and its `weights` the weights of the clients. The
+        reported sample counts are restored.
 
         Raises:
             ArgumentError: if it is no such tree, or one of another rule or model. Nothing has changed then.
@@ -298,7 +300,7 @@ class AsyncAggregator:
             0.5
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS:
-            raise ArgumentError("state: expected what AsyncAggregator.state() returned")
+            raise ArgumentError("state: expected the result of AsyncAggregator.state()")
         mine = import_path(type(self._rule))
         if state["rule"] != mine:
             raise ArgumentError(f"state: rule: expected {mine}, got {state['rule']}")
@@ -312,11 +314,11 @@ class AsyncAggregator:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
-                raise ArgumentError("state: expected what AsyncAggregator.state() returned") from error
+                raise ArgumentError("state: expected the result of AsyncAggregator.state()") from error
             self._state.update(lambda _: (fresh, None))
 
     def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "_State":
-        """The record of a tree."""
+        """Build the state from a tree."""
         models = tree["models"]
         for version, model in models.items():
             self._layout.check(model, f"state: models: {version}: ")
@@ -342,7 +344,7 @@ class AsyncAggregator:
         return record
 
     def _start_model(self, now: "_State", client: Hashable) -> tuple[Any, bool]:
-        """What a client begins with that the rule sends now, and whether it is another model than the current one."""
+        """Return the start model of a client under the rule, and whether it differs from the current model."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = _as_aggregate_state(now.state)
@@ -352,7 +354,7 @@ class AsyncAggregator:
         return self._build_model(model | self._space.state_dict(sent.start) if apart else model), apart
 
     def _make_message(self, now: ModelState, client_state: ClientState) -> tuple[Message, bool]:
-        """What the rule sends to a client with this memory.
+        """Return the rule's message for a client with this client state.
 
         Raises:
             ArgumentError: if that is more than a model.
@@ -373,7 +375,7 @@ class AsyncAggregator:
         return self._build_model(as_tensors("model", model))
 
     def _build_model(self, named: Mapping[str, Tensor]) -> Any:
-        """A model of these tensors, in memory of its own and of the kind of the first."""
+        """Build a model from these tensors, in memory of its own and of the kind of the first model."""
         layout = self._layout
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
@@ -381,14 +383,14 @@ class AsyncAggregator:
 
 
 class TaskStart(NamedTuple):
-    """How a task began: with which version, and whether its client was let begin with another model than that."""
+    """The start of a task: its version, and whether the rule let the client start from another model."""
 
     version: int
     custom_start: bool
 
 
 class _State(NamedTuple):
-    """All that is known, as one immutable value. Every method returns a new one, or says why there is none.
+    """The complete immutable state. Every method returns a new one, or raises an error that says why it cannot.
 
     Attributes:
         version: of the model.
@@ -406,16 +408,16 @@ class _State(NamedTuple):
 
     @property
     def versions(self) -> list[int]:
-        """Those that somebody has, and the current one."""
+        """The versions in use by tasks, and the current one."""
         return sorted({self.version, *(begun.version for begun in self.tasks.values())})
 
     def model(self, version: int) -> Model:
-        """A version that somebody has."""
+        """Return the model of a version in use."""
         found: Model = self.store.load(_version_key(version))
         return found
 
     def task_start(self, task: TaskKey) -> TaskStart:
-        """How a task began.
+        """Return the start of a task.
 
         Raises:
             ArgumentError: if there is no such task.
@@ -423,11 +425,11 @@ class _State(NamedTuple):
         if task not in self.tasks:
             client, name = task
             of = "task" if name is None else f"task {name!r}"
-            raise ArgumentError(f"client: {client!r} has no {of}: it was sent none, or has answered")
+            raise ArgumentError(f"client: {client!r} has no {of} in flight: it was not started, or is finished")
         return self.tasks[task]
 
     def with_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree, restart: bool) -> "_State":
-        """With a task that begins with a version, which is `stored`; `restart` in place of the one that there is.
+        """Return the state with a new task of a version, which is `stored`; `restart` replaces an existing task.
 
         Raises:
             ArgumentError: if there is such a task.
@@ -438,28 +440,28 @@ class _State(NamedTuple):
         if not restart:
             of = "a task" if name is None else f"a task {name!r}"
             raise ArgumentError(
-                f"client: {client!r} has {of} already; cancel it, pass `restart=True`, or name this `task`"
+                f"client: {client!r} already has {of} in flight; cancel it, pass `restart=True`, or name this `task`"
             )
         return self.without_task(task).with_known_task(task, start, stored)
 
     def with_known_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree) -> "_State":
-        """With a task that began with a version, which is `stored` where nobody has it."""
+        """Return the state with a task that began with a version, which is `stored` if it is not retained yet."""
         return self._replace(
             store=self.store.retain(_version_key(start.version), stored), tasks=self.tasks.set(task, start)
         )
 
     def without_task(self, task: TaskKey) -> "_State":
-        """Without a task.
+        """Return the state without a task.
 
         Raises:
-            ArgumentError: if there is none.
+            ArgumentError: if there is no such task.
         """
         return self._replace(
             store=self.store.release(_version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
         )
 
     def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["_State", int]:
-        """With the answer to a task; and the version of the model.
+        """Return the state with the update of a task, and the version of the model.
 
         Raises:
             ArgumentError: if the task was dropped meanwhile.

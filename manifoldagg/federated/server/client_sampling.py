@@ -1,4 +1,4 @@
-"""Asking: whom a server asks, and when, as its rule declares it."""
+"""Client samplers: the clients to dispatch to, and when, as the rule declares it."""
 
 import abc
 import bisect
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""How many clients a complaint lists."""
+"""The number of clients that an error message lists."""
 
 
 class AvailableClients(Sequence[int]):
-    """Clients that are here: a set in a definite order, of which any can be had at once.
+    """Ordered set of the available clients, with constant-time access by index.
 
     The order follows from what was added and discarded, and says nothing. `num_changes` counts both.
 
@@ -64,14 +64,14 @@ class AvailableClients(Sequence[int]):
         return twin
 
     def add(self, client: int) -> None:
-        """With `client`, at the end; as it was if it is here."""
+        """Add `client` at the end, unless it is already available."""
         if client not in self._positions:
             self._positions[client] = len(self._clients)
             self._clients.append(client)
             self.num_changes += 1
 
     def discard(self, client: int) -> None:
-        """Without `client`, in whose place the last one comes; as it was if it is not here."""
+        """Remove `client`, if it is available, and move the last one to its position."""
         place = self._positions.pop(client, None)
         if place is not None:
             last = self._clients.pop()
@@ -82,36 +82,35 @@ class AvailableClients(Sequence[int]):
 
 
 class ClientSampler(abc.ABC):
-    """Who is asked next, whenever something has happened. What is told is told once, and in order.
+    """Base class of samplers, which return the clients to dispatch to after each event. Events arrive once, in order.
 
-    A client is `present` that takes tasks; who has left and finishes its last one is not. Every answer is a list of
-    clients who are present, each as often as it is asked.
+    A client is available if it accepts tasks. A client that has left and finishes its last task is not available.
+    Every method returns a list of available clients, with one entry for each task to dispatch.
     """
 
     @abc.abstractmethod
     def start(self, available: AvailableClients) -> list[int]:
-        """Whom to ask at time 0."""
+        """Return the clients to dispatch to at time 0."""
 
     @abc.abstractmethod
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        """A client has finished a task."""
+        """Handle a finished task of a client."""
 
     @abc.abstractmethod
     def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        """A client is gone, and with it so many tasks."""
+        """Handle the departure of a client, with its number of lost tasks."""
 
     @abc.abstractmethod
     def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        """A client is here from now on."""
+        """Handle a client that becomes available."""
 
 
 class AsyncSampler(ClientSampler):
-    """All clients are asked at once, and who has answered is asked again; or `concurrency` of them, drawn as others
-    answer.
+    """Sampler that dispatches to all clients, or to `concurrency` of them, and again after each returned update.
 
     Args:
-        concurrency: how many are under way at a time; the next client is drawn uniformly from those that are idle. One
-            for each client by default, and nothing is drawn.
+        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle ones. By default
+            every client has one task in flight, and no client is drawn.
         generator: draws the clients.
     """
 
@@ -119,7 +118,7 @@ class AsyncSampler(ClientSampler):
         self._concurrency = concurrency
         self._generator = generator
         self._busy: set[int] = set()
-        # Where clients are drawn: who may be; some of them may have left.
+        # The clients to draw from; some of them may have left.
         self._idle = AvailableClients()
 
     def start(self, available: AvailableClients) -> list[int]:
@@ -159,10 +158,10 @@ class AsyncSampler(ClientSampler):
 
 
 class CohortSampler(ClientSampler):
-    """k clients are drawn, and everybody waits until k updates were accepted: then the next k are.
+    """Sampler that draws k clients, then waits until k updates were accepted before it draws the next k.
 
-    They are drawn uniformly and without replacement. In place of what was refused or lost others are asked, once all
-    that are under way have answered: those first that were not asked since the model moved.
+    They are drawn uniformly and without replacement. Rejected and lost updates are replaced once no task is in flight.
+    Clients without a task since the model moved are drawn first.
 
     Args:
         cohort: k.
@@ -208,14 +207,15 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Every client is asked once; whenever k updates were accepted, the rule draws who is asked next, busy or not.
+    """Sampler that dispatches to every client once; after k accepted updates the rule draws k clients, busy or not.
 
-    Where fewer than k are present all of them are asked. So they are drawn if nobody is under way any more.
+    If fewer than k clients are available, the sampler dispatches to all of them. It also draws when no task is in
+    flight.
 
     Args:
         draw: of the rule: k of the clients that it is given.
         cohort: k.
-        concurrency: how many are asked at first, drawn uniformly; all by default.
+        concurrency: the number of clients of the first dispatch, drawn uniformly; all by default.
         generator: draws the clients.
     """
 
@@ -229,7 +229,7 @@ class RuleSampler(ClientSampler):
         def rule(present: Sequence[int], generator: np.random.Generator) -> list[int]:
             return draw(present, generator)
 
-        # A function, and no method: a copy of this does not copy the rule.
+        # A function, not a bound method, so that a copy of the sampler does not copy the rule.
         self._draw_from_rule = rule
         self._cohort = cohort
         self._concurrency = concurrency
@@ -265,13 +265,13 @@ class RuleSampler(ClientSampler):
 
 
 class RoutedSampler(ClientSampler):
-    """So many tasks are under way, each at a client drawn by the routing of the rule, busy or not.
+    """Sampler that keeps a fixed number of tasks in flight; the rule's routing draws each client, busy or not.
 
-    Who is not present is not drawn; the others keep their shares relative to one another.
+    A client that is not available is not drawn; the shares of the others keep their ratios.
 
     Args:
-        shares: of the tasks, by client.
-        concurrency: how many.
+        shares: the share of the tasks of each client.
+        concurrency: the number of tasks in flight.
         generator: draws the clients.
     """
 
@@ -313,7 +313,7 @@ class RoutedSampler(ClientSampler):
 def sampler_for(
     rule: Rule, clients: Sequence[int], concurrency: int | None, generator: np.random.Generator
 ) -> ClientSampler:
-    """How a rule wants its clients to be asked; one that has a `rule` inside, as that one does.
+    """Return the sampler that a rule, or the rule that it wraps, declares.
 
     `routing` is [`RoutedSampler`][manifoldagg.federated.server.client_sampling.RoutedSampler], `draw` is
     [`RuleSampler`][manifoldagg.federated.server.client_sampling.RuleSampler], a `cohort` of more than 1 is
@@ -323,12 +323,12 @@ def sampler_for(
     Args:
         rule: of the server.
         clients: all that will ever take part.
-        concurrency: how many are under way at a time, or are asked at first, where that can be chosen.
+        concurrency: the number of tasks in flight, or of the first dispatch, if the rule allows a choice.
         generator: draws the clients; nothing else may draw from it.
 
     Raises:
-        ArgumentError: if `concurrency` is no positive integer, or not to be chosen; if the clients of a routing are
-            others.
+        ArgumentError: if `concurrency` is not a positive integer, or the rule does not allow a choice; if the clients
+            of a routing differ.
     """
     if concurrency is not None:
         check_count("concurrency", concurrency)
@@ -348,32 +348,32 @@ def sampler_for(
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """What a rule declares under a name, such as its `routing`, or the rule in it; `None` where neither does."""
+    """Return an attribute of a rule, such as `routing`, or of the rule that it wraps; `None` if neither has it."""
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)
     return None if rule is None else getattr(rule, name)
 
 
 def _check_routing(routing: Mapping[Any, float], clients: Sequence[int]) -> Mapping[int, float]:
-    """A routing of exactly these clients."""
+    """Check that a routing covers exactly these clients."""
     without = [client for client in clients if not routing.get(client, 0.0) > 0]
     if without:
         raise ArgumentError(
-            f"rule: routing: expected a share for each client that takes part; none for {shorten(without)}"
+            f"rule: routing: expected a share for each participating client; missing for {shorten(without)}"
         )
     known = set(clients)
     others = [client for client in routing if client not in known]
     if others:
-        raise ArgumentError(f"rule: routing: expected the clients that take part; none of them: {shorten(others)}")
+        raise ArgumentError(f"rule: routing: expected the participating clients, got unknown ones: {shorten(others)}")
     return routing
 
 
 def shorten(clients: Sequence[Any]) -> str:
-    """The first of them, for a complaint."""
+    """Format the first few names for an error message."""
     more = len(clients) - MAX_LISTED
     return ", ".join(repr(client) for client in clients[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _sample(clients: Sequence[int], count: int, generator: np.random.Generator) -> list[int]:
-    """At most so many of them, drawn uniformly without replacement."""
+    """Sample at most `count` of them uniformly without replacement."""
     return [clients[i] for i in generator.permutation(len(clients))[:count]]

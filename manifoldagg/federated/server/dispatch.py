@@ -1,4 +1,4 @@
-"""Dispatch: what a client leaves with, made without the lock of the server."""
+"""The dispatch message of a client, built without the lock of the server."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which bases are kept: narrower than models of `dtype`; `None` for theirs.
+    """Validate the dtype of stored bases: narrower than `dtype`; `None` for the dtype of the models.
 
     Raises:
         ArgumentError: naming `base_dtype`.
@@ -34,7 +34,7 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
 
 
 def round_base(current: Tensor, base_dtype: torch.dtype | None) -> Tensor | None:
-    """The base in the narrow dtype; `None` where there is none, or where it overflows."""
+    """Round the base to the narrow dtype; `None` if there is none, or if it overflows."""
     if base_dtype is None:
         return None
     base = current.to(base_dtype)
@@ -44,7 +44,7 @@ def round_base(current: Tensor, base_dtype: torch.dtype | None) -> Tensor | None
 def make_message(
     space: Manifold, rule: Rule, model_state: ModelState, client_state: ClientState, base: Tensor | None
 ) -> tuple[Message, bool]:
-    """What the rule sends, in memory of its own; a client starts from exactly what is kept as its base.
+    """Build the rule's message in memory of its own; the client starts from exactly the stored base.
 
     Args:
         space: of the models.
@@ -57,7 +57,7 @@ def make_message(
         The message, and whether its client starts from elsewhere.
 
     Raises:
-        ArgumentError: if the rule answers with no message of this space.
+        ArgumentError: if the rule does not return a message of this space.
     """
     start = model_state.current if base is None else base.to(model_state.current.dtype)
     sent = rule.message(space, model_state.state, start, client_state)

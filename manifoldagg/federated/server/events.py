@@ -1,4 +1,4 @@
-"""What happens at a server, as values: who watches it gets one for each thing."""
+"""Events of a server, as values that subscribers receive."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """Base class of events.
 
     Attributes:
-        version: of the server's model after it.
-        in_flight: how many tickets are out after it.
+        version: the version of the server's model after the event.
+        in_flight: the number of tickets in flight after the event.
     """
 
     version: int
@@ -35,12 +35,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Dispatched(Event):
-    """A client was sent to work.
+    """Event: a task was dispatched to a client.
 
     Attributes:
-        client: who.
-        ticket: its id.
-        start_version: version of the model that it works on.
+        client: the client.
+        ticket: the id of its ticket.
+        start_version: the version of the model that it starts from.
     """
 
     client: Hashable
@@ -50,16 +50,16 @@ class Dispatched(Event):
 
 @dataclass(frozen=True)
 class Accepted(Event):
-    """An update was taken.
+    """Event: an update was accepted.
 
     Attributes:
-        client: who sent it.
-        ticket: on which it came.
-        receipt: that its client gets: staleness, weight, and what the step was.
-        row: of the server's `history`, with the numbers of the rule; nobody can write it.
-        latency: seconds of the server's clock from the dispatch to the answer.
-        seconds: that the step took, by the clock of the machine.
-        memory: bytes after it, as `server.memory` says.
+        client: the client that returned the update.
+        ticket: the id of its ticket.
+        receipt: the receipt of its client, with staleness, weight and metrics.
+        row: its row of the server's `history`, with the metrics of the rule; read-only.
+        latency: seconds of the server's clock from the dispatch to the update.
+        seconds: seconds of the step, by the clock of the machine.
+        memory: bytes after it, as in `server.memory`.
     """
 
     client: Hashable
@@ -73,15 +73,15 @@ class Accepted(Event):
 
 @dataclass(frozen=True)
 class Rejected(Event):
-    """An update was not taken.
+    """Event: an update was rejected.
 
     Attributes:
-        client: whom the ticket was issued to; `None` where it is not known.
-        ticket: likewise.
-        field: that was wrong, as in `server.rejected`.
+        client: the client of the ticket; `None` if the ticket is unknown.
+        ticket: the id of the ticket; `None` if it is unknown.
+        field: the invalid field, as in `server.rejected`.
         reason: as in the receipt.
-        latency: seconds of the server's clock from the dispatch to the answer; NaN where the ticket is not known.
-        is_final: whether no update can be taken on the ticket any more. Otherwise the client may try again.
+        latency: seconds of the server's clock from the dispatch to the update; NaN if the ticket is unknown.
+        is_final: whether the ticket can accept no further update. Otherwise the client may try again.
     """
 
     client: Hashable | None
@@ -94,7 +94,7 @@ class Rejected(Event):
 
 @dataclass(frozen=True)
 class Dropped(Event):
-    """A ticket was given back.
+    """Event: a ticket was dropped.
 
     Attributes:
         client: whom it was issued to.
@@ -107,7 +107,7 @@ class Dropped(Event):
 
 @dataclass(frozen=True)
 class Expired(Event):
-    """A ticket has ended, as nobody answered in time.
+    """Event: a ticket expired, because no update arrived in time.
 
     Attributes:
         client: whom it was issued to.
@@ -122,7 +122,7 @@ class Expired(Event):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """A checkpoint is on the disk.
+    """Event: a checkpoint was written to the disk.
 
     Attributes:
         path: of the file.
@@ -137,7 +137,7 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written, or not be made; the older file is as it was.
+    """Event: a checkpoint failed; the older file is unchanged.
 
     Attributes:
         path: of the file.
@@ -150,8 +150,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class Closed(Event):
-    """The server was closed, and every ticket with it."""
+    """Event: the server was closed, and with it every ticket."""
 
 
 Callback: TypeAlias = Callable[[Event], object]
-"""What is called with each event."""
+"""A callback that is called with each event."""

@@ -1,4 +1,4 @@
-"""Doubts: models that somebody hands in and that fit in shape, and are no models, or not as they were meant."""
+"""Warnings about models that fit in shape but are probably not what was meant."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ SAMPLE_SIZE = 2**12
 
 
 def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> None:
-    """Warn of an update that is far shorter than its base in every tensor: a difference of models, no model.
+    """Warn of an update that is far shorter than its base in every tensor: a difference of models.
 
     Cost: a few numbers of one tensor, where it is none.
     """
@@ -38,7 +38,7 @@ def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
             before = _norm(base[leaf.name], looked)
-            # A tensor that was 0, as biases are at the start, tells nothing; NaN is for others to refuse.
+            # A tensor that was 0, such as an initial bias, gives no evidence; other checks reject NaN.
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
@@ -53,7 +53,7 @@ def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str]) -> None:
-    """Warn of factors of adapters in a model of which nobody has said what they are: they would be averaged apart."""
+    """Warn of adapter factors in a model without `adapters`: they would be averaged separately."""
     found = find_first_factor(model)
     if found is not None:
         told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
@@ -63,7 +63,7 @@ def warn_if_adapter_factors(name: str, model: Iterable[str]) -> None:
 def warn_if_integers_change(
     name: str, layout: Layout, update: Mapping[str, Tensor], current: Mapping[str, Tensor], buffer_policy: BufferPolicy
 ) -> None:
-    """Warn of integers that change and that nobody has called buffers: parameters would be replaced, not averaged.
+    """Warn of changing integers without a buffer policy: parameters would be replaced, not averaged.
 
     A single integer is a counter.
     """
@@ -82,7 +82,7 @@ def warn_if_integers_change(
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Of the first numbers, or of all."""
+    """Return the norm of the first numbers, or of all."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

@@ -1,4 +1,4 @@
-"""A lock that knows whether it is this thread's."""
+"""A reentrant lock that knows its owner."""
 
 import threading
 
@@ -6,7 +6,7 @@ __all__ = ["OwnedLock"]
 
 
 class OwnedLock:
-    """A lock that a thread may take more than once, and ask whether it has it.
+    """A reentrant lock that tells whether the current thread owns it.
 
     Attributes:
         lock: taken by `with`, in one instruction: an interrupt cannot leave it held.
@@ -22,11 +22,11 @@ class OwnedLock:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # Nobody waits for it: it refuses to notify for a thread that does not have the lock, and does nothing else.
+        # No thread waits on it: `notify` raises for a thread that does not own the lock, and does nothing else.
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread owns the lock."""
         try:
             self._owner_probe.notify()
         except RuntimeError:

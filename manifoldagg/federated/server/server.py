@@ -1,4 +1,4 @@
-"""The server: one owner of the model, its versions and its clients, for every rule."""
+"""The server: the owner of the model, its versions and its client states, for every rule."""
 
 import logging
 import math
@@ -82,54 +82,55 @@ from manifoldagg.manifolds.lora.scaling import Scaling
 __all__ = ["Server"]
 
 DEFAULT_CLOCK = time.monotonic
-"""What gives the seconds, unless another does."""
+"""The default clock."""
 LOG = logging.getLogger("manifoldagg")
 # Who wants to read it adds a handler: a library does not write to the terminal by itself.
 LOG.addHandler(logging.NullHandler())
 
 
 class Server:
-    r"""Drives a rule: hands out models, takes updates, refuses what does not fit.
+    r"""Server of a rule: it dispatches models, applies updates and rejects invalid ones.
 
-    A refused update leaves everything as it was. Models that go out are copies and payloads are only read: nobody else
-    holds the server's memory. All that a server knows is one immutable record, replaced in a single instruction: every
-    method may be called from any thread, signal handler or finaliser, takes effect in one moment between its call and
-    its return, and who is interrupted has done it or has not. Updates are taken one at a time; while the arithmetic of
-    one runs nobody else waits for it, and clients that join meanwhile count from the next one on. Rules and averages
-    may read the server, and must not call what waits for the update that calls them. Refusals are logged to
-    `logging.getLogger("manifoldagg")`; `on_event` tells of everything.
+    - A rejected update changes nothing. Rejections are logged to `logging.getLogger("manifoldagg")`.
+    - Dispatched models are copies and payloads are only read, so that no memory is shared with callers.
+    - The state is one immutable record, replaced in a single instruction. Every method may be called from any thread,
+      signal handler or finaliser. It takes effect atomically, also if it is interrupted.
+    - Updates are applied one at a time. Only other updates wait for a running one. A client that joins during an update
+      counts from the next update on.
+    - Rules and averages may read the server. They must not call methods that wait for the running update.
+    - `on_event` subscribes a callback to all events.
 
     Args:
-        space: where the models live.
-        rule: how the model moves.
-        start: $\Theta^0$ (P,).
+        space: the space of the models.
+        rule: the aggregation rule.
+        start: the initial model $\Theta^0$ (P,).
         weights: a client's share of the data $w_i$: a mapping client to samples, for
             $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
             $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
-        max_staleness: refuse what is staler than so many versions.
+        max_staleness: the largest accepted staleness in versions.
         update_limits: limits on norms, cosines, sample counts and control points.
-        averaging: what listens to every new version, in order; it may keep the models and must not write them.
-        buffers: the model's buffers at the start, as from `space.buffers`; clients then send theirs, but those that are
-            left. Without it the server keeps none and takes none.
-        buffer_policy: what becomes of them, by name or glob pattern: `"average"` (with the rule's step; the default),
-            `"latest"` or `"leave"`. What is no floating tensor is never averaged: the latest is taken.
-        base_dtype: keep what clients start from in this narrower dtype. They start from the rounded model, and the
-            drift is measured from it: it is never quite zero. Flat spaces only; what overflows is kept as it is.
-        memory_limit: bytes in memory for older versions and client memory. The oldest go to files, mapped when they are
-            needed and removed with their last holder, in the folder `spill` (`None`: the system's temporary one). The
-            memory that they leave goes back to the system, where its allocator would keep it.
-        history_size: how many of the latest rows `history` keeps; `None` for all.
-        timeout: seconds after which a ticket ends that nobody answers; see `expire`.
-        clock: gives the seconds; that of a simulation, for instance.
-        max_in_flight: how many may be out at once. Beyond, `dispatch` raises `BusyError`.
-        max_queued_updates: how many updates may wait for their turn. Beyond, they get a receipt that says so. Those
-            whose payload is still being made of what came are not counted: how many do so at once is for the host to
-            bound.
-        receipt_cache_size: how many of the latest receipts are kept for clients that ask again.
-        checkpoint: when to write checkpoints beside the work, and where to. Clients are then strings or integers.
-        journal: where everything that is taken is appended before its receipt is given, so that `resume` knows of it;
-            with a [`Journal`][manifoldagg.federated.server.durability.journal.Journal], when that is brought to the
-            disk. Clients as above. One that is there already is not touched, and no other process can have it until
+        averaging: an average that receives every new version, in order; it may store the models and must not write
+            them.
+        buffers: the initial buffers of the model, as from `space.buffers`. Clients then return their buffers, except
+            those with the policy `"leave"`. Without it the server has no buffers.
+        buffer_policy: the policies of the buffers, by name or glob pattern: `"average"` (with the rule's step; the
+            default), `"latest"` or `"leave"`. Other than floating tensors are never averaged: the latest is stored.
+        base_dtype: a narrower dtype for the stored start models. Clients start from the rounded model, and the drift is
+            measured from it, so that it is never exactly zero. Flat spaces only. A model that overflows is not rounded.
+        memory_limit: bytes of memory for older versions and client states. The oldest are evicted to files in the
+            folder `spill` (`None`: the system's temporary folder), mapped when they are needed, and removed with their
+            last reference. The freed memory is released to the system.
+        history_size: the number of latest rows that `history` stores; `None` for all.
+        timeout: seconds after which a ticket without an update expires; see `expire`.
+        clock: a function that returns seconds, such as that of a simulation.
+        max_in_flight: the number of tickets in flight beyond which `dispatch` raises `BusyError`.
+        max_queued_updates: the number of queued updates beyond which updates are rejected as busy. An update whose
+            payload is still being unpacked is not counted; the host must bound the number of those.
+        receipt_cache_size: the number of latest receipts that are stored for repeated requests.
+        checkpoint: the path and the frequency of checkpoints in the background. Clients must be strings or integers.
+        journal: the path of a journal. Each change is appended before its receipt is returned, so that `resume` can
+            replay it. A [`Journal`][manifoldagg.federated.server.durability.journal.Journal] also sets the sync policy.
+            Clients must be strings or integers. An existing journal is not modified. The journal is locked until
             `close`.
 
     Raises:
@@ -206,7 +207,7 @@ class Server:
         )
         self._save_lock = OwnedLock()
         self._free_list: deque[Tensor] = deque(maxlen=1)
-        # What listens may keep models: their memory is not used again.
+        # An average may store models, so that their memory is not reused.
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
         limits = ServerLimits(
@@ -239,7 +240,7 @@ class Server:
         self._checkpoint_writer = None if checkpoint is None else CheckpointWriter(checkpoint, self._dispatcher.publish)
         self._journal: JournalWriter | None = None
         if checkpoint is not None or journal is not None:
-            # What a file cannot hold is told now.
+            # Values that a file cannot store raise now, not at the first checkpoint.
             fingerprint("space", space)
             fingerprint("rule", rule)
             for client in weights if isinstance(weights, Mapping) else ():
@@ -248,7 +249,7 @@ class Server:
         if kept_in is not None:
             with _locked_journal(kept_in) as hold:
                 if kept_in.segments():
-                    raise ArgumentError(f"journal: {kept_in.path}: there is one; go on from it with `Server.resume`")
+                    raise ArgumentError(f"journal: {kept_in.path}: already exists; resume from it with `Server.resume`")
                 self._start_journal(kept_in, JournalReplay(os.urandom(16).hex(), 0, 0.0), hold)
 
     @classmethod
@@ -262,17 +263,17 @@ class Server:
         scaling: Scaling = 1.0,
         **server_options: Any,
     ) -> "Server":
-        """A server of a module or of a state dict: it starts from its parameters and carries its buffers.
+        """Create a server from a module or a state dict: it starts from its parameters and stores its buffers.
 
         Args:
             model: any module, or a state dict. It is not written.
-            rule: how the model moves.
-            buffer_policy: what becomes of the buffers, as in the constructor. Frozen parameters of a module stay as
-                they are unless they match. Of a state dict as in [`aggregate`][manifoldagg.aggregate], like what
-                follows.
-            adapters: of a state dict, whether pairs of factors are one matrix each.
-            scaling: what the model multiplies their products with.
-            **server_options: what the constructor takes by keyword.
+            rule: the aggregation rule.
+            buffer_policy: the policies of the buffers, as in the constructor. Frozen parameters of a module are left
+                unchanged unless they match. For a state dict, this and the following arguments are as in
+                [`aggregate`][manifoldagg.aggregate].
+            adapters: whether pairs of factors in a state dict are one matrix each.
+            scaling: the factor of their products in the model.
+            **server_options: keyword arguments of the constructor.
 
         Raises:
             ArgumentError: if the model has no parameters that learn; and as the constructor.
@@ -310,23 +311,23 @@ class Server:
     def resume(
         cls, path: str | Path | LoadedCheckpoint, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
     ) -> "Server":
-        """A server that goes on from a checkpoint, bit for bit.
+        """Resume a server from a checkpoint, bit for bit.
 
-        What was saved are the defaults of `options`. Given again are what files do not hold: `averaging`, whose state
-        goes on, `clock`, `spill`, `checkpoint` and `journal`; and `on_event` is called again. Tickets are as old as
-        they were; the time in which no server ran does not count.
+        The saved options are the defaults of `options`. Files do not store `averaging` (only its state), `clock`,
+        `spill`, `checkpoint`, `journal` and callbacks of `on_event`; pass them again. Tickets keep their ages; the time
+        without a running server does not count.
 
-        What a `journal` tells beyond the checkpoint is taken once more, with the options that were saved; nobody hears
-        of it again but `averaging`. What was being written when the machine stopped is cut. Then the journal begins
-        anew with the whole record.
+        The records of a `journal` after the checkpoint are replayed with the saved options. Only `averaging` is
+        notified of them again. An incomplete last record is discarded. Then a new journal starts with the complete
+        state.
 
         Args:
-            path: what `save` or `checkpoint=` has written. No other file is ever read. Or what was read of it. With a
-                journal that was begun and not yet cut by a checkpoint there need be none.
-            space: equal to the one that was saved.
-            rule: likewise; functions in it are compared by their names, as is `clock`.
-            replace: take another rule, or another clock. A rule of the same class goes on with the state and what is
-                kept for clients. Otherwise these begin anew, and updates that wait are lost.
+            path: a file that `save` or `checkpoint=` has written, or its `LoadedCheckpoint`. No other file is read. It
+                may be missing if the journal contains the complete state.
+            space: equal to the saved one.
+            rule: equal to the saved one; functions in it are compared by their names, as is `clock`.
+            replace: accept another rule or clock. A rule of the same class resumes with its state and the client
+                states. Otherwise these are initialised, and buffered updates are lost.
             options: keywords of the constructor.
 
         Raises:
@@ -372,7 +373,7 @@ class Server:
     def _from_checkpoint(
         cls, checkpoint: LoadedCheckpoint, space: Manifold, rule: Rule, options: Mapping[str, Any]
     ) -> "Server":
-        """A server with the record that was saved."""
+        """Build a server with the saved state."""
         server = cls(space, rule, checkpoint.model, **checkpoint.server_options(options))
         state = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
         checkpoint.restore_averaging(server._averaging)
@@ -389,7 +390,7 @@ class Server:
         rule: Rule,
         options: Mapping[str, Any],
     ) -> LoadedCheckpoint:
-        """The record after all that a journal tells beyond it."""
+        """Return the state after the replay of all journal records."""
         given = {name: options[name] for name in ("averaging", "spill") if name in options}
         replay.time = checkpoint.time
         server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
@@ -401,7 +402,7 @@ class Server:
             receipt = server._apply(was["ticket"], ticket, payload, math.nan, record=was)
             try:
                 server._after_update()
-            except Exception:  # as it was then, which has undone nothing
+            except Exception:  # the update stays applied, as in the original run
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
@@ -415,16 +416,16 @@ class Server:
 
     @no_grad
     def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:
-        """Send a client to work on the current model.
+        """Dispatch the current model to a client.
 
         Args:
-            client: any hashable name that equals itself; no tensor.
-            retain_base: keep the version that it starts from. Otherwise its payload must bring the base.
+            client: any hashable name that equals itself, but not a tensor.
+            retain_base: whether to store the version that it starts from. Otherwise its payload must contain the base.
 
         Raises:
-            ArgumentError: if `client` is no such name, or missing from the weights that were given up front; or if
-                `retain_base` is no truth value.
-            BusyError: if as many tickets are out as may be.
+            ArgumentError: if `client` is an invalid name, or missing from the weights that were given up front; or if
+                `retain_base` is not a boolean.
+            BusyError: if `max_in_flight` tickets are in flight.
             CheckpointError: if the journal cannot be written.
 
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
@@ -437,7 +438,7 @@ class Server:
             check_storable_client(client)
         if self._journal is not None:
             self._journal.retry_if_failed()
-        # Each turn of the loop but the last is one in which somebody else moved the model on.
+        # The loop repeats only if another thread has moved the model in the meantime.
         while (ticket := self._issue_ticket(client, retain_base)) is None:
             pass
         self._flush_journal()
@@ -445,8 +446,9 @@ class Server:
         return ticket
 
     def _issue_ticket(self, client: Hashable, retain_base: bool) -> Ticket | None:
-        """A ticket for the current model; none, and nothing has changed, where a checkpoint may have been made in the
-        meantime that knows its version no more: a journal would not find it.
+        """Issue a ticket for the current model; `None`, without any change, if its version is no longer retained.
+
+        A concurrent checkpoint may not contain that version, so that a journal replay would not find it.
         """
         state = self._state.value
         state.check_capacity()
@@ -456,7 +458,7 @@ class Server:
         if retain_base and self._base_dtype is not None:
             narrow = ("base", state.model_state.version)
             held = state.store.find(narrow)
-            # One that is in a file is rounded again: who starts now needs no file.
+            # A base in a file is rounded again, which is faster than reading the file.
             base = (
                 held.tree if isinstance(held, InMemoryTree) else round_base(state.model_state.current, self._base_dtype)
             )
@@ -481,36 +483,36 @@ class Server:
     def receive(
         self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANY_CLIENT
     ) -> Receipt:
-        """Take what a client returns on a ticket. The payload must not be written before this returns.
+        """Process the update that a client returns for a ticket. The payload must not be written before this returns.
 
-        Who asks again on a ticket that was answered, because the receipt was lost, gets the same receipt: nothing is
-        taken twice. Of what was sent then nothing is looked at.
+        `receive` is idempotent. Calling it again with an answered ticket returns the original receipt and ignores the
+        new payload.
 
         Args:
             ticket: or its id.
-            payload: what the client returns; or a function that makes it of what came, such as
-                `partial(wire.unpack, data)`. It is called once the ticket is known to be good: a `ManifoldAggError`
-                that it raises is a refusal, anything else comes out.
-            client: who returns it; another than the one that the ticket was issued to is refused.
+            payload: the payload of the client, or a function that returns it, such as `partial(wire.unpack, data)`. The
+                function is called after the ticket was validated. If it raises a `ManifoldAggError`, the update is
+                rejected; other exceptions propagate.
+            client: the client that returns it. The server rejects another client than that of the ticket.
 
         Returns:
-            A receipt. With `accepted=False` its `reason` names the field and nothing has changed: the client may try
-            again, unless no update can be taken on this ticket any more, which ends it: one whose version is too old,
-            whose time is over, or whose base was lost. What the rule's own code raises comes out and changes nothing
-            either; what `averaging` raises comes after the update.
+            A receipt. With `accepted=False` its `reason` names the field and nothing has changed. The client may try
+            again, unless the ticket is closed because its version is too old, it has expired, or its base was lost.
+            Exceptions of the rule's own code propagate and change nothing. Exceptions of `averaging` are raised after
+            the update.
 
         Raises:
             ArgumentError: if it is called from within an update.
-            RuleError: if the rule, or a schedule in it, gives what cannot be used.
-            CheckpointError: if the journal cannot be written. What was taken stays so, and its receipt comes with a
-                retry, once it can; until then nothing else is taken.
+            RuleError: if the rule, or a schedule in it, returns an invalid result.
+            CheckpointError: if the journal cannot be written. The update stays applied, and a retry returns its receipt
+                once the journal can be written. Until then no other update is accepted.
 
-        Cost: what the rule says of its step. With a rule that takes rows nothing else reads or writes a model: its
-        Gram matrix tells whether what came is finite, and what is refused costs no more than what is taken.
+        Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
+        matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
         """
 
         def make_payload(_: PendingTicket) -> Any:
-            # By its type: what an object says of its class may be untrue, or raise.
+            # By its type, because `__class__` of an untrusted object may be wrong or raise.
             return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
 
         return self._receive(ticket, client, make_payload)
@@ -525,14 +527,14 @@ class Server:
         client: Hashable = ANY_CLIENT,
         scaling: Scaling | None = None,
     ) -> Receipt:
-        """Take what a client returns as a state dict, its module's whole one: parameters and buffers.
+        """Process an update that a client returns as a state dict: the module's parameters and buffers.
 
         Args:
             ticket: as in `receive`.
             model: a state dict, or for a curve a sequence of them: the control points, the client's model last, which
                 brings the buffers. Frozen parameters and buffers that are left may be missing and are not read. Or a
                 function that makes either of what came, as in `receive`.
-            samples: how many samples the client trained on.
+            samples: the number of samples that the client trained on.
             client: as in `receive`.
             scaling: of the client's adapters, where they have other ranks, or it multiplies them with another number
                 than the server's, as in
@@ -543,13 +545,15 @@ class Server:
             is none of the parameters, with `buffers`.
 
         Raises:
-            ArgumentError: if the space is no `ParameterSpace`, or the rule asks clients for more than models.
+            ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
 
         Warns:
             UserWarning: naming a model that looks like a difference of models. Nothing has changed then.
         """
         if any(extra_fields(self.rule)):
-            raise ArgumentError(f"rule: {type(self.rule).__name__} asks clients for more than models; use `receive`")
+            raise ArgumentError(
+                f"rule: {type(self.rule).__name__} requires more than models from clients; use `receive`"
+            )
         check_parameter_space(self.space)
         state = self._state.value
 
@@ -600,7 +604,7 @@ class Server:
                     return found
                 self._update_lock.check()
                 with self._update_lock.lock:
-                    # What an interrupt kept from the average comes first.
+                    # Versions that an interrupt withheld from the average come first.
                     self._notify_average()
                     if self._journal is not None:
                         self._journal.retry_if_failed()
@@ -611,7 +615,7 @@ class Server:
                 self._update_lock.unregister(answer)
 
     def drop(self, ticket: str | Ticket) -> None:
-        """Give a ticket back: nobody will answer on it.
+        """Drop a ticket, whose update will not arrive.
 
         Args:
             ticket: or its id.
@@ -626,7 +630,7 @@ class Server:
         self._dispatch_events()
 
     def expire(self) -> list[str]:
-        """End the tickets that nobody has answered for `timeout` seconds. `dispatch` and `receive` do so too.
+        """Expire the tickets without an update for `timeout` seconds. `dispatch` and `receive` do so too.
 
         Returns:
             Their ids, the oldest first; none without a `timeout`.
@@ -637,23 +641,23 @@ class Server:
         return due
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Tell somebody of everything that happens from now on.
+        """Subscribe a callback to all later events.
 
-        They hear of one event at a time, in the order in which things took effect, before the call that has brought it
-        about returns; where another thread is telling already, it goes on with that, and nobody waits. They may call
-        whatever they like of the server, and hear next of what that brings about. An `Exception` of theirs is logged to
-        `logging.getLogger("manifoldagg")` and undoes nothing. What is none, `KeyboardInterrupt`, `SystemExit` or
-        `asyncio.CancelledError`, comes out of the call as an interrupt, whoever raises it: what took effect stands, and
-        the next call goes on with those who have not heard of the event to the end. So one who raises such at every
-        event keeps what comes after from the others, until they are ended.
+        - Subscribers receive one event at a time, in the order of the changes, before the call that caused it returns.
+          If another thread is delivering events, it also delivers the new ones; the call does not wait.
+        - Callbacks may call all methods of the server. The resulting events are delivered next.
+        - An `Exception` of a callback is logged to `logging.getLogger("manifoldagg")` and undoes nothing.
+        - `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate out of the call as interrupts. The
+          change stays in effect, and the next call resumes delivery. A callback that raises one of them at every event
+          blocks later events until it is unsubscribed.
 
         Args:
             callback: called with an [`Event`][manifoldagg.federated.server.events.Event]: `Dispatched`, `Accepted`,
-                `Rejected`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should take
-                less time than there is between two events: those that wait are kept.
+                `Rejected`, `Dropped`, `Expired`, `CheckpointWritten`, `CheckpointFailed` or `Closed`. It should be
+                faster than the rate of events, because pending events are stored.
 
         Returns:
-            A function that ends it.
+            A function that unsubscribes the callback.
 
         Raises:
             ArgumentError: if `callback` cannot be called.
@@ -678,20 +682,20 @@ class Server:
         return copy_tensor(state.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The current model as a state dict, in the model's own dtypes, with the buffers that the server keeps.
+        """Return the current model as a state dict, in the model's own dtypes, with the buffers that the server stores.
 
         Raises:
-            ArgumentError: if the space is no `ParameterSpace`.
+            ArgumentError: if the space is not a `ParameterSpace`.
         """
         space = check_parameter_space(self.space)
         state = self._state.value
         return space.state_dict(state.model_state.current, state.model_state.buffers or None)
 
     def spec(self) -> dict[str, Any]:
-        """Of the server's space, fit for JSON: what a client makes the same space of, with the module or without.
+        """The specification of the server's space, as JSON values, from which a client builds the same space.
 
         Raises:
-            ArgumentError: if the space is no `ParameterSpace`, or a leaf lives on a space of another package.
+            ArgumentError: if the space is not a `ParameterSpace`, or a leaf lives on a space of another package.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -702,7 +706,7 @@ class Server:
         return check_parameter_space(self.space).spec()
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """A copy of the average (P,); of the current model where nothing was averaged. Waits for a running update.
+        """A copy of the average (P,), or of the current model without an average. It waits for a running update.
 
         Raises:
             ArgumentError: if it is called from within an update, or the writing of the journal.
@@ -715,22 +719,22 @@ class Server:
 
     @property
     def version(self) -> int:
-        """How often the model has moved."""
+        """The number of times that the model has moved."""
         return self._state.value.model_state.version
 
     @property
     def updates(self) -> int:
-        """How many updates were accepted."""
+        """The number of accepted updates."""
         return self._state.value.history.next_index
 
     @property
     def tickets(self) -> list[str]:
-        """The ids of the tickets that are out, the oldest first."""
+        """The ids of the tickets in flight, the oldest first."""
         return list(self._state.value.tickets)
 
     @property
     def history(self) -> list[HistoryRow]:
-        """A flat row, fit for a data frame, for each of the latest accepted updates, at most `history_size=` of them.
+        """One flat row, suitable for a data frame, for each of the latest `history_size=` accepted updates.
 
         A row has the client, its samples, the receipt and the rule's numbers.
         """
@@ -738,44 +742,44 @@ class Server:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """How many updates were refused, by the field that was wrong."""
+        """The number of rejected updates, by the invalid field."""
         return dict(self._state.value.rejected)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of the `model`, the `state`, older `versions` and `clients` in memory; of both in files: `spilled`."""
+        """The bytes of the `model`, the `state`, older `versions` and `clients`; both in files: `spilled`."""
         return self._state.value.memory_usage()
 
     @no_grad
     def save(self, path: str | Path | None = None) -> None:
-        """Write a checkpoint, in place of the file that is there: whole or not at all.
+        """Write a checkpoint and replace the existing file atomically.
 
-        It holds the model, its buffers, the rule's state, what is kept for clients, the tickets that are out with what
-        they started from, the receipts, weights, history, and the state of `averaging`. It waits for a running update;
-        while the file is written others go on. The journal keeps what the file of `checkpoint=` needs, and is cut where
-        that is written; without `checkpoint=`, with any that is saved.
+        It contains the model, its buffers, the rule's state, the client states, the tickets in flight with their bases,
+        the receipts, weights, history, and the state of `averaging`. It waits for a running update; further updates run
+        while the file is written. The journal retains the records after the checkpoint of `checkpoint=`; without
+        `checkpoint=`, those after the last saved one.
 
         Args:
-            path: where to. `None`, or the same: where `checkpoint=` says, with as many older files as it says, once
-                what is being written there is.
+            path: the path of the file. `None` or an equal path: the path of `checkpoint=`, with its number of older
+                files, after the checkpoint that is being written.
 
         Raises:
             ArgumentError: if there is no such folder, or none is said, the server was closed, or it is called from
                 within an update or the writing of the journal.
             CheckpointError: naming what cannot be saved (a lambda in the rule, a client that is neither a string nor an
                 integer), or with what the system says: then the older file is as it was.
-            SpillError: if what is kept for a client is in a file that is not what was written.
+            SpillError: if the file of a client state was altered.
 
-        Cost: one pass over all that is kept.
+        Cost: one pass over the complete state.
         """
         self._check_may_wait()
         writer = self._checkpoint_writer
         if path is None and writer is None:
-            raise ArgumentError("path: expected one, as the server has no `checkpoint`")
+            raise ArgumentError("path: expected a path, as the server has no `checkpoint`")
         ours = writer if writer is not None and (path is None or writer.targets(path)) else None
-        # From a handler or a finaliser within a save, which then goes on: nobody waits for it.
+        # A handler or a finaliser within a save must not wait for that save.
         within = self._save_lock.held_by_me() or (writer is not None and writer.held_by_me())
-        # One at a time, so that no older record takes the place of a newer one, for which the journal was cut.
+        # One at a time, so that no older state replaces a newer one, up to which the journal was truncated.
         with nullcontext() if within else self._save_lock.lock:
             if ours is not None:
                 self._snapshot(ours.enqueue)
@@ -787,7 +791,7 @@ class Server:
                 moment.write(path, 1, self._dispatcher.publish)
 
     def snapshot(self) -> ServerSnapshot:
-        """What `save` writes, taken in no time and never written: for who keeps more beside it, in one file.
+        """Return the immutable content that `save` writes, for callers that store more in the same file.
 
         Raises:
             ArgumentError: if the server was closed, or it is called from within an update, or from within the writing
@@ -797,7 +801,7 @@ class Server:
         return self._snapshot()
 
     def _snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
-        """What a checkpoint is made of, once a running update is over; handed on before the next one begins."""
+        """Pass the snapshot of a checkpoint on, after a running update and before the next one."""
         with self._update_lock.lock:
             self._notify_average()
             moment = self._make_snapshot()
@@ -808,7 +812,7 @@ class Server:
         return moment
 
     def close(self) -> None:
-        """Drop every ticket, forget what was kept for clients and remove all files. The model stays readable.
+        """Close the server: drop every ticket, discard client states and remove all files. The model stays readable.
 
         It waits for a checkpoint that is being written.
 
@@ -831,10 +835,10 @@ class Server:
             self._checkpoint_writer.finish()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Server has locks and tickets that are out: it is not copied or pickled; keep its `model`")
+        raise TypeError("a Server has locks and tickets in flight: it cannot be copied or pickled; store its `model`")
 
     def _make_snapshot(self) -> ServerSnapshot:
-        """What a checkpoint is made of; in a turn, in which the average has heard of everything."""
+        """Create a snapshot within the update lock, after the average has received every version."""
         averaging = self._averaging
         told = None if averaging is None else (import_path(type(averaging)), averaging.state())
         cut = None if self._journal is None else self._journal.rotate
@@ -843,7 +847,7 @@ class Server:
         )
 
     def _start_journal(self, journal: Journal, replay: JournalReplay, journal_lock: JournalLock) -> None:
-        """Begin a journal anew, with the whole record: nobody else has the server yet."""
+        """Start a new journal with the complete state, before other threads can access the server."""
         appender = JournalWriter(journal, self._state, replay.name, journal_lock)
         appender.open_segment(replay.next_lsn, self._make_snapshot().tree(), replay.predecessor)
         appender.delete_segments(replay.next_lsn)
@@ -851,12 +855,12 @@ class Server:
         self._journal = appender
 
     def _flush_journal(self) -> None:
-        """Write what was entered into the journal, if there is one."""
+        """Flush pending journal records, if there is a journal."""
         if self._journal is not None:
             self._journal.write()
 
     def _lookup(self, ticket_id: Any, client: Any, received_at: float) -> PendingTicket | Receipt:
-        """The ticket of an update that may be taken, or the receipt that there is for it."""
+        """Return the ticket of a valid update, or its existing receipt."""
         state = self._state.value
         found = state.find(ticket_id, client)
         if isinstance(found, Receipt):
@@ -870,7 +874,7 @@ class Server:
     def _process(
         self, ticket_id: str, client: Any, payload: Payload, received_at: float, packed_payload: bytes | bytearray
     ) -> Receipt:
-        """What becomes of an update whose turn it is."""
+        """Process an update that holds the update lock."""
         try:
             found = self._lookup(ticket_id, client, received_at)
             if isinstance(found, Receipt):
@@ -890,7 +894,7 @@ class Server:
         packed_payload: bytes | bytearray = b"",
         record: Mapping[str, Any] | None = None,
     ) -> Receipt:
-        """Take an update; with the weight that it had where it is told by a journal."""
+        """Apply an update; a journal replay passes the recorded weight."""
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
         samples = state.weights.capped(ticket.client, payload.samples) if record is None else record["samples"]
@@ -923,7 +927,7 @@ class Server:
         return receipt
 
     def _reject(self, ticket_id: Any, error: ManifoldAggError, received_at: float) -> Receipt:
-        """Count a refusal, and end a ticket whose files were lost."""
+        """Count a rejection, and close a ticket whose files were lost."""
         if isinstance(error, SpillError) and not error.temporary:
             return self._close_ticket(ticket_id, error, received_at)
         reason = str(error)
@@ -931,14 +935,14 @@ class Server:
         return self._state.update(lambda now: now.with_rejection(ticket_id, reason, received_at))
 
     def _close_ticket(self, ticket_id: str, error: ManifoldAggError, received_at: float) -> Receipt:
-        """End a ticket on which no update can be taken any more."""
+        """Close a ticket that can no longer accept an update."""
         reason = str(error)
         receipt = self._state.update(lambda now: now.with_final_rejection(ticket_id, reason, received_at))
         LOG.warning("rejected, ticket closed: %s", receipt.reason)
         return receipt
 
     def _expire(self) -> list[str]:
-        """End the tickets whose time is over, but those whose answers wait for their turn."""
+        """Expire old tickets, except those whose updates are queued."""
         timeout = self._state.value.limits.timeout
         if timeout is None:
             return []
@@ -950,13 +954,13 @@ class Server:
         return due
 
     def _finish_interrupted(self) -> None:
-        """Do what an interrupt of an update that was entered has left undone."""
+        """Complete the work that an interrupt left after a recorded update."""
         if self._state.value.pending_notifications and not self._update_lock.held_by_me():
             with self._update_lock.lock:
                 self._after_update()
 
     def _after_update(self) -> None:
-        """What follows an update that is entered."""
+        """Run the follow-up work of a recorded update."""
         try:
             self._notify_average()
         finally:
@@ -966,7 +970,7 @@ class Server:
                 self._checkpoint_writer.maybe_write(state.history.next_index, self._make_snapshot)
 
     def _notify_average(self) -> None:
-        """Tell the average what it has not heard: if it raises an error it has, after an interrupt it is told again."""
+        """Pass new versions to the average; not again after an error, but again after an interrupt."""
         while self._averaging is not None and (untold := self._state.value.pending_notifications):
             failed = None
             try:
@@ -978,12 +982,12 @@ class Server:
                 raise failed
 
     def _dispatch_events(self) -> None:
-        """Tell those who watch, if anybody does; during an update that is left to its end."""
+        """Deliver pending events to subscribers; within an update they are deferred to its end."""
         if self._state.value.subscriptions and not self._update_lock.held_by_me():
             self._dispatcher.drain()
 
     def _alloc_model(self, template: Tensor) -> InMemoryTree:
-        """Memory for a model, which is used again when nobody has that model any more."""
+        """Return memory for a model, reused from a model without references."""
         try:
             blank = self._free_list.pop()
         except IndexError:
@@ -991,19 +995,19 @@ class Server:
         return InMemoryTree(blank, self._recycle)
 
     def _check_process(self) -> None:
-        """Not in a fork: its state is a copy, of which clients know nothing."""
+        """Reject calls in a forked process: its state is a copy that clients do not know."""
         if os.getpid() != self._pid:
             raise ArgumentError(
                 f"server: belongs to process {self._pid}, of which this is a fork; it can only be read here"
             )
 
     def _check_journal_idle(self) -> None:
-        """Not from a handler within the writing of the journal: who has the turn may wait for that."""
+        """Reject calls from a handler within a journal write, because the lock owner may wait for that write."""
         if self._journal is not None and self._journal.held_by_me():
             raise ArgumentError("server: its journal is being written; call this after that has returned")
 
     def _check_may_wait(self) -> None:
-        """Where an update that is running may be waited for."""
+        """Reject calls that may not wait for a running update."""
         self._check_process()
         self._update_lock.check()
         self._check_journal_idle()
@@ -1011,7 +1015,7 @@ class Server:
 
 @contextmanager
 def _locked_journal(journal: Journal) -> Iterator[JournalLock]:
-    """A journal that nobody else has; whatever goes wrong, it is let go."""
+    """Lock a journal exclusively, and release it if anything fails."""
     hold = JournalLock(journal)
     try:
         yield hold

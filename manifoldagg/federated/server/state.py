@@ -1,4 +1,4 @@
-"""The state: all that a server knows, as one immutable record. A change is a new record, entered by one assignment."""
+"""The server state: one immutable record, which every change replaces by one assignment."""
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -51,12 +51,12 @@ HistoryRow = dict[str, object]
 
 
 class ServerLimits(NamedTuple):
-    """What a server keeps to.
+    """The limits of a server.
 
     Attributes:
         max_staleness: of an update, in versions.
         timeout: of a ticket, in seconds.
-        max_in_flight: that are out at once.
+        max_in_flight: the number of tickets in flight at once.
         history_size: how many of the latest rows are kept.
         receipt_cache_size: how many of the latest receipts are kept.
     """
@@ -69,7 +69,7 @@ class ServerLimits(NamedTuple):
 
 
 class PendingTicket(NamedTuple):
-    """A ticket that is out: whose, from which version, where its base is kept, if it is, and since when in seconds.
+    """A ticket in flight: its client, version, base key if the base is stored, and dispatch time in seconds.
 
     `custom_start` says whether its client starts from elsewhere than its base, as the rule wants it.
     """
@@ -82,21 +82,21 @@ class PendingTicket(NamedTuple):
 
 
 class ClosedTicket(NamedTuple):
-    """What was said on a ticket that is no longer out, and to whom."""
+    """The receipt of a closed ticket, and its client."""
 
     client: Hashable
     receipt: Receipt
 
 
 class AppliedUpdate(NamedTuple):
-    """What is made of an update.
+    """The result of an applied update.
 
     Attributes:
         model: the new one; `None` where it did not move.
         receipt: for the client.
         row: for the history.
-        received_at: when, in seconds of the clock; NaN where nobody asked.
-        seconds: that the step took; likewise.
+        received_at: the time of arrival, in seconds of the clock; NaN without subscribers.
+        seconds: the seconds of the step; NaN without subscribers.
         payload: packed for the journal; empty where there is none.
     """
 
@@ -109,14 +109,14 @@ class AppliedUpdate(NamedTuple):
 
 
 class PendingNotification(NamedTuple):
-    """A model of which the average has still to hear."""
+    """A model that the average has not yet received."""
 
     version: int
     model: InMemoryTree
 
 
 class LogRecord(NamedTuple):
-    """A change, for the journal: what it was, all that it depends on, and the packed payload of an update."""
+    """A journal record: the operation, its inputs, and the packed payload of an update."""
 
     kind: str
     content: dict[str, Any]
@@ -124,12 +124,12 @@ class LogRecord(NamedTuple):
 
 
 class PendingLog(NamedTuple):
-    """What the journal has still to be told.
+    """The journal records that are not yet written.
 
     Attributes:
         name: of the journal.
         records: that are not written, by number.
-        rejected: how many updates were, by field, as it was told last.
+        rejected: the number of rejected updates by field, as in the last written record.
     """
 
     name: str
@@ -138,32 +138,32 @@ class PendingLog(NamedTuple):
 
 
 class Subscription(NamedTuple):
-    """Who is told of events, and from which one on."""
+    """A subscriber, and the number of its first event."""
 
     callback: Callback
     first_event: int
 
 
 class ServerState(NamedTuple):
-    """The record. Every method returns a new one, or says why there is none; nothing is ever written.
+    """The immutable server state. Every method returns a new one, or raises an error that says why it cannot.
 
-    What it refers to stays as it is while somebody has the record: a reader needs no lock, and no hold to give back.
+    Everything it refers to is immutable, so that a reader needs no lock.
 
     Attributes:
-        limits: that it keeps to.
-        model_state: the present.
-        weights: who takes part.
-        store: the present model, older versions, their rounded bases, client memory.
-        tickets: that are out, the oldest first.
-        closed_tickets: receipts by ticket, for those who ask again.
+        limits: the limits of the server.
+        model_state: the current model state.
+        weights: the participating clients and their weights.
+        store: the current model, older versions, their rounded bases, client states.
+        tickets: the tickets in flight, the oldest first.
+        closed_tickets: receipts by ticket, for repeated requests.
         history: rows by number.
-        rejected: how many updates, by the field that was wrong.
-        has_averaging: whether there is an average, which is to be told of new models.
-        pending_notifications: models of which it has still to hear.
+        rejected: the number of rejected updates, by the invalid field.
+        has_averaging: whether there is an average, which receives new models.
+        pending_notifications: models that the average has not received.
         is_closed: whether no more tickets are issued.
-        subscriptions: who is told of events, which are kept for them alone.
-        pending_events: of which they have still to hear, by number.
-        pending_log: what the journal has still to be told; `None` without one.
+        subscriptions: the subscribers of events; events are stored only for them.
+        pending_events: events that subscribers have not received, by number.
+        pending_log: the records that are not yet in the journal; `None` without one.
     """
 
     limits: ServerLimits
@@ -183,15 +183,15 @@ class ServerState(NamedTuple):
 
     @property
     def current_key(self) -> StoreKey:
-        """Where the model is."""
+        """The store key of the current model."""
         return ("version", self.model_state.version)
 
     def check_capacity(self) -> None:
-        """That a ticket can be issued.
+        """Check that another ticket can be issued.
 
         Raises:
             ArgumentError: if the server was closed.
-            BusyError: if as many tickets are out as may be.
+            BusyError: if `max_in_flight` tickets are in flight.
         """
         if self.is_closed:
             raise ArgumentError(SERVER_CLOSED)
@@ -202,11 +202,11 @@ class ServerState(NamedTuple):
     def with_ticket(
         self, ticket_id: str, ticket: PendingTicket, base: InMemoryTree | SpilledTree | None
     ) -> "ServerState":
-        """With a ticket out. `base` is what the ticket names, should nobody keep it any more.
+        """Return the state with a new ticket. `base` is the value of its key if the key is no longer stored.
 
         Raises:
             ArgumentError: if the server was closed.
-            BusyError: if as many tickets are out as may be.
+            BusyError: if `max_in_flight` tickets are in flight.
         """
         self.check_capacity()
         after = self._replace(
@@ -217,10 +217,10 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def find(self, ticket_id: Any, client: Any = ANY_CLIENT) -> PendingTicket | Receipt:
-        """A ticket that is out, or the receipt that was given on it.
+        """Return a ticket in flight, or the receipt of a closed one.
 
         Raises:
-            ArgumentError: if it is neither, or another client's, or `client` is no name.
+            ArgumentError: if it is neither, or another client's, or `client` is not a name.
         """
         found = self._lookup(ticket_id)
         if found is None:
@@ -230,11 +230,11 @@ class ServerState(NamedTuple):
         return found if isinstance(found, PendingTicket) else found.receipt
 
     def staleness(self, ticket: PendingTicket) -> int:
-        """Of an update that is taken now, in versions."""
+        """Return the staleness of an update that is applied now, in versions."""
         return self.model_state.version - ticket.version
 
     def check_staleness(self, ticket: PendingTicket) -> None:
-        """That its version is not too old.
+        """Check that the version of a ticket is not too old.
 
         Raises:
             ArgumentError: if it is.
@@ -244,7 +244,7 @@ class ServerState(NamedTuple):
             raise ArgumentError(f"staleness: expected at most {most}, got {self.staleness(ticket)}")
 
     def make_update(self, ticket: PendingTicket, payload: Payload, samples: int) -> Update:
-        """A payload with what the server knows about it. Base and memory come from their files now.
+        """Return a payload with what the server knows about it. Base and client state are loaded from their files now.
 
         Args:
             ticket: on which it came.
@@ -272,7 +272,7 @@ class ServerState(NamedTuple):
     def with_update(
         self, ticket_id: str, update: Update, after: ModelState, outcome: Outcome, applied: AppliedUpdate
     ) -> "ServerState":
-        """With an update taken.
+        """Return the state with an applied update.
 
         Args:
             ticket_id: of the update.
@@ -331,14 +331,14 @@ class ServerState(NamedTuple):
         )
 
     def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
-        """With an event of which those who watch, if anybody does, have still to hear."""
+        """Return the state with an event that subscribers, if any, have not received."""
         if not self.subscriptions:
             return self
         event = kind(version=self.model_state.version, in_flight=len(self.tickets), **fields)
         return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
     def with_log_record(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "ServerState":
-        """With a change of which the journal, if there is one, has still to be told."""
+        """Return the state with a journal record that is not yet written, if there is a journal."""
         log = self.pending_log
         if log is None:
             return self
@@ -348,7 +348,7 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Without the changes before a number, which are written."""
+        """Return the state without the written records before a number."""
         if self.pending_log is None:
             return self
         changes = self.pending_log.records
@@ -357,7 +357,7 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Without a ticket that is out, its receipt to be had again; without any where it was dropped."""
+        """Return the state without a ticket in flight; its receipt is stored, unless the ticket was dropped."""
         ticket = self.tickets[ticket_id]
         answered = self.closed_tickets
         if receipt is not None:
@@ -368,7 +368,7 @@ class ServerState(NamedTuple):
         return self._replace(store=self.store.release(ticket.base_key), tickets=tickets, closed_tickets=answered)
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
-        """Without a ticket that nobody will answer on.
+        """Return the state without a ticket whose update will not arrive.
 
         Raises:
             ArgumentError: if it is not out.
@@ -383,13 +383,13 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False
     ) -> tuple["ServerState", Receipt]:
-        """With a refusal counted, by the field that its reason names first; and its receipt.
+        """Return the state with a counted rejection, by the first field of its reason, and the receipt.
 
         Args:
             ticket_id: of the update, whatever it is.
             reason: for the receipt.
-            received_at: when it came, in seconds of the clock; NaN where nobody asked.
-            is_final: whether the ticket, which is out, ends.
+            received_at: the time of arrival, in seconds of the clock; NaN without subscribers.
+            is_final: whether the ticket, which is in flight, is closed.
         """
         field = reason.partition(":")[0].partition("[")[0]
         receipt = Receipt(False, reason, self.model_state.version)
@@ -413,21 +413,21 @@ class ServerState(NamedTuple):
         return state, receipt
 
     def with_final_rejection(self, ticket_id: str, reason: str, received_at: float) -> tuple["ServerState", Receipt]:
-        """Without a ticket on which no update can be taken any more; and its receipt, the older one if there is one."""
+        """Return the state without a ticket that can accept no update, and its receipt or an older one."""
         if ticket_id in self.tickets:
             return self.with_rejection(ticket_id, reason, received_at, is_final=True)
-        answer = self.closed_tickets.get(ticket_id)
-        return self, Receipt(False, reason, self.model_state.version) if answer is None else answer.receipt
+        closed = self.closed_tickets.get(ticket_id)
+        return self, Receipt(False, reason, self.model_state.version) if closed is None else closed.receipt
 
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
-        """Without the tickets that are older than they may be at `now`, but those that are answered; and their ids."""
+        """Return the state without the tickets that are too old at `now`, except answered ones, and their ids."""
         timeout = self.limits.timeout
         # To put tickets in order would cost every update, where long ones are between many that were short.
         if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
         ended = [name for name in due if name not in exclude]
-        receipt = Receipt(False, f"ticket: expired: nobody answered within {timeout:g} s", self.model_state.version)
+        receipt = Receipt(False, f"ticket: expired: no update arrived within {timeout:g} s", self.model_state.version)
         state = self
         for ticket_id in ended:
             client, _, _, since, _ = self.tickets[ticket_id]
@@ -438,13 +438,13 @@ class ServerState(NamedTuple):
         return state, ended
 
     def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
-        """What there is of a ticket."""
+        """Return the entry of a ticket."""
         if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
             return None
         return self.tickets.get(ticket_id) or self.closed_tickets.get(ticket_id)
 
     def _pending(self, ticket_id: Any) -> PendingTicket:
-        """A ticket that is out.
+        """Return a ticket in flight.
 
         Raises:
             ArgumentError: if it is not.
@@ -455,7 +455,7 @@ class ServerState(NamedTuple):
         return found
 
     def close(self) -> "ServerState":
-        """Without anything but the model and what is written of its past."""
+        """Return the state with nothing but the model and its recorded history."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),
@@ -467,7 +467,7 @@ class ServerState(NamedTuple):
         return state if self.is_closed else state.with_event(Closed)
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes: the model, its state, older versions that tickets hold, client memory, and what is in files."""
+        """Return the bytes of the model, its state, older versions and client states, in memory and in files."""
         used = self.store.memory_usage(exclude=self.current_key)
         return {
             "model": size_of(self.model_state.current),
@@ -479,7 +479,7 @@ class ServerState(NamedTuple):
 
 
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
-    """A line of the history: plain Python values under plain names. What a rule calls `buffered` is called `waiting`.
+    """Return a row of the history: plain Python values by name. A rule's `buffered` is called `waiting`.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

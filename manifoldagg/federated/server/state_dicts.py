@@ -1,4 +1,4 @@
-"""Models by name: what a server makes of a module, and of the state dicts that its clients return."""
+"""Conversion between the server's points and the state dicts of modules and clients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ __all__ = ["freeze_policies", "payload_from_state_dict"]
 
 
 def freeze_policies(model: nn.Module, patterns: BufferPolicy) -> BufferPolicy:
-    """Policies for the buffers of a module: those that are given, and frozen parameters stay where they are.
+    """Return the buffer policies of a module: the given ones, and `"leave"` for frozen parameters.
 
     Args:
         model: the module.
@@ -46,7 +46,7 @@ def payload_from_state_dict(
     *,
     scaling: Scaling | None = None,
 ) -> Payload:
-    """The payload that a client's state dicts are.
+    """Build the payload of a client's state dicts.
 
     Args:
         schema: of the server's payloads.
@@ -90,7 +90,7 @@ def payload_from_state_dict(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Points with what flat leaves and adapters of their start have lost in the dtypes of a state dict."""
+    """Restore the bits of flat leaves and adapters of the start that the dtypes of a state dict have rounded away."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []
@@ -110,7 +110,7 @@ def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor
 
 
 def _split_by_leaf(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
-    """The numbers of each leaf."""
+    """Return the numbers of each leaf."""
     pieces = point.split(space.layout.sizes)
     return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
 
@@ -129,5 +129,5 @@ def _require_tensor(name: str, value: Any) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _without_buffers(space: ParameterSpace) -> ParameterSpace:
-    """The same geometry, with nothing carried beside it."""
+    """Return the same geometry without buffers."""
     return ParameterSpace(replace(space.layout, buffers=()), space.manifolds, space.adapters)

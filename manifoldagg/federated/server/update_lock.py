@@ -1,4 +1,4 @@
-"""The turn: updates are taken one at a time; who is between the call and the turn is known, whatever interrupts it."""
+"""The update lock: updates are applied one at a time, and every waiting update is known despite interrupts."""
 
 import threading
 from itertools import count
@@ -10,11 +10,11 @@ __all__ = ["PendingUpdate", "UpdateLock"]
 
 
 class PendingUpdate:
-    """An answer, from the call to its end.
+    """A pending update, from the call to its end.
 
     Attributes:
-        ticket: id of the ticket that it is on.
-        thread: in which it was called.
+        ticket: the id of its ticket.
+        thread: the id of the calling thread.
         position: in the queue; `None` until it is admitted.
         alive_lock: held by the call as long as it lasts: an interrupt cannot leave it held.
     """
@@ -29,10 +29,10 @@ class PendingUpdate:
 
 
 class UpdateLock(OwnedLock):
-    """Whose turn it is, who has its `lock`, and who waits for it.
+    """The lock that serialises updates, and the updates that wait for it.
 
     Args:
-        max_queued: how many may wait beside the one whose turn it is; `None` for any number.
+        max_queued: the number of updates that may wait beside the running one; `None` for any number.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -49,29 +49,29 @@ class UpdateLock(OwnedLock):
     def __init__(self, max_queued: int | None) -> None:
         super().__init__()
         self.max_queued = max_queued
-        # What an interrupt leaves here does not last, and counts for nothing.
+        # An interrupted update can remain here, but its lock is free, so that it is ignored.
         self._updates: dict[PendingUpdate, None] = {}
         self._positions = count()
 
     @property
     def tickets(self) -> list[str]:
-        """Ids of the tickets on which an answer is under way."""
-        return [answer.ticket for answer in self._alive()]
+        """The ids of the tickets with a pending update."""
+        return [update.ticket for update in self._alive()]
 
     @property
     def num_queued(self) -> int:
-        """How many have their turn, or wait for it."""
-        return sum(answer.position is not None for answer in self._alive())
+        """The number of updates that hold or wait for the lock."""
+        return sum(update.position is not None for update in self._alive())
 
     def register(self, update: PendingUpdate) -> None:
-        """Note an answer, which lasts until its `alive_lock` is let go."""
+        """Register an update, which is pending until its `alive_lock` is released."""
         self._updates[update] = None
 
     def enqueue(self, update: PendingUpdate) -> None:
-        """Let an answer wait for its turn.
+        """Enqueue an update for the lock.
 
         Raises:
-            BusyError: if more of other threads are before it than may be.
+            BusyError: if more than `max_queued` updates of other threads precede it.
         """
         place = update.position = next(self._positions)
         if self.max_queued is None:
@@ -82,11 +82,11 @@ class UpdateLock(OwnedLock):
             raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
 
     def unregister(self, update: PendingUpdate) -> None:
-        """Forget an answer."""
+        """Remove an update."""
         self._updates.pop(update, None)
 
     def check(self) -> None:
-        """Not from within an update: its thread would wait for itself.
+        """Reject calls from within an update, whose thread would wait for itself.
 
         Raises:
             ArgumentError: if it is.
@@ -95,4 +95,4 @@ class UpdateLock(OwnedLock):
             raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
 
     def _alive(self) -> list[PendingUpdate]:
-        return [answer for answer in [*self._updates] if answer.alive_lock.locked()]
+        return [update for update in [*self._updates] if update.alive_lock.locked()]

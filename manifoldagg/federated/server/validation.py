@@ -1,4 +1,4 @@
-"""The intake of a server: what a first model and a payload must be."""
+"""Validation of initial models and payloads."""
 
 import heapq
 import math
@@ -66,7 +66,7 @@ def check_rule(rule: Rule) -> Rule:
 
 @dataclass(frozen=True)
 class PayloadSchema:
-    """What the payloads of one server look like.
+    """The schema of the payloads of one server.
 
     Args:
         space: of the points.
@@ -94,7 +94,7 @@ class PayloadSchema:
 
     @property
     def skips_finite_check(self) -> bool:
-        """Whether nobody looks first at whether points and base are finite."""
+        """Return whether the server skips its own finiteness check of points and base."""
         return self.uses_tensor_lists or "points" in self.self_checked
 
     @cached_property
@@ -104,7 +104,7 @@ class PayloadSchema:
 
     @cached_property
     def buffer_specs(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
-        """Names, dtypes, shapes, sizes and bytes a number of the buffers."""
+        """The names, dtypes, shapes, sizes and item sizes of the buffers."""
         names = [entry.name for entry in self.buffers]
         dtypes = [entry.dtype for entry in self.buffers]
         shapes = [entry.shape for entry in self.buffers]
@@ -113,7 +113,7 @@ class PayloadSchema:
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
-    """The payload as the server reads it: plain tensors on its device, plain numbers, nothing else.
+    """Return the validated payload: plain tensors on the server's device and plain numbers.
 
     What a payload is made of may be of classes with code of their own, which may raise, or say something else each time
     that it is asked. Nothing of that gets further than this.
@@ -131,7 +131,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", lambda: FIELDS(payload))
     points = _check_vectors(schema, "points", given, None)
-    # Before anybody reads them: they may be so many that nobody could.
+    # Before the points are read, because they may be too many to read.
     count = points.shape[0]
     most = schema.update_limits.max_points
     if count == 0:
@@ -140,8 +140,8 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
     if count > most:
         raise ArgumentError(f"points: expected at most {most} control points, got {count}")
     if requires_base != (base is not None):
-        expected = "the point that the client started from, which the server has not kept"
-        raise ArgumentError(f"base: expected {expected if requires_base else 'none, the server has kept it'}")
+        expected = "the point that the client started from, which the server has not stored"
+        raise ArgumentError(f"base: expected {expected if requires_base else 'no base, as the server has stored it'}")
     return Payload(
         points=_check_points(schema, "points", points),
         samples=check_samples(samples, schema.update_limits.max_samples),
@@ -153,7 +153,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
 
 
 def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
-    """Say what of an admitted payload was not looked at and is not finite, if it was that on which an update failed.
+    """Raise an error that names the unchecked non-finite input of an update that failed, if there is one.
 
     Raises:
         ArgumentError: naming the field, as `validate_payload` does where it looks.
@@ -167,7 +167,7 @@ def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
-    """A first model, of its own memory: of a master dtype, finite, on the manifold.
+    """Return a valid initial model in its own memory: of a master dtype, finite, on the manifold.
 
     Raises:
         ArgumentError: naming what does not fit.
@@ -188,7 +188,7 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
 
 
 def _check_points(schema: PayloadSchema, name: str, points: Tensor) -> Tensor:
-    """Vectors that lie on the manifold."""
+    """Check vectors that must be on the manifold."""
     if schema.skips_finite_check:
         return points
     check_finite(name, points)
@@ -196,20 +196,20 @@ def _check_points(schema: PayloadSchema, name: str, points: Tensor) -> Tensor:
 
 
 def _is_instance(value: object, kind: type) -> bool:
-    """By its type: what an object says of its class may be untrue, or raise."""
+    """Return whether the type of an object is `kind`; its `__class__` may be wrong or raise."""
     return issubclass(type(value), kind)
 
 
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
-    """What an object with code of its own says; what it raises is its own fault."""
+    """Call the code of an untrusted object, and report what it raises as an invalid argument."""
     try:
         return function()
     except Exception as error:
-        raise ArgumentError(f"{name}: expected one that can be read; its code raised {type(error).__name__}") from error
+        raise ArgumentError(f"{name}: expected a readable value; its code raised {type(error).__name__}") from error
 
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
-    """Plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
+    """Check plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
     tensor = require_dense(name, value) if _is_instance(value, Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
     if tensor.dtype != schema.dtype:
@@ -218,7 +218,7 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 
 
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
-    """Without a derivative and of no subclass; itself where it is so already."""
+    """Return a plain tensor without derivative or subclass; unchanged if it already is one."""
     if type(tensor) is not Tensor:
         # What dispatches by itself, such as a fake or a distributed tensor, has no memory of its own to read.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -231,7 +231,7 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_samples(value: Any, max_samples: int) -> int:
-    """How many samples a client tells, as a plain integer.
+    """Return a reported sample count as a plain integer.
 
     Raises:
         ArgumentError: if it is none from 1 to `max_samples`.
@@ -243,7 +243,7 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """An integer that says the same however it is asked; `None` for anything else."""
+    """Return a value that is consistently an integer; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # The first gives an integer, but of which class, the second a plain one.
@@ -268,7 +268,7 @@ def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
 
 
 def _check_finite_number(name: str, value: Any) -> float:
-    """A finite float. Not through `check_number`, which lets what the number's own code raises come out."""
+    """Return a finite float. `check_number` would propagate exceptions of the number's own code."""
     number = value if type(value) is float else _call_untrusted(name, lambda: _as_float(value))
     if not math.isfinite(number):
         raise ArgumentError(f"{name}: expected a finite number, got {short_repr(value)}")
@@ -276,7 +276,7 @@ def _check_finite_number(name: str, value: Any) -> float:
 
 
 def _as_float(value: Any) -> float:
-    """A number, infinite where it is too large; NaN for anything else."""
+    """Return a number as a float, infinite if it is too large; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -310,7 +310,7 @@ def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
 
 
 def _buffers_ok(schema: PayloadSchema, received: Sequence[Any]) -> bool:
-    """Whether buffers are as they should be and nothing needs to be done to them.
+    """Return whether buffers are valid without conversion.
 
     Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
     """
@@ -333,7 +333,7 @@ def _buffers_ok(schema: PayloadSchema, received: Sequence[Any]) -> bool:
 
 
 def require_dense(name: str, value: Tensor) -> Tensor:
-    """A plain tensor that has values. Nested ones have no shape to ask for; freed storage has nothing."""
+    """Check that a plain tensor has values. Nested ones have no shape, and freed storage has no values."""
     tensor = _plain_tensor(name, value)
     if needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
@@ -352,7 +352,7 @@ def require_dense(name: str, value: Tensor) -> Tensor:
 
 
 def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
-    """What a mapping has under its names.
+    """Return a mapping as a dict by names.
 
     Raises:
         ArgumentError: if it is no mapping from names, or cannot be read.
@@ -370,7 +370,7 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
 
 
 def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """What a mapping has under exactly the names that are expected."""
+    """Return a mapping that must have exactly the expected names."""
     found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)
@@ -378,7 +378,7 @@ def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str,
 
 
 def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
-    """All that are expected, and none but those that are known.
+    """Check that all expected names are present, and no unknown ones.
 
     Raises:
         ArgumentError: naming the first that are missing, or unknown.
@@ -390,11 +390,11 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
 
 
 def _join_names(names: Collection[object]) -> str:
-    """The first of these names, and how many more there are."""
+    """Join the first names, and the number of the rest."""
     further = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(heapq.nsmallest(MAX_LISTED, map(_short_name, names))) + further
 
 
 def _short_name(name: Any) -> str:
-    """A name, without quotes, that can be printed."""
+    """Return a printable name without quotes."""
     return one_line(str.__str__(name), 40) if _is_instance(name, str) else short_repr(name, 40)

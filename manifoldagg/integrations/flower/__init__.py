@@ -1,4 +1,4 @@
-"""Flower: an asynchronous strategy with this package's rules, and the app that its clients run."""
+"""Flower integration: an asynchronous strategy with this package's rules, and the app that its clients run."""
 
 from importlib.util import find_spec
 

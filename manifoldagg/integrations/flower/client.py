@@ -1,4 +1,4 @@
-"""The client's side: a ClientApp around a trainer, for every rule, and for plain messages as for those of the wire."""
+"""The client side of the Flower integration: a ClientApp around a trainer, for every rule and message format."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,9 +42,9 @@ def client_app(
     mods: Sequence[Callable[..., FlowerMessage]] | None = None,
     threads: int | None = 1,
 ) -> flwr.clientapp.ClientApp:
-    """A Flower `ClientApp` that trains as a trainer of this package does, for any rule.
+    """Build a Flower `ClientApp` around a trainer of this package, for any rule.
 
-    It takes what the server sends, a model alone or a whole message of the rule, and answers with all that the trainer
+    It takes what the server sends, a model alone or a whole message of the rule, and replies with all that the trainer
     returns. What the trainer wants to find again stays
     on the node, in `context.state`, as does the count of its tasks. All that is random in a task follows from `seed`,
     the node and that count: a simulation of the same federation has the same bits. The node is its `partition-id`,
@@ -107,10 +107,10 @@ class _Client:
         model = self._make_model()
         space = ParameterSpace.of(model)
         order, ticket = _read_message(message.content, model, space)
-        desk = _NodeState(context)
-        nth = desk.num_tasks
-        memory = tree_map(desk.client_state, lambda x: x.to(order.start.device))
-        desk.num_tasks = nth + 1  # also of a task that fails: the next one is another
+        node_state = _NodeState(context)
+        nth = node_state.num_tasks
+        memory = tree_map(node_state.client_state, lambda x: x.to(order.start.device))
+        node_state.num_tasks = nth + 1  # also of a task that fails: the next one is another
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
         with deterministic(generator, threads=self.threads):
@@ -118,7 +118,7 @@ class _Client:
             payload = train_client(
                 model, order, trainer, batches, self.criterion, client_state=memory, generator=generator
             )
-        desk.client_state = payload.client_state
+        node_state.client_state = payload.client_state
         answer = pack(replace(payload, client_state=None), spec=space, ticket=ticket)
         metrics = flwr.app.MetricRecord({**_as_python_numbers(payload.numbers), NUM_EXAMPLES_KEY: int(payload.samples)})
         return FlowerMessage(
@@ -139,7 +139,7 @@ class _Client:
         return FlowerMessage(flwr.app.RecordDict({METRICS_KEY: metrics}), reply_to=message)
 
     def _make_model(self) -> nn.Module:
-        """A module that nobody else has: nodes may share a process."""
+        """Return a private module; nodes may share a process."""
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else seeded_model(self.model, self.seed)
         if not isinstance(made, nn.Module):
             raise ArgumentError(f"model: expected a function that makes a module, it made {type(made).__name__}")
@@ -227,9 +227,7 @@ def _reiterable_batches(
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
-        raise ArgumentError(
-            f"data: expected what can be iterated again and again, such as a list, it returned a {kind}"
-        )
+        raise ArgumentError(f"data: expected a re-iterable object, such as a list, it returned a {kind}")
     return batches
 
 

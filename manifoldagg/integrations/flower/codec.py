@@ -1,4 +1,4 @@
-"""What goes to a node and what comes back: models as Flower's clients read them, or all of it in the wire's form."""
+"""Encoding and decoding of Flower messages: state dicts as Flower's clients read them, or the wire format."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ __all__ = ["MessageCodec"]
 
 
 class MessageCodec:
-    """Makes records of a server's tickets, and hands it the records that nodes return.
+    """Encodes a server's tickets as records, and decodes the records that nodes return.
 
     Args:
         server: of a run.
@@ -48,7 +48,7 @@ class MessageCodec:
         self._cached_record: tuple[Ticket, ArrayRecord] | None = None
 
     def encode(self, ticket: Ticket) -> dict[str, ArrayRecord]:
-        """What a node gets. Messages of one version share their arrays."""
+        """Encode a ticket for a node; messages of one version share their arrays."""
         message = ticket.message
         if self._wire or (self._wire_if_needed and (message.tensors or message.numbers)):
             return {RECORD_KEY: bytes_to_record(pack(ticket, compress=self._compress))}
@@ -58,7 +58,7 @@ class MessageCodec:
         return {self._key: self._cached_record[1]}
 
     def receive(self, ticket: str, content: RecordDict) -> Receipt:
-        """Hand the server what came; what cannot be read it refuses."""
+        """Decode a reply and pass it to the server, which rejects an unreadable reply."""
         data = record_to_bytes(content)
         if data is not None or self._rule_needs_wire:
             return self._server.receive(ticket, partial(self._decode_payload, data, ticket))

@@ -1,4 +1,4 @@
-"""A campaign: letters to nodes and their answers, for one run. What they say is the strategy's business."""
+"""The message dispatcher of one run: it sends messages to nodes and collects their replies."""
 
 import logging
 import math
@@ -24,15 +24,15 @@ LOG = logging.getLogger("flwr")
 MAX_REPLY_BYTES = 2**28
 """Bytes of replies that are held at a time."""
 NODE_REFRESH_INTERVAL = 1.0
-"""Seconds between two looks at who is here."""
+"""The interval between two queries of the connected nodes, in seconds."""
 TTL_MARGIN = 60.0
 """Seconds, beside twice its timeout, that a message is valid for Flower."""
 MAX_QUEUED_EVALUATIONS = 2
 """Rounds whose models a node has still to evaluate, at most: one of them in its hands, as a rule."""
 LOST_REPLY_TIMEOUT = 10.0
-"""Seconds after which a node gets new work whose answer may have been lost."""
+"""The timeout in seconds after which a reply counts as lost and its node receives new work."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
-"""What Flower raises where an answer makes no sense; not where the line is broken."""
+"""The exceptions that Flower raises for an invalid reply, as opposed to a lost connection."""
 FlowerMessage: TypeAlias = flwr.app.Message
 
 
@@ -48,9 +48,9 @@ class EvaluationRound:
     """The federated evaluation of a round.
 
     Args:
-        round: whose model it is.
-        deadline: when it is over, whoever has answered.
-        num_pending: how many answers are still to come.
+        round: the round of the evaluated model.
+        deadline: the end of the evaluation, whichever nodes have replied.
+        num_pending: the number of pending replies.
         replies: that have come, without arrays.
     """
 
@@ -66,13 +66,13 @@ class _EvalTask(NamedTuple):
 
 
 class MessageDispatcher:
-    """Gives nodes their letters, one at a time, and finds their answers.
+    """Sends messages to nodes, one at a time for each node, and matches their replies.
 
     Args:
         grid: of Flower.
         server: issues the tickets.
         largest_reply_bytes: bytes of the largest reply that is expected.
-        poll_interval: seconds between two looks for answers.
+        poll_interval: the interval between two polls for replies, in seconds.
         accepts_node: whether a node may be asked to train.
 
     Attributes:
@@ -109,39 +109,41 @@ class MessageDispatcher:
         self.evaluations: list[EvaluationRound] = []
 
     def open(self, make_sampler: Callable[[list[int]], ClientSampler]) -> None:
-        """See who is here, and ask the first of them."""
+        """Connect to the available nodes and dispatch the first tasks."""
         here, _ = self.nodes.update_membership(self._connected_nodes())
         self._available = AvailableClients(here)
         self._sampler = make_sampler(here)
         self._dispatch(self._sampler.start(self._available))
 
     def close(self) -> None:
-        """Nobody trains any more."""
+        """Stop all training."""
         self._sampler = None
         for ticket in self._server.tickets:
             self._server.drop(ticket)
 
     def start_evaluation(self, evaluation: EvaluationRound, messages: Iterable[FlowerMessage]) -> None:
-        """Let nodes evaluate, each when it is next free; but for those that are rounds behind with it already."""
+        """Queue an evaluation at each node, except at nodes that are several evaluations behind."""
         self.evaluations.append(evaluation)
-        for letter in messages:
-            node = letter.metadata.dst_node_id
+        for message in messages:
+            node = message.metadata.dst_node_id
             if node not in self.nodes.present:
                 continue
             behind = sum(isinstance(work, _EvalTask) for work in self.nodes.pending_work(node))
             if behind < MAX_QUEUED_EVALUATIONS:
-                self.nodes.enqueue(node, _EvalTask(evaluation, letter), priority=True)
+                self.nodes.enqueue(node, _EvalTask(evaluation, message), priority=True)
                 evaluation.num_pending += 1
 
     def finished_evaluations(self) -> list[EvaluationRound]:
-        """The exams that are over, once."""
+        """Return the newly finished evaluations, each once."""
         now = time.monotonic()
-        over = [exam for exam in self.evaluations if not exam.num_pending or exam.deadline <= now]
-        self.evaluations = [exam for exam in self.evaluations if exam not in over]
+        over = [
+            evaluation for evaluation in self.evaluations if not evaluation.num_pending or evaluation.deadline <= now
+        ]
+        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation not in over]
         return over
 
     def train_tasks(self) -> list[tuple[int, Ticket]]:
-        """Who is to train now, and on which ticket."""
+        """Return the nodes that train next, with their tickets."""
         return [
             (node, work.ticket)
             for node, work in self._scheduled.items()
@@ -149,45 +151,45 @@ class MessageDispatcher:
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
-        """Send what is due; `configure` makes the letters of `train_tasks`. Who gets none of them fails."""
+        """Send the due messages; `configure` builds those of `train_tasks`, and a node without one fails."""
         due = dict(self.nodes.ready(time.monotonic()))
         for node in [node for node, work in due.items() if self._is_cancelled(work)]:
             self.nodes.discard(node)
             del due[node]
         self._scheduled = due
-        letters = {node: _with_fresh_ttl(work.message) for node, work in due.items() if isinstance(work, _EvalTask)}
-        if len(letters) < len(due):
-            made = {letter.metadata.dst_node_id: letter for letter in configure()}
-            letters |= {node: letter for node, letter in made.items() if isinstance(due.get(node), _TrainTask)}
-        patience = {node: letter.metadata.ttl for node, letter in letters.items()}
-        for sealed in letters.values():
-            # An answer that came in time is Flower's to keep while this side is busy with something else.
+        messages = {node: _with_fresh_ttl(work.message) for node, work in due.items() if isinstance(work, _EvalTask)}
+        if len(messages) < len(due):
+            made = {message.metadata.dst_node_id: message for message in configure()}
+            messages |= {node: message for node, message in made.items() if isinstance(due.get(node), _TrainTask)}
+        timeouts = {node: message.metadata.ttl for node, message in messages.items()}
+        for sealed in messages.values():
+            # Flower stores a reply that arrives in time while this process is busy.
             sealed.metadata.ttl += sealed.metadata.ttl + TTL_MARGIN
-        sent = set(self._grid.push_messages(letters.values())) if letters else set()
+        sent = set(self._grid.push_messages(messages.values())) if messages else set()
         now = time.monotonic()
         unsent = []
         for node, work in due.items():
-            letter = letters.get(node)
-            if letter is None or letter.metadata.message_id not in sent:
+            message = messages.get(node)
+            if message is None or message.metadata.message_id not in sent:
                 self.nodes.discard(node)
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
                 # What it holds besides is large, and on its way.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
-                self.nodes.mark_sent(node, letter.metadata.message_id, kept, deadline=now + patience[node])
+                self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
         # Last of all: others may be asked for them, and what is next for a node is not what was due any more.
         for node, work in unsent:
             self._on_work_finished(node, work)
 
     def ticket_id(self, message_id: str) -> str | None:
-        """The id of the ticket that a letter has brought to its node; `None` where none waits for its answer."""
+        """Return the id of the ticket of a message, or `None` if its reply is not awaited."""
         held = self.nodes.lookup(message_id)
         return held[1].id if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """The next answer to a task, which `complete` follows. `None`: none has come yet."""
+        """Return the next reply to a task, to be followed by `complete`, or `None`."""
         if not self._inbox:
             self._poll()
         if not self._inbox:
@@ -211,13 +213,13 @@ class MessageDispatcher:
         return None
 
     def complete(self, message_id: str, *, succeeded: bool) -> None:
-        """A letter was answered, well or not; once."""
+        """Mark a message as answered, successfully or not; once for each message."""
         if self.nodes.lookup(message_id) is not None:
             node, work = self.nodes.complete(message_id, time.monotonic(), succeeded=succeeded)
             self._on_work_finished(node, work, succeeded)
 
     def _poll(self) -> None:
-        """See what came, for so many letters that their answers are not too large; between two looks at all, wait."""
+        """Poll for replies in batches of limited size, and wait between two polls of all messages."""
         if not self._unpolled:
             if self._is_idle:
                 time.sleep(self._poll_interval)
@@ -237,7 +239,7 @@ class MessageDispatcher:
                 )
 
     def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
-        """The answers to these letters, as far as there are any."""
+        """Return the available replies to these messages."""
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
@@ -249,16 +251,16 @@ class MessageDispatcher:
                 for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
                     self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
                 return brought
-            LOG.warning("an answer cannot be read: %s", error)
+            LOG.warning("a reply cannot be read: %s", error)
             self.complete(message_ids[0], succeeded=False)
             return []
 
     def _refresh_nodes(self) -> None:
-        """See who has come, gone, or kept its letter for too long."""
-        # Who had answered by the end of its time has been found by a look at all that began after it.
+        """See who has come, gone, or kept its message for too long."""
+        # Replies that arrived before the deadline are found by a full poll that starts after it.
         for name in self.nodes.overdue(self._last_full_poll):
             held = self.nodes.lookup(name)
-            LOG.warning("node %d: has not answered in time", held[0] if held else 0)
+            LOG.warning("node %d: has not replied in time", held[0] if held else 0)
             self.complete(name, succeeded=False)
         now = time.monotonic()
         self._add_nodes([node for node in sorted(self._backing_off) if not self.nodes.is_backing_off(node, now)])
@@ -318,6 +320,6 @@ class MessageDispatcher:
 
 
 def _with_fresh_ttl(message: FlowerMessage) -> FlowerMessage:
-    """The same letter, whose time begins now."""
+    """The same message, whose time begins now."""
     told = message.metadata
     return FlowerMessage(message.content, told.dst_node_id, told.message_type, ttl=told.ttl, group_id=told.group_id)

@@ -1,4 +1,4 @@
-"""Metrics: what nodes say beside their models, and the mean of it."""
+"""Metrics that nodes report, and their weighted mean."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ SCALAR = -1
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """The records of a message but its arrays, which are large.
+    """Return the records of a message without its arrays, which are large.
 
     Example:
         >>> list(without_arrays(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 0.5})})))
@@ -27,7 +27,7 @@ def without_arrays(content: RecordDict) -> RecordDict:
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """How many samples a node says that it has, `MAX_SAMPLES` at most; `None` where it says nothing of the kind.
+    """Return the number of samples that a node reports, at most `MAX_SAMPLES`, or `None`.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
@@ -41,7 +41,7 @@ def sample_count(content: RecordDict, key: str) -> int | None:
 
 
 def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
-    """The mean of each metric by the samples of those who tell it, which is Flower's own where all tell the same.
+    """Compute the sample-weighted mean of each metric over the nodes that report it.
 
     A list is taken entry by entry. A NaN or an infinity does not count; the mean of nothing else is NaN. Where some
     tell a number and others a list, or lists of other lengths, those count that stand for most samples; numbers, where
@@ -49,7 +49,7 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
 
     Args:
         contents: of messages, each of which says how many samples it stands for.
-        key: where it says so, which is no metric itself.
+        key: where it says so, which is not a metric itself.
 
     Example:
         >>> told = [MetricRecord({"n": n, "loss": loss}) for n, loss in ((1, 0.25), (3, 1.25))]

@@ -1,4 +1,4 @@
-"""Nodes: which one is free, busy or at rest, and what waits for it. They know neither Flower nor a clock."""
+"""Node states: free, busy or backing off, with a queue for each node; independent of Flower and of the clock."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class _Node(Generic[Work]):
 
 
 class Nodes(Generic[Work]):
-    """A crowd of nodes, each of which has at most one letter in its hands.
+    """The states of all nodes, each of which has at most one message in flight.
 
     What a node is to do waits here until it is free. A node that fails rests, twice as long each time in a row.
 
@@ -52,9 +52,9 @@ class Nodes(Generic[Work]):
         >>> nodes.enqueue(5, "train")
         >>> nodes.ready(now=0.0)
         [(5, 'train')]
-        >>> nodes.mark_sent(5, "letter", "train", deadline=10.0)
-        >>> nodes.ready(now=0.0), nodes.outstanding, nodes.complete("letter", now=1.0, succeeded=True)
-        ([], ['letter'], (5, 'train'))
+        >>> nodes.mark_sent(5, "message", "train", deadline=10.0)
+        >>> nodes.ready(now=0.0), nodes.outstanding, nodes.complete("message", now=1.0, succeeded=True)
+        ([], ['message'], (5, 'train'))
     """
 
     def __init__(self, initial_backoff: float = 0.1, max_backoff: float = 60.0) -> None:
@@ -66,11 +66,11 @@ class Nodes(Generic[Work]):
 
     @property
     def outstanding(self) -> list[str]:
-        """Those that are in somebody's hands, the oldest first."""
+        """The messages in flight, the oldest first."""
         return list(self._node_by_message)
 
     def update_membership(self, connected: Iterable[int]) -> tuple[list[int], dict[int, list[Work]]]:
-        """See who is here.
+        """Update the set of available nodes.
 
         Returns:
             Who is new; and who has left, with all that they had to do.
@@ -84,29 +84,29 @@ class Nodes(Generic[Work]):
         return new, left
 
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
-        """Let work wait for a node that is here, after the rest of its kind.
+        """Queue work for an available node, behind work of the same kind.
 
         What comes `priority` is before what does not, but not twice in a row.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
     def is_backing_off(self, node: int, now: float) -> bool:
-        """Whether it failed and gets no letter yet."""
+        """Return whether a node failed and is in its backoff period."""
         found = self._nodes[node]
         return not found.message_id and found.wait_until > now
 
     def pending_work(self, node: int) -> list[Work]:
-        """All that a node that is here has to do, in its hands first."""
+        """Return all work of an available node, the work in flight first."""
         found = self._nodes[node]
         return [*([found.work] if found.work is not None else []), *found.priority_queue, *found.queue]
 
     def ready(self, now: float) -> list[tuple[int, Work]]:
-        """Who is free, and what each of them is to do next."""
+        """Return the free nodes with their next work."""
         free = [(node, x) for node, x in self._nodes.items() if not x.message_id and x.wait_until <= now]
         return [(node, x.next_queue[0]) for node, x in free if x.next_queue]
 
     def mark_sent(self, node: int, message_id: str, work: Work, deadline: float) -> None:
-        """What was due is in the node's hands.
+        """Mark the due work of a node as in flight.
 
         Args:
             node: that was free.
@@ -122,17 +122,17 @@ class Nodes(Generic[Work]):
         self._node_by_message[message_id] = node
 
     def discard(self, node: int) -> None:
-        """What was due is not to be done any more."""
+        """Discard the due work of a node."""
         self._nodes[node].next_queue.popleft()
 
     def lookup(self, message_id: str) -> tuple[int, Work] | None:
-        """Who has a letter in its hands, and its work; `None` where nobody has."""
+        """Return the node and the work of a message in flight, or `None`."""
         node = self._node_by_message.get(message_id)
         work = None if node is None else self._nodes[node].work
         return None if node is None or work is None else (node, work)
 
     def complete(self, message_id: str, now: float, *, succeeded: bool) -> tuple[int, Work]:
-        """A node has answered, or will not: it is free, or rests where it did not do well."""
+        """Mark the work of a node as finished: the node is free, or backs off after a failure."""
         node = self._node_by_message.pop(message_id)
         found = self._nodes[node]
         work = found.work
@@ -145,7 +145,7 @@ class Nodes(Generic[Work]):
         return node, work
 
     def backoff(self, node: int, now: float) -> None:
-        """A node has failed, and gets nothing for a while."""
+        """Start the backoff period of a failed node."""
         found = self._nodes[node]
         found.wait_until = now + min(
             self._initial_backoff * 2 ** min(found.failures, MAX_BACKOFF_DOUBLINGS), self._max_backoff
@@ -153,11 +153,11 @@ class Nodes(Generic[Work]):
         found.failures += 1
 
     def overdue(self, now: float) -> list[str]:
-        """The letters for which nobody waits any more."""
-        return [letter for letter, node in self._node_by_message.items() if self._nodes[node].wait_until <= now]
+        """Return the messages whose deadline has passed."""
+        return [message_id for message_id, node in self._node_by_message.items() if self._nodes[node].wait_until <= now]
 
     def shorten_deadline(self, message_id: str, deadline: float) -> None:
-        """Wait no longer than this for an answer, if anybody has the letter."""
+        """Reduce the deadline of a message in flight."""
         if message_id in self._node_by_message:
             found = self._nodes[self._node_by_message[message_id]]
             found.wait_until = min(found.wait_until, deadline)

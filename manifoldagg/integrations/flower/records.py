@@ -1,4 +1,4 @@
-"""Records: models and bytes as Flower carries them, and back."""
+"""Conversion of models and bytes to Flower records and back."""
 
 import io
 import math
@@ -26,7 +26,7 @@ HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_head
 
 
 def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state dict as Flower's own clients read it. What NumPy has no dtype for, such as bfloat16, goes as float32.
+    """Convert a state dict to a record that Flower's clients read; dtypes unknown to NumPy become float32.
 
     Args:
         state_dict: of a model, buffers included.
@@ -42,7 +42,7 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
-    """The tensors of a record, each with memory of its own. Nothing is allocated before its size is known to be true.
+    """Convert a record to tensors with their own memory; sizes are checked before allocation.
 
     Raises:
         WireError: naming an array that is not what `ArrayRecord` makes of numbers.
@@ -53,7 +53,7 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def numpy_supports(dtype: torch.dtype) -> bool:
-    """Whether NumPy has such numbers too.
+    """Return whether NumPy has an equivalent dtype.
 
     Example:
         >>> numpy_supports(torch.float16), numpy_supports(torch.bfloat16)
@@ -67,7 +67,7 @@ def numpy_supports(dtype: torch.dtype) -> bool:
 
 
 def bytes_to_record(data: bytes) -> ArrayRecord:
-    """Bytes as a record, which goes under `RECORD_KEY`.
+    """Convert bytes to a record, to be sent under `RECORD_KEY`.
 
     Args:
         data: what `wire.pack` returns.
@@ -80,7 +80,7 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """The bytes in the content of a message; `None` where there are none."""
+    """Return the bytes in the content of a message, or `None`."""
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)
     return array.data if array is not None and array.stype == WIRE_STYPE else None

@@ -1,4 +1,4 @@
-"""Rounds: what those so far have come to, in memory and beside a checkpoint."""
+"""Flower's rounds: the progress and the metrics of finished rounds, in memory and next to a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ METRIC_TABLES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evalu
 
 
 class Rounds:
-    """The rounds that are over: how many updates the server had accepted by the end of each, and their metrics.
+    """The finished rounds: the number of accepted updates at the end of each round, and their metrics.
 
     Args:
         path: of the server's checkpoint, beside which they are kept as `path.rounds`; `None`: nowhere.
@@ -39,20 +39,20 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """How many are over."""
+        """The number of finished rounds."""
         return len(self.cumulative_updates) - 1
 
     def finish_round(self, updates: int) -> None:
-        """Another one is over, after so many updates in all."""
+        """Record the end of a round and the total number of accepted updates."""
         self.cumulative_updates.append(updates)
 
     def record(self, table: str, server_round: int, metrics: MetricRecord | None) -> None:
-        """Enter metrics of a round in a table of the result, if there are any."""
+        """Add the metrics of a round to a table of the result, if there are any."""
         if metrics is not None:
             getattr(self.result, table)[server_round] = metrics
 
     def write(self) -> None:
-        """Keep them, whole or not at all.
+        """Write the rounds atomically.
 
         Raises:
             CheckpointError: with what the system says.
@@ -62,7 +62,7 @@ class Rounds:
             tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
-        """Go on from those that were kept, as far as a server with so many accepted updates has come.
+        """Read the saved rounds, up to the number of accepted updates of the server.
 
         Raises:
             CheckpointError: if the file is not what was written.

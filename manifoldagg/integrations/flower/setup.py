@@ -1,4 +1,4 @@
-"""The beginning: a server of the model that a run starts from, or of the checkpoint from which it goes on."""
+"""Setup of the server: from the initial model of a run, or from a checkpoint."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ FLOWER_EQUIVALENTS = {
 
 
 def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
-    """Options for a server: there are such, and all of their values that need no model to be judged are good.
+    """Check options for a server: their names, and all values that can be checked without a model.
 
     Args:
         options: by name.
@@ -74,7 +74,7 @@ def build_server(
     checkpoint: CheckpointPolicy | None,
     **options: Any,
 ) -> Server:
-    """A server that starts from arrays, or goes on from its checkpoint.
+    """Build a server from initial arrays, or resume it from its checkpoint.
 
     Args:
         rule: of the server.

@@ -1,4 +1,4 @@
-"""The server's side: a strategy of Flower that gives each node new work as soon as it has answered."""
+"""The server side of the Flower integration: a strategy that dispatches a new task to each node that replies."""
 
 import inspect
 import logging
@@ -36,7 +36,7 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Asynchronous(Strategy):
-    """A strategy of Flower in which nobody waits: each node gets new work as soon as it has answered.
+    """An asynchronous Flower strategy: each node receives a new task as soon as it has replied.
 
     It drives a [`Server`][manifoldagg.federated.Server] with any rule. What a node sends is taken at once, however
     stale; what does not fit, such as a NaN or another shape, is refused, and the node gets the model anew. A node that
@@ -44,16 +44,16 @@ class Asynchronous(Strategy):
     which returns one `ArrayRecord` and a `MetricRecord` with `"num-examples"`, works with every rule that needs no more
     than models; [`client_app`][manifoldagg.integrations.flower.client_app] makes one for all.
 
-    A round is over when `updates` answers were taken, or after `timeout` seconds of `start`: then the model is
-    evaluated, and training goes on. Who evaluates does so when it is next free. The methods that Flower's strategies
-    have mean what they mean there, and can be overridden.
+    A round is over when the server has accepted `updates` updates, or after `timeout` seconds of `start`. Then the
+    model is evaluated, and training continues. A node evaluates the model when it is next free. The methods that
+    Flower's strategies have mean what they mean there, and can be overridden.
 
     Args:
         rule: how the model moves.
         model: a module, or a function that makes one such as its class: what of the arrays is a parameter, and what a
             buffer, or frozen. `None`: as names and dtypes in the arrays tell it.
-        updates: answers taken a round; `None`: as many as nodes are connected at the beginning.
-        concurrency: tasks under way at a time; `None`: one a node.
+        updates: accepted updates in each round; `None`: as many as nodes are connected at the beginning.
+        concurrency: the number of tasks in flight; `None`: one for each node.
         task_timeout: seconds that a node may take for a task, or an evaluation; `None`: `timeout` of `start`.
         wire: messages go in the wire's form, whole, to nodes that run `client_app`. `None`: where the rule asks for
             more than models, or tells more.
@@ -69,13 +69,13 @@ class Asynchronous(Strategy):
         seed: of who is asked.
         checkpoint: when to write checkpoints, and where to; also when `start` returns. What the rounds have come to is
             beside it.
-        resume: go on from the checkpoint, if it is there.
+        resume: resume from the checkpoint, if it exists.
         replace: take this rule, and this clock, where those of the checkpoint are others; see `Server.resume`.
-        **server_options: what `Server` takes by keyword, but what the arrays have and how many tasks are under way.
+        **server_options: what `Server` takes by keyword, but what the arrays have and the concurrency.
 
     Attributes:
         server: of the current run, or the last one.
-        poll_interval: seconds between two looks for answers.
+        poll_interval: the interval between two polls for replies, in seconds.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -132,7 +132,7 @@ class Asynchronous(Strategy):
             check_choice(name, given, (True, False))
         check_choice("wire", wire, (None, True, False))
         if resume and checkpoint is None:
-            raise ArgumentError("resume: expected a `checkpoint` to go on from")
+            raise ArgumentError("resume: expected a `checkpoint` to resume from")
         check_options(server_options, STRATEGY_OPTIONS)
         self.model = model
         self.updates = updates
@@ -159,7 +159,7 @@ class Asynchronous(Strategy):
         self._stop_requested = False
 
     def summary(self) -> None:
-        """Log how the strategy is set."""
+        """Log the settings of the strategy."""
         whole = any(extra_fields(self.rule)) if self.wire is None else self.wire
         form = "whole, in the wire's form" if whole else "models"
         LOG.info("\t├──> Rule: %s", self.rule)
@@ -178,7 +178,7 @@ class Asynchronous(Strategy):
         LOG.info("\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
 
     def stop(self) -> None:
-        """Let `start` give no new work, write the checkpoint and return what there is: from any thread or handler.
+        """Make `start` stop dispatching, write the checkpoint and return; safe in any thread or signal handler.
 
         Nothing is to be stopped before `start`, and a later `start` goes on.
         """
@@ -194,7 +194,7 @@ class Asynchronous(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Train, for so many rounds.
+        """Train for a number of rounds.
 
         Args:
             grid: of the `ServerApp`.
@@ -250,10 +250,10 @@ class Asynchronous(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Messages for the nodes that are to train now. It is called whenever there are some.
+        """Return messages for the nodes that train next; called whenever there are some.
 
         Args:
-            server_round: that is under way, from 1.
+            server_round: the current round, from 1.
             arrays: the model at its beginning; what a node is sent is newer.
             config: to go with the messages. Each call of a round gets it as it was at the beginning; what the last one
                 leaves in it the next round begins with.
@@ -272,10 +272,10 @@ class Asynchronous(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take what nodes return. It is called with each reply as it comes, and with none when a round's time is over.
+        """Process replies; called with each reply on arrival, and with none when a round times out.
 
         Args:
-            server_round: that is under way.
+            server_round: the current round.
             replies: of nodes, with errors or with content.
 
         Returns:
@@ -294,7 +294,7 @@ class Asynchronous(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Messages for the nodes that are to evaluate the model of a round, each of them when it is next free.
+        """Return evaluation messages for a round's model, each of which is sent when its node is free.
 
         Args:
             server_round: that is over.
@@ -317,7 +317,7 @@ class Asynchronous(Strategy):
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
-        """Make one record of what nodes have found, once all have answered or their time is over.
+        """Aggregate the metrics of an evaluation once all nodes have replied or it has timed out.
 
         Args:
             server_round: whose model it was.
@@ -331,7 +331,7 @@ class Asynchronous(Strategy):
         return [content for content in contents if sample_count(content, self.weighted_by_key) is not None]
 
     def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        """Before the first round: the server, and what its rounds have come to."""
+        """Set up the server and the rounds before the first round."""
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
         resume = self.resume and path is not None and path.exists()
         self.server = build_server(
@@ -353,7 +353,7 @@ class Asynchronous(Strategy):
             for ticket in self.server.tickets:
                 self.server.drop(ticket)
             self._rounds.read(self.server.updates)
-            LOG.info("Going on after %d rounds and %d updates", self._rounds.count, self.server.updates)
+            LOG.info("Resuming after %d rounds and %d updates", self._rounds.count, self.server.updates)
         # At the beginning, or where a server was killed while it evaluated.
         is_new = self.server.updates == self._rounds.cumulative_updates[-1]
         if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
@@ -388,7 +388,7 @@ class Asynchronous(Strategy):
         self._dispatcher.open(asked)
 
     def _run_round(self, grid: Grid, timeout: float, evaluate_fn: EvaluateFn | None) -> None:
-        """One round."""
+        """Run one round."""
         number = self._rounds.count + 1
         LOG.info("")
         LOG.info("[ROUND %d]", number)
@@ -421,8 +421,8 @@ class Asynchronous(Strategy):
         self._rounds.finish_round(self.server.updates)
         self._rounds.record("train_metrics_clientapp", number, metrics)
         self._write_rounds()
-        letters = self.configure_evaluate(number, self._arrays, self._evaluate_config, grid)
-        self._dispatcher.start_evaluation(EvaluationRound(number, time.monotonic() + timeout), letters)
+        messages = self.configure_evaluate(number, self._arrays, self._evaluate_config, grid)
+        self._dispatcher.start_evaluation(EvaluationRound(number, time.monotonic() + timeout), messages)
         self._evaluate_on_server(evaluate_fn)
         self._write_rounds()
 
@@ -453,7 +453,7 @@ class Asynchronous(Strategy):
             self._set_model(array_record(self.server.state_dict()))
 
     def _close_after_error(self) -> None:
-        """Something was raised: nobody waits for the nodes any more, and what there is is kept, as far as it can be."""
+        """Something was raised: stop all nodes, and write the checkpoint if possible."""
         if self._is_open:
             for step in (self._dispatcher.close, self._save_checkpoint):
                 try:
@@ -462,7 +462,7 @@ class Asynchronous(Strategy):
                     LOG.exception("after an error:")
 
     def _save_checkpoint(self) -> None:
-        """Keep what there is. A full disk is no reason to lose it here, too."""
+        """Write a checkpoint; a full disk does not lose the result in memory."""
         if self.checkpoint is not None:
             try:
                 self.server.save()
@@ -472,20 +472,20 @@ class Asynchronous(Strategy):
 
     def _record_evaluations(self) -> None:
         """Enter what nodes have found."""
-        for exam in self._dispatcher.finished_evaluations():
-            metrics = self.aggregate_evaluate(exam.round, exam.replies)
-            self._rounds.record("evaluate_metrics_clientapp", exam.round, metrics)
+        for evaluation in self._dispatcher.finished_evaluations():
+            metrics = self.aggregate_evaluate(evaluation.round, evaluation.replies)
+            self._rounds.record("evaluate_metrics_clientapp", evaluation.round, metrics)
             self._write_rounds()
 
     def _write_rounds(self) -> None:
-        """Write down what the rounds have come to. A full disk is no reason to stop."""
+        """Write the rounds; a full disk does not stop the run."""
         try:
             self._rounds.write()
         except CheckpointError as error:
             LOG.error("checkpoint: %s", error)
 
     def _process_reply(self, reply: FlowerMessage) -> None:
-        """Take an answer to a task, and let its node have another."""
+        """Process a reply to a task, and free its node for the next one."""
         name = reply.metadata.reply_to_message_id
         ticket = self._dispatcher.ticket_id(name)
         if ticket is None:

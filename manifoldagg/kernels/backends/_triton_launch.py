@@ -1,4 +1,4 @@
-"""What a launch hands to the Triton kernels: each row once, as integers on which Triton does not specialise.
+"""Operands of a Triton launch: each row once, as integers on which Triton does not specialise.
 
 Triton compiles a kernel anew for each pattern of arguments that are 1, or small, or divisible by 16. Addresses, strides
 and coefficients would make such patterns without end; so they are passed as `opaque` integers, and what a kernel may
@@ -25,7 +25,7 @@ __all__ = ["LaunchOperands", "block_table", "opaque", "opaque_floats", "to_devic
 
 @dataclass(frozen=True)
 class LaunchOperands:
-    """The rows of a launch, each once: vectors, or rows in pieces.
+    """The distinct rows of a launch: vectors, or tensor lists.
 
     Attributes:
         addresses: of each vector, opaque. Of rows in pieces tables on the device: where each piece of each row begins,
@@ -52,7 +52,7 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Number the rows, those that appear repeatedly first.
+        """Number the rows, repeated ones first.
 
         Args:
             operands: vectors, tuples of tensors of one dtype that lie in one piece each, or `None`.
@@ -109,14 +109,14 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The edges of pieces, and the piece in which each block begins, on a device: they go there once."""
+    """Return device tables of the edges of pieces, and of the first piece of each block; they are cached."""
     borders = edges(lengths)
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
     return torch.tensor(borders, device=device), torch.tensor(first, device=device)
 
 
 def opaque(value: int) -> int:
-    """An odd integer of 64 bits, not 32, that stands for `value` in 0 ... 2^61.
+    """Encode `value` in 0 ... 2^61 as an odd 64-bit integer, on which Triton does not specialise.
 
     Example:
         >>> [opaque(n) - 2**41 for n in (0, 1, 16)]
@@ -126,7 +126,7 @@ def opaque(value: int) -> int:
 
 
 def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
-    """The bits of each number, as two opaque halves: Triton would round a float to float32.
+    """Encode each number as two opaque halves of its bits; Triton would round a float to float32.
 
     Example:
         >>> [hex((n >> 1) - 2**40) for n in opaque_floats([1.0])]
@@ -138,17 +138,17 @@ def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def block_table(blocks: Blocks, device: torch.device) -> Tensor:
-    """The table of the blocks on a device: it goes there once."""
+    """Return the table of the blocks on a device; it is cached."""
     return torch.tensor(blocks.table, device=device)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting for it."""
+    """Copy a host tensor to a device asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """A tensor on the host, once its values are there."""
+    """Copy a tensor to the host and wait for its values."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
     if values.is_cuda:

@@ -1,4 +1,4 @@
-"""The compiled backend: `native.cpp`, called without a copy.
+"""The compiled CPU backend: `native.cpp`, called without copies.
 
 Wheels for Linux on x86-64 carry libraries for two levels of the processor. Where there is none for this one it is built
 once, and kept in the user's cache folder under a name that its source, compiler, flags and processor determine: other
@@ -48,13 +48,13 @@ MIN_STREAMING_BYTES = 1 << 22
 
 
 def unavailable() -> str | None:
-    """Why the backend cannot be used here, in one sentence; `None` if it can. Builds the library at first."""
+    """Return why the backend is unavailable, in one sentence, or `None`; the first call builds the library."""
     found = _find_library()
     return found if isinstance(found, str) else None
 
 
 def origin() -> str:
-    """Where the library came from, in a few words."""
+    """Describe the origin of the library in a few words."""
     path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
@@ -62,7 +62,7 @@ def origin() -> str:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
-    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
+    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
     `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
     """
@@ -85,7 +85,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
 
     `None`, and nothing is written, as in `block_products`.
     """
@@ -106,7 +106,7 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Each goal, from what was there before any of them was written; `deferred`: a later one reads where it goes.
+    """Compute each output from the operands before any write; `deferred` outputs are read by later ones.
 
     `None`, and nothing is written, as in `block_products`.
     """

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, block by block in cache, with `out=` scratch. It runs wherever torch does.
+"""The reference backend in plain PyTorch, which processes cache-sized blocks with `out=` scratch memory.
 
 Blocks are shorter than the length at which torch splits an operation over threads: the result does not depend on
 the number of threads.
@@ -21,13 +21,13 @@ PRODUCT_COLUMNS = BLOCK_SIZE // 16
 
 
 def unavailable() -> str | None:
-    """It is always there."""
+    """Return `None`: the reference backend is always available."""
     return None
 
 
 @torch.no_grad()
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
-    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
+    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
     With `scales` (S, k), row i is multiplied by $2^{e}$, $e$ that of the segment and the row, first.
     """
@@ -50,7 +50,7 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand:
-    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     lines = _BlockReader(rows, blocks, 2)
     first = None if base is None else lines.split(base)
     target = lines.split(out)

@@ -1,4 +1,4 @@
-"""Which backend works: asked for by name, by `MANIFOLDAGG_BACKEND`, or the compiled one wherever it can.
+"""Selection of the backend: by argument, by `MANIFOLDAGG_BACKEND`, or the compiled one where it is available.
 
 A backend is a module with `block_products` and `combine`, which return `None`, and have done nothing, where it cannot
 read the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one
@@ -46,7 +46,7 @@ _selected: str | None = None
 
 
 def set_backend(name: str) -> str:
-    """Say which backend works from now on, in every thread.
+    """Select the backend for all threads.
 
     Tensors that it cannot read (`cpu` reads those on the CPU, `triton` those on a CUDA device) go to the
     reference backend.
@@ -76,7 +76,7 @@ def set_backend(name: str) -> str:
 
 
 def available_backends() -> list[str]:
-    """The backends that work on this machine.
+    """Return the backends that work on this machine.
 
     Example:
         >>> "reference" in available_backends()
@@ -86,7 +86,7 @@ def available_backends() -> list[str]:
 
 
 def backend_for(device: torch.device) -> ModuleType:
-    """The backend for tensors on this device.
+    """Return the backend for tensors on this device.
 
     Raises:
         ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
@@ -96,7 +96,7 @@ def backend_for(device: torch.device) -> ModuleType:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
-    r"""$\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
+    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
     rows = rows.contiguous()
     found: np.ndarray | None = backend_for(rows.device).block_products(rows, blocks)
     return reference.block_products(rows, blocks) if found is None else found
@@ -105,7 +105,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> None:
-    """$out = base + \\sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     rows = rows.contiguous()
     start = base.contiguous() if isinstance(base, TensorList) else base
     target = out.new_empty() if isinstance(out, TensorList) and not out.is_contiguous else out
@@ -117,7 +117,7 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination]) -> None:
-    """Form each goal where it goes, in one pass over all rows where the backend knows how.
+    """Compute several outputs in place, in one pass over all rows if the backend supports it.
 
     Args:
         combinations: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from
@@ -155,12 +155,12 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """A line for each backend: its name, and whether it works or why not; then which is chosen, and what it takes."""
+    """Describe each backend in a line, with its status; then the selected one and its speed."""
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _selected or _from_env()) != AUTO:
         source = "set_backend" if _selected is not None else ENV_VARIABLE
-        known = f"{name}, by {source}" if name in BACKENDS else f"{source} names none of them: {name!r}"
+        known = f"{name}, by {source}" if name in BACKENDS else f"{source} is not one of them: {name!r}"
         return [*lines, ("chosen", known if why.get(name) is None else f"{known}, but it does not work here")]
     told = ", ".join(f"{name} {1e3 * _time_step(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
     chosen = f"{_default_backend('cpu')} on the CPU: one step of {BENCHMARK_SIZE} float32 entries took {told}"
@@ -169,7 +169,7 @@ def describe_backends() -> list[tuple[str, str]]:
 
 @functools.cache
 def load_backend(name: str) -> ModuleType:
-    """The module of a backend."""
+    """Import the module of a backend."""
     return reference if name == "reference" else importlib.import_module(f"manifoldagg.kernels.backends.{name}")
 
 

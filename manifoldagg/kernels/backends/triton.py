@@ -1,7 +1,7 @@
-r"""The Triton backend: on CUDA, each operation is one launch over the blocks, at the speed of the memory.
+r"""The Triton backend for CUDA: one memory-bound launch over the blocks for each operation.
 
 `block_products` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine`
-has one program a block, which writes that part of `out`. There are no atomics, and the order of every sum is fixed by
+has one program a block, which writes that part of `out`. There are not atomics, and the order of every sum is fixed by
 the block alone: the same bits come out each time.
 
 Numerics: entries are widened to float64 before anything else is done with them. Products and sums are rounded
@@ -67,7 +67,7 @@ ROWS_PER_GROUP = 4
 
 
 def unavailable() -> str | None:
-    """Why this backend does not work here, in one sentence; `None` where it does.
+    """Return why the backend is unavailable, in one sentence, or `None`.
 
     With `TRITON_INTERPRET=1` in the environment before Triton is first imported it works without a GPU, on tensors of
     the CPU alone, and very slowly: for tests.
@@ -84,7 +84,7 @@ def unavailable() -> str | None:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
-    r"""The sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
+    r"""Compute the sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
 
     Args:
         rows: k rows on a CUDA device.
@@ -128,7 +128,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    r"""$out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
+    r"""Compute $out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
 
     Args:
         base: (P,), or `None` for zero.

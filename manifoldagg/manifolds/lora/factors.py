@@ -1,4 +1,4 @@
-r"""The algebra of matrices that are products of factors: inner products, sums, the best matrix of a lower rank.
+r"""Algebra of factored matrices: inner products, sums, and the best approximation of a lower rank.
 
 A *stack* is a tensor (*batch, m + n, r), $B$ (m, r) over $A^\top$ (n, r), for the matrix $X = B A$. What is asked
 of several is answered from small cores in orthonormal bases of all their columns, in float64. Errors grow with the
@@ -45,7 +45,7 @@ class FactorQR:
 
     @classmethod
     def of(cls, factor: Tensor, dtype: torch.dtype) -> "FactorQR":
-        """That of a factor in float64, whose entries came in `dtype`."""
+        """Factorise a float64 factor whose entries were of `dtype`."""
         whole, small = torch.linalg.qr(factor)
         tolerance = max(factor.shape[-2:]) * torch.finfo(dtype).eps
         inverse = torch.linalg.pinv(small, rtol=tolerance)
@@ -57,7 +57,7 @@ class FactorQR:
 
 @dataclass(frozen=True)
 class TruncatedSVD:
-    r"""The best matrix of a lower rank, in the Frobenius norm, and what it leaves out.
+    r"""The best approximation of a lower rank in the Frobenius norm, and its error.
 
     Attributes:
         values: all singular values (*batch, any), in descending order.
@@ -75,23 +75,23 @@ class TruncatedSVD:
 
     @property
     def point(self) -> Tensor:
-        r"""Its factors (*batch, m + n, rank), balanced: $B^\top B = A A^\top$; zeros where there is no more."""
+        r"""The balanced factors (*batch, m + n, rank), $B^\top B = A A^\top$, padded with zeros."""
         found = self._stack(slice(0, self.rank))
         return torch.nn.functional.pad(found, (0, self.rank - found.shape[-1]))
 
     @property
     def remainder(self) -> Tensor:
-        """The factors (*batch, m + n, any) of what is left out, balanced."""
+        """The balanced factors (*batch, m + n, any) of the truncated part."""
         return self._stack(slice(self.rank, None))
 
     @property
     def error(self) -> Tensor:
-        """The Frobenius norm of what is left out: (*batch,)."""
+        """The Frobenius norm of the truncated part: (*batch,)."""
         return self.values[..., self.rank :].square().sum(-1).sqrt()
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether the last value kept equals the first left out, and the best matrix is one of many: (*batch,)."""
+        """Whether the smallest retained and the largest truncated singular value are equal: (*batch,)."""
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
         rounding = TIE_ROUNDINGS * torch.finfo(torch.float64).eps * self.values[..., 0]
@@ -99,7 +99,7 @@ class TruncatedSVD:
         return (first > rounding) & (last - first <= rounding)
 
     def without_rounding(self, rounding: Tensor) -> "TruncatedSVD":
-        """The same without the singular values that do not exceed `rounding` (*batch, any): these become 0."""
+        """Set the singular values that do not exceed `rounding` (*batch, any) to 0."""
         values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
         left, right = (turn.gather(-1, order.unsqueeze(-2).expand_as(turn)) for turn in self.coordinates)
         return replace(self, values=values, coordinates=(left, right))
@@ -111,7 +111,7 @@ class TruncatedSVD:
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""The matrix of a rank that is nearest to that of a stack.
+    r"""Return the matrix of a rank nearest to that of a stack.
 
     By thin QRs $B = Q R$, $A^\top = P S$ and the SVD of the small core $R S^\top$.
 
@@ -132,7 +132,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Other factors (*batch, m + n, r) of the same matrix, $U\sqrt\Sigma$ and $V\sqrt\Sigma$: $B^\top B = A A^\top$.
+    r"""Return balanced factors (*batch, m + n, r) of the same matrix, $U\sqrt\Sigma$ and $V\sqrt\Sigma$.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -142,7 +142,7 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""A stack of $\sum_i c_i X_i$ (*batch, m + n, the sum of ranks), in float64: the factors side by side.
+    r"""Return a float64 stack of $\sum_i c_i X_i$ (*batch, m + n, the sum of ranks): concatenated factors.
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -159,7 +159,7 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 
 @dataclass(frozen=True)
 class JointBasis:
-    r"""Several matrices in one pair of bases, $X_i = Q\, C_i P^\top$.
+    r"""Several matrices in a common pair of bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
         left: $Q$, which makes (*batch, m, any) of (*batch, p, any).
@@ -179,7 +179,7 @@ class JointBasis:
 
     @classmethod
     def of(cls, points: Sequence[Tensor], m: int) -> "JointBasis":
-        """That of stacks (*batch, m + n, any), of any ranks.
+        """Compute the joint basis of stacks (*batch, m + n, any) of any ranks.
 
         Raises:
             ArgumentError: if there are none.
@@ -194,7 +194,7 @@ class JointBasis:
         return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
 
     def gram(self, rows: Tensor) -> Tensor:
-        r"""Inner products (*batch, j, j) of $\sum_i c_{ji} X_i$, one combination a row of `rows` (j, k).
+        r"""Compute inner products (*batch, j, j) of $\sum_i c_{ji} X_i$, one combination for each row of `rows` (j, k).
 
         A displacement is the row with 1 at the one end and -1 at the other: its core is formed before it is multiplied,
         so that the digits of a small one are those of its ends, not of the difference of their squares.
@@ -209,11 +209,11 @@ class JointBasis:
         return flat @ flat.mT
 
     def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
-        r"""$\sum_i c_i X_i$, `coefficients` (k,), and the matrix of a rank nearest to it."""
+        r"""Compute $\sum_i c_i X_i$, `coefficients` (k,), and its nearest matrix of a rank."""
         return _truncate_core(self.left, self._combinations(coefficients[None])[0], self.right, rank)
 
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
-        r"""How large each singular value of $\sum_i c_i X_i$ (*batch, any) may be for no other reason than rounding.
+        r"""Bound the rounding error of each singular value of $\sum_i c_i X_i$ (*batch, any).
 
         Of a column $b$ of B and its row $a$ of A, rounded in the dtype that they came in, a singular value with vectors
         $u$, $v$ sees $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. So what cancels leaves rounding

@@ -1,4 +1,4 @@
-"""Adapters of a state dict as leaves: two factors become one stack, and come back balanced in the format they had."""
+"""LoRA adapters as leaves: two factors of a state dict become one stack, and are split again, balanced."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ __all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 
 @dataclass(frozen=True)
 class FactorEntries:
-    r"""Two entries of a state dict that are one leaf, $X = s B A$.
+    r"""Two entries of a state dict that form one leaf, $X = s B A$.
 
     Attributes:
         first: A (r, ...), whose other axes are taken for one.
@@ -50,27 +50,27 @@ class FactorEntries:
 
     @cached_property
     def pair(self) -> FactorPair:
-        """Their names."""
+        """The names of the two entries."""
         return FactorPair(self.first.name, self.second.name)
 
     @cached_property
     def leaf(self) -> Entry:
-        """The stack that stands for both, in a dtype that rounds neither."""
+        """The stack of both factors as a layout entry, in a dtype that represents both exactly."""
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
     @cached_property
     def space(self) -> LowRank:
-        """Where it lives. No matrix has a higher rank than rows or columns, whatever its factors have."""
+        """The manifold of the leaf; its rank is at most the number of rows or columns."""
         m, n = self.second.shape[0], math.prod(self.first.shape[1:])
         return LowRank(m, n, min(self.rank, m, n))
 
     @property
     def rank(self) -> int:
-        """How many rows A has."""
+        """The number of rows of A."""
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """The rank of two tensors that fit but for their rank.
+        """Check two tensors against the entries and return their rank, which may differ.
 
         Raises:
             StateDictError: naming the tensor that does not.
@@ -89,7 +89,7 @@ class FactorEntries:
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """The point of the leaf that is nearest to two tensors of any rank: their product, up to the rank of the leaf.
+        """Return the point of the leaf nearest to the product of two tensors of any rank.
 
         Raises:
             StateDictError: naming a tensor that is not finite, or that the scaling makes so.
@@ -106,7 +106,7 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """The two tensors of a point of the leaf, in their own dtypes: balanced, without the scaling.
+        """Return the two tensors of a point of the leaf in their dtypes: balanced, without the scaling.
 
         Raises:
             StateDictError: naming a tensor whose dtype overflows.
@@ -123,7 +123,7 @@ class FactorEntries:
 
 @dataclass(frozen=True)
 class ScaledBias:
-    """The bias of a second factor, which a model multiplies with the scaling too.
+    """The bias of a second factor, which a model scales like the product.
 
     Attributes:
         entry: of the state dict.
@@ -138,7 +138,7 @@ class ScaledBias:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a state dict: which of its entries are one leaf, and what is scaled with them.
+    """The adapters of a state dict: the entries that form leaves, and the scaled biases.
 
     State dicts have their entries by PEFT's names, *stacked* ones a stack for each pair; all else is the same in both.
 
@@ -152,7 +152,7 @@ class Adapters:
 
     @staticmethod
     def of(state: Mapping[str, Tensor], scaling: Scaling = 1.0, *, prefix: str = "") -> "Adapters":
-        """Those that a state dict has.
+        """Find the adapters of a state dict.
 
         Args:
             state: name to tensor.
@@ -187,7 +187,7 @@ class Adapters:
             raise ArgumentError("adapters: expected pairs of entries, each of them once, and their biases")
 
     def check_space(self, layout: Layout, manifolds: tuple[tuple[str, Manifold], ...]) -> None:
-        """A space must have each stack for a leaf, on matrices of its rank.
+        """Check that a space has each stack as a leaf of the right rank.
 
         Raises:
             ArgumentError: naming a pair that it has otherwise.
@@ -206,7 +206,7 @@ class Adapters:
 
     @property
     def spaces(self) -> dict[str, LowRank]:
-        """Each leaf and where it lives."""
+        """The manifold of each leaf."""
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
@@ -214,7 +214,7 @@ class Adapters:
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
-        """What a state dict has under each name, of what a stacked one has."""
+        """Convert the entries of a stacked state dict to those of a state dict."""
         own = {bias.entry.name: bias.entry for bias in self.biases}
         found: dict[str, Entry] = {}
         for name, entry in stacked.items():
@@ -223,7 +223,7 @@ class Adapters:
         return found
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In place of each stack how large its matrix is, about: of two in other gauges they tell which is larger."""
+        """Replace each stack by the approximate norm of its matrix, which is independent of the gauge."""
         found = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
@@ -238,7 +238,7 @@ class Adapters:
         return found | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A stacked state dict with nothing in its stacks, for what asks for shapes only."""
+        """Return a stacked state dict with empty stacks, for code that needs shapes only."""
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
             state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
@@ -247,7 +247,7 @@ class Adapters:
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> dict[str, Tensor]:
-        """A stacked state dict of one whose pairs may have any ranks.
+        """Convert a state dict whose pairs may have any ranks to a stacked one.
 
         Args:
             state: with the names of this one.
@@ -289,7 +289,7 @@ class Adapters:
         return self._replace_factors(state, made)
 
     def split(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of a stacked one, with this one's ranks, dtypes and scaling.
+        """Convert a stacked state dict to one with the original ranks, dtypes and scaling.
 
         Raises:
             StateDictError: naming a tensor whose dtype overflows.
@@ -319,7 +319,7 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Balanced factors (m + n, rank) of a matrix, all of whose directions can be trained.
+    r"""Return balanced factors (m + n, rank) of a matrix, all of whose directions can be trained.
 
     Where the matrix has a lower rank, both factors of the rest would be 0, and so would their derivatives be for ever.
     There B is 0 and A as PEFT begins with it: uniform in $\pm 1 / \sqrt n$, here from a fixed seed. The product is the
@@ -328,7 +328,7 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
     Args:
         truncated_svd: of the matrix.
         m: its rows.
-        dtype: of what it was made of: whose rounding is no direction.
+        dtype: of what it was made of: whose rounding is not a direction.
     """
     point = truncated_svd.point
     rounding = len(truncated_svd.values) * torch.finfo(dtype).eps * truncated_svd.values[:1]

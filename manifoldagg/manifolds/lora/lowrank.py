@@ -1,4 +1,4 @@
-"""Matrices of low rank, each as the product of two factors that are known up to a change of basis between them."""
+"""The manifold of matrices of a fixed rank, as products of two factors up to a change of basis."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ __all__ = ["LowRank"]
 
 @dataclass(frozen=True)
 class LowRank(Manifold):
-    r"""Matrices $X = B A$ of a rank, $m \times n$, with $\langle\xi, \eta\rangle = \operatorname{tr}(\xi^\top \eta)$.
+    r"""$m \times n$ matrices $X = B A$ of a fixed rank, $\langle\xi, \eta\rangle = \operatorname{tr}(\xi^\top \eta)$.
 
     A point is one tensor (m + n, rank): $B$ (m, rank) over $A^\top$ (n, rank). It stands for $X$ alone: $B G$ and
     $G^{-1} A$ are the same point for every invertible $G$, a *gauge*. A tangent has the same shape, $\dot B$ over
@@ -39,7 +39,7 @@ class LowRank(Manifold):
     SVD of their small core; what has that many columns already is left as it is.
 
     Nothing here has the size of $X$, and no Gram matrix of a factor is formed: errors grow with the condition of the
-    gauge, not with its square. Everything is computed in float64 and cast back. There is no closed form of the
+    gauge, not with its square. Everything is computed in float64 and cast back. There is not a closed form of the
     geodesics, so `exp`, `log` and `transport` are not declared.
 
     Rules, averages and servers need none of them: on spaces whose leaves are flat or of low rank they take inner
@@ -57,7 +57,7 @@ class LowRank(Manifold):
             four times `rank` where not given.
 
     Raises:
-        ArgumentError: if one is no positive integer, or `rank` exceeds `m` or `n`.
+        ArgumentError: if one is not a positive integer, or `rank` exceeds `m` or `n`.
 
     Source: Vandereycken 2013; Absil and Oseledets 2015 for the orthographic retraction.
 
@@ -94,7 +94,7 @@ class LowRank(Manifold):
         return (self.m + self.n, self.rank)
 
     def project(self, x: Float[Tensor, "..."]) -> Point:
-        """The matrix of the rank that is nearest to that of a stack `x` (*batch, m + n, any): (*batch, *shape)."""
+        """Return the matrix of the rank nearest to that of a stack `x` (*batch, m + n, any): (*batch, *shape)."""
         check_shape("x", x, self.m + self.n, None, batch=True)
         return self._project(x)
 

@@ -1,4 +1,4 @@
-"""Adapters by the names that PEFT gives their tensors: which two are factors of one matrix, and which stand alone."""
+"""PEFT tensor names: the pairs of factors of an adapter, and its other tensors."""
 
 import math
 import re
@@ -28,7 +28,7 @@ OTHER_ADAPTERS = re.compile(
 
 @dataclass(frozen=True)
 class FactorPair:
-    r"""Two tensors of a state dict that stand for one matrix $B A$.
+    r"""Two tensors of a state dict that represent one matrix $B A$.
 
     Attributes:
         first: the name of A (r, ...), whose other axes are taken for one: n numbers.
@@ -40,26 +40,26 @@ class FactorPair:
 
     @property
     def module_name(self) -> str:
-        """Of the module that they adapt."""
+        """The name of the adapted module."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     @property
     def leaf_name(self) -> str:
-        """What the two are called as one tensor: `….lora.weight` of `….lora_A.weight`."""
+        """The name of the combined leaf: `….lora.weight` for `….lora_A.weight`."""
         found = FIRST_FACTOR.fullmatch(self.first)
         assert found is not None  # as `classify_tensors` finds them
         return f"{found['head']}{found['kind'].removesuffix('_A')}{found['tail']}{found['weight']}"
 
     @property
     def bias_name(self) -> str:
-        """What the bias of the second is called."""
+        """The name of the bias of the second factor."""
         return f"{self.second.removesuffix('.weight')}.bias"
 
     def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
-        """The rank that the two have.
+        """Check the two tensors and return their rank.
 
         Raises:
-            StateDictError: naming the tensor, if the two are no factors of one matrix.
+            StateDictError: naming the tensor, if the two are not factors of one matrix.
         """
         a, b = state[self.first], state[self.second]
         for name, x in ((self.first, a), (self.second, b)):
@@ -76,7 +76,7 @@ class FactorPair:
         return a.shape[0]
 
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
-        """B over the transpose of A: (m + n, r), in a dtype that holds both.
+        """Stack B on the transpose of A, (m + n, r), in a dtype that represents both exactly.
 
         Raises:
             StateDictError: as `check`.
@@ -87,7 +87,7 @@ class FactorPair:
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
     def unstack(self, stack: Tensor, like: Mapping[str, Tensor | Entry]) -> dict[str, Tensor]:
-        """The two tensors of a stack (m + n, any), in the shapes that those of `like` have but for the rank."""
+        """Split a stack (m + n, any) into two tensors, in the shapes of `like` except for the rank."""
         a, b = like[self.first], like[self.second]
         m = b.shape[0]
         rank = stack.shape[-1]
@@ -97,7 +97,7 @@ class FactorPair:
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """What the tensors of an adapter are.
+    """The classification of the tensors of an adapter.
 
     Attributes:
         pairs: factors of one matrix each, in the order of the state dict.
@@ -111,7 +111,7 @@ class AdapterTensors:
 
 
 def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> AdapterTensors:
-    """The pairs among the names of an adapter, and what is none.
+    """Return the pairs among the tensor names of an adapter, and the other names.
 
     Raises:
         StateDictError: naming a factor without the other, or a tensor of another kind of adapter, which no sum of
@@ -149,7 +149,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """The first factor of a pair that is among names, if any is.
+    """Return the name of the first factor of a pair among names, if there is one.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])

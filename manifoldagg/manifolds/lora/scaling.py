@@ -1,4 +1,4 @@
-"""Scalings: what a model multiplies the product of an adapter's factors with, from the adapter's config."""
+"""LoRA scaling: the factor that a model applies to the product of an adapter's factors, from the adapter's config."""
 
 import math
 import re
@@ -17,14 +17,14 @@ PEFT_PREFIX = "base_model.model."
 
 
 class ScaledModule(NamedTuple):
-    """A pair of factors: the name of its module, and how many rows A has."""
+    """A pair of factors: the name of its module, and the number of rows of A."""
 
     name: str
     rank: int
 
 
 def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix: str = "") -> list[float]:
-    r"""What a model multiplies each of its pairs with: $\alpha / r$, where it is rank-stabilised $\alpha / \sqrt r$.
+    r"""Return the scaling of each pair: $\alpha / r$, or $\alpha / \sqrt r$ if it is rank-stabilised.
 
     Args:
         scaling: a number for all; a mapping from patterns to numbers, where a pattern is, as in PEFT's `alpha_pattern`,

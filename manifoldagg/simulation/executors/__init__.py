@@ -1,3 +1,3 @@
-"""Executors: client tasks run in this process, in other processes or on other machines, with the same bits."""
+"""Executors: client tasks in this process, in other processes or on other machines, with bitwise equal results."""
 
 __all__: list[str] = []

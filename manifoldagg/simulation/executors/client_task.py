@@ -1,4 +1,4 @@
-"""Errands: what a client was asked to do, and the doing of it, with the same bits wherever and whenever it is done."""
+"""Client tasks: their inputs, and their deterministic execution in any process."""
 
 import threading
 import weakref
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class ClientTask:
-    """A task: all that its payload follows from.
+    """A task with all inputs that determine its payload.
 
     Attributes:
         federation: which data, minibatches and seeds.
@@ -42,7 +42,7 @@ class ClientTask:
 
 
 class GradientCounter:
-    """A criterion that counts the gradients it was asked for: its calls whose value can be differentiated.
+    """A criterion that counts its differentiable evaluations.
 
     A call counts once, also where a trainer of one's own maps it over several points (`vmap`).
 
@@ -136,7 +136,7 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_e
 
 
 def align_tensors(tree: Tree) -> Tree:
-    """The tree with tensors that lie as torch would lay them: how a sum is vectorised depends on where it begins."""
+    """Copy misaligned tensors of a tree; the alignment determines how a sum is vectorised."""
     return tree_map(tree, _align)
 
 

@@ -1,4 +1,4 @@
-"""Executors: one that is given, or made and made again where it breaks; processes that go with their parent."""
+"""Executors: restarts after a failure, and pools of processes that end with their parent."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ MAX_RESTARTS = 3
 
 
 class RestartingExecutor:
-    """An executor, and another one where it breaks. As a context it ends those that were made here.
+    """An executor that is replaced after a failure; as a context manager it closes those that it created.
 
     Args:
         source: an executor, or what makes one. A new one is made where that breaks; one that was given is left alone.
@@ -50,12 +50,12 @@ class RestartingExecutor:
 
     @property
     def num_workers(self) -> int | None:
-        """How many work at a time; `None` where the executor does not say."""
+        """The number of workers; `None` if the executor does not report it."""
         count = getattr(self._current(), "_max_workers", None)
         return count if isinstance(count, int) and count > 0 else None
 
     def submit(self, envelope: TaskEnvelope) -> "Future[TaskResult]":
-        """Hand a task to the executor.
+        """Submit a task to the executor.
 
         Raises:
             RuntimeError: if it is broken, or takes no more work.
@@ -63,7 +63,7 @@ class RestartingExecutor:
         return self._current().submit(execute, envelope)
 
     def restart(self, error: BaseException, client: int) -> None:
-        """Have another executor from now on: this one broke, as `error` says, with a task of `client`.
+        """Replace the executor, which failed with `error` during a task of `client`.
 
         Raises:
             ArgumentError: if it was given, or as many have broken in a row as are borne with.
@@ -72,7 +72,7 @@ class RestartingExecutor:
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if self._factory is None:
             raise ArgumentError(
-                f"executor: it broke ({told}); give a function that makes one, and what it was at is done again"
+                f"executor: it broke ({told}); pass a factory of executors, and its tasks are repeated"
             ) from error
         if self.num_consecutive_failures > MAX_RESTARTS:
             raise ArgumentError(
@@ -83,7 +83,7 @@ class RestartingExecutor:
         self.close()
 
     def close(self) -> None:
-        """End the executor that was made here, and what it is at; one that was given stays."""
+        """Shut down the executor if it was created here, and cancel its work."""
         executor = self._executor
         if self._factory is None or executor is None:
             return
@@ -127,7 +127,7 @@ ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """An executor that serves run after run: what a function makes is made once, and again only where it breaks."""
+    """Return an executor for several runs; a factory is called once, and again only after a failure."""
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return
@@ -142,13 +142,13 @@ def _has_cancelled_work(manager: threading.Thread) -> bool:
 
 
 def processes(jobs: int) -> Callable[[], Executor]:
-    """What makes a pool of so many processes on this machine, for `run(executor=...)`.
+    """Return a factory of a pool of this many local processes, for `run(executor=...)`.
 
     Each has one thread for its arithmetic, leaves Ctrl-C to the process that made it, and ends with it, however that
     ends. They are started with `spawn`: calls of a script stand below `if __name__ == "__main__":`.
 
     Raises:
-        ArgumentError: if `jobs` is no positive integer.
+        ArgumentError: if `jobs` is not a positive integer.
 
     Example:
         >>> pool = processes(1)()

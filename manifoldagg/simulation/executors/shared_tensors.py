@@ -1,4 +1,4 @@
-"""Parcels: tensors on their way between processes: in files that those of a machine share, or by value."""
+"""Shared tensors: transport of tensors between processes, through shared files on one machine or by value."""
 
 import io
 import os
@@ -28,11 +28,11 @@ MAX_CACHED_BYTES = 2**28
 
 
 class TensorNotFound(Exception):
-    """A process does not have a tensor: it is to be sent by value."""
+    """Raised if a process cannot read a tensor, which must then be sent by value."""
 
 
 class TensorRef(NamedTuple):
-    """What travels for a tensor.
+    """A serialisable reference to a tensor.
 
     Attributes:
         name: of the file where its values lie; also what a process knows it by that got them by value. Empty where
@@ -50,7 +50,7 @@ class TensorRef(NamedTuple):
     device: torch.device
 
     def load(self) -> Tensor:
-        """The tensor, in memory of its own, as torch lays it.
+        """Return the tensor in its own memory, with torch's alignment.
 
         Raises:
             TensorNotFound: if its values lie on another machine, and came neither with this nor with an earlier
@@ -101,7 +101,7 @@ _RECEIVED_VALUES = _ReceivedValues()
 
 
 class StoredTensor:
-    """A tensor in a store, for as long as somebody refers to this."""
+    """A tensor in a store; the store keeps it while this object is referenced."""
 
     def __init__(self, tensor: Tensor, spilled: SpilledTree | None) -> None:
         self.tensor = tensor
@@ -110,7 +110,7 @@ class StoredTensor:
 
 
 class SharedTensorStore:
-    """Where tensors lie that other processes read: each is written once, however often it is sent.
+    """A store of tensors that other processes read; each tensor is written once.
 
     A tensor is known as the object that it is, and must not be written. It lies there for as long as somebody keeps
     what `put` returned: in a file in memory, in the folder of temporary files where memory is short, or nowhere, and
@@ -134,7 +134,7 @@ class SharedTensorStore:
         """Whether some process does not find the files."""
 
     def put(self, tensor: Tensor) -> StoredTensor:
-        """The tensor as it lies here."""
+        """Store the tensor without a copy."""
         with self._lock:
             lying = self._stored.get(id(tensor))
             if lying is None:
@@ -142,7 +142,7 @@ class SharedTensorStore:
             return lying
 
     def reference(self, stored: StoredTensor, *, force_by_value: bool = False) -> TensorRef:
-        """What is sent for a tensor: where it lies; its values too if `force_by_value`, or when it first goes far."""
+        """Return a reference to a tensor, with values if `force_by_value` or if it is first sent off-machine."""
         tensor = stored.tensor
         with self._lock:
             by_value = force_by_value or stored.spilled is None or (self.remote and not stored.was_sent)
@@ -163,7 +163,7 @@ class SharedTensorStore:
 def serialize(
     tree: Tree, store: SharedTensorStore | None = None, *, by_value: bool = False
 ) -> tuple[bytes, list[StoredTensor]]:
-    """Whatever can be pickled as bytes: dense tensors as their values, which no process holds for another.
+    """Serialise any picklable object to bytes; dense tensors are stored by value.
 
     Args:
         tree: to serialize.
@@ -184,7 +184,7 @@ def serialize(
 
 
 def deserialize(data: bytes) -> Tree:
-    """What was serialized, in memory of its own; tensors lie as torch lays them.
+    """Deserialise an object; its tensors have their own memory and torch's alignment.
 
     Raises:
         TensorNotFound: if a reference in it cannot be loaded.

@@ -1,4 +1,4 @@
-"""The task runner trains what clients were asked for, on an executor or here, in the order in which it is needed."""
+"""The task runner, which trains tasks on an executor or in this process, in the order in which results are needed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,21 +19,21 @@ from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 __all__ = ["TaskOrder", "TaskRunner"]
 
 TASKS_PER_WORKER = 2
-"""Tasks that an executor has for each of its workers: none of them waits for this process."""
+"""Submitted tasks for each worker, so that no worker waits for this process."""
 LOOKAHEAD_PER_WORKER = 16
-"""Tasks for each worker beyond which nobody looks ahead: what was trained too early lies in memory."""
+"""The maximal lookahead in tasks for each worker; the results of early tasks occupy memory."""
 
 
 @runtime_checkable
 class TaskOrder(Protocol):
-    """Who knows which tasks will be needed, and in which order."""
+    """The interface of a predictor of the order in which tasks are needed."""
 
     def next_tasks(self, limit: int) -> Sequence[TaskId]:
-        """The first `limit` of the tasks that were given and will be needed."""
+        """Return the first `limit` submitted tasks that will be needed."""
 
 
 class _PendingTask:
-    """A task that was given and has not been answered.
+    """A submitted task without a result.
 
     Attributes:
         message: from the server.
@@ -64,7 +64,7 @@ class _PendingTask:
 
 
 class TaskRunner:
-    """Trains what clients were asked for: here, when they answer, or before that on an executor. The bits are the same.
+    """Trains submitted tasks in this process on demand, or ahead of time on an executor, with equal bits.
 
     A client's tasks are done one after the other, each from the client state that the one before it left. As a context
     it takes back what an executor has not done.
@@ -78,7 +78,7 @@ class TaskRunner:
         client_states: by client, those of an interrupted run, to continue from.
 
     Attributes:
-        client_states: by client, what its last answer left with it; replaced and never written.
+        client_states: the client state after the last update of each client; replaced and never written.
 
     Attributes:
         gradients: that the task of the latest `result` computed, also where it raised.
@@ -126,10 +126,10 @@ class TaskRunner:
         self._finished: SimpleQueue[tuple[_PendingTask, Future[TaskResult]]] = SimpleQueue()
 
     def submit(self, task_id: TaskId, message: Message) -> None:
-        """Ask for a task. Nothing of `message` may be written from now on.
+        """Submit a task; `message` must not be modified afterwards.
 
         Raises:
-            ArgumentError: if a task of that key was given already, and not answered.
+            ArgumentError: if a task of that key was submitted already and has no result.
         """
         if task_id in self._tasks:
             raise ArgumentError(f"task_id: {task_id} was given already")
@@ -139,7 +139,7 @@ class TaskRunner:
         self._waiting.add(task)
 
     def result(self, task_id: TaskId) -> Payload:
-        """The payload of a task, which is answered with that; tasks of its client that were given before it are.
+        """Return the payload of a task; earlier tasks of its client are completed first.
 
         Raises:
             ArgumentError: if it is not the next task of its client, or the executor cannot do it.
@@ -162,8 +162,7 @@ class TaskRunner:
         return outcome.payload
 
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
-        """Forget tasks that nobody waits for. What their clients do next starts from the client state of the last
-        answer."""
+        """Cancel tasks; their clients continue from the client state of their last completed task."""
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:
@@ -172,7 +171,7 @@ class TaskRunner:
             self._remove(task)
 
     def close(self) -> None:
-        """Take back what an executor has not done, and end one that was made here."""
+        """Cancel pending work of the executor, and shut down one that was created here."""
         for task in list(self._submitted):
             self._requeue(task)
         if self._owned_executor is not None:

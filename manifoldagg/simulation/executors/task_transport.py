@@ -1,4 +1,4 @@
-"""Task envelopes: client tasks on their way to an executor, in this process or another, and their results."""
+"""Task envelopes: the transport of client tasks to an executor, and of their results back."""
 
 import os
 import threading
@@ -62,7 +62,7 @@ def _backend_name() -> str:
 
 
 class RunContext:
-    """What all tasks of a run have in common, serialized once for all of their envelopes.
+    """The common data of all tasks of a run, serialised once for all of their envelopes.
 
     Args:
         federation: which data, minibatches and seeds.
@@ -77,15 +77,15 @@ class RunContext:
 
     @cached_property
     def tensor_store(self) -> SharedTensorStore:
-        """Where tensors lie for other processes."""
+        """The store of tensors for other processes."""
         return SharedTensorStore()
 
     def make_task(self, task_id: TaskId, message: Message, client_state: ClientState) -> ClientTask:
-        """What is to be done for a task."""
+        """Return the client task of a task id."""
         return ClientTask(self.federation, self.trainer, task_id, message, client_state)
 
     def serialize_context(self) -> StoredTensor:
-        """The context as it lies in the tensor store, as bytes.
+        """Return the context, which refers to the tensor store, as bytes.
 
         Raises:
             ArgumentError: if they cannot be pickled.
@@ -105,7 +105,7 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """A task that pickles as references to what it is made of, however large the model.
+    """A task that is pickled as references to its data; its size is independent of the model.
 
     Args:
         context: of the run.
@@ -130,7 +130,7 @@ class TaskEnvelope:
         self._stored: list[StoredTensor] = []
 
     def open_task(self) -> ClientTask:
-        """What is to be done."""
+        """Return the client task."""
         return self._context.make_task(*self._parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,12 +141,12 @@ class TaskEnvelope:
         return _ReceivedEnvelope, (self._context.tensor_store.reference(sealed, force_by_value=self._by_value), data)
 
     def __dask_tokenize__(self) -> str:
-        """A name that nothing else has: dask does not look whether the work is equal to some that it knows."""
+        """Return a unique token, so that dask does not deduplicate tasks."""
         return os.urandom(16).hex()
 
 
 class _ReceivedEnvelope:
-    """An envelope in another process. Nothing of it was opened yet: what goes wrong then is answered."""
+    """A received, unopened envelope; errors on opening it are returned as results."""
 
     def __init__(self, context: TensorRef, data: bytes) -> None:
         self._context = context
@@ -194,7 +194,7 @@ _CONTEXT_CACHE = _ContextCache()
 
 
 class TaskResult:
-    """What became of a task: a payload, or what was raised. It pickles as plain bytes.
+    """The result of a task, a payload or an exception, pickled as plain bytes.
 
     Args:
         payload: of the task.
@@ -218,7 +218,7 @@ class TaskResult:
 
     @property
     def has_missing_tensors(self) -> bool:
-        """Whether the envelope was not understood, as something of it is not where it was read."""
+        """Whether the envelope refers to tensors that the process could not read."""
         return self.payload is None and self.error is None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -240,7 +240,7 @@ def _rebuild_result(data: bytes, trace: str) -> TaskResult:
 
 
 def execute(envelope: TaskEnvelope | _ReceivedEnvelope) -> TaskResult:
-    """Run the task of an envelope. Nothing is raised: what an executor raises is its own."""
+    """Run the task of an envelope and return exceptions as results; only the executor itself raises."""
     try:
         task = envelope.open_task()
     except TensorNotFound:
@@ -251,7 +251,7 @@ def execute(envelope: TaskEnvelope | _ReceivedEnvelope) -> TaskResult:
 
 
 def execute_local(task: ClientTask) -> TaskResult:
-    """Run a task, and keep what its training raises; the gradients are counted where they are computed."""
+    """Run a task and return exceptions of its training as results; gradients are counted in this process."""
     criterion = GradientCounter()
     try:
         payload = run_task(task, criterion)

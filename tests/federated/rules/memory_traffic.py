@@ -18,7 +18,7 @@ from manifoldagg.kernels.backends import selection
 
 SIZE = 1 << 12
 """Of the model that is counted on."""
-WINDOW = SIZE // 8
+CHUNK = SIZE // 8
 
 
 @dataclass
@@ -118,7 +118,7 @@ def counted():
     words = Words()
     plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many")}
 
-    def partials(rows, *rest):
+    def block_products(rows, *rest):
         words.grams += 1
         for tensor in {
             id(t): t for line in (*rows.plus, *rows.minus) if line is not None for t in _parts(line)
@@ -137,7 +137,7 @@ def counted():
         with torch.utils._python_dispatch._disable_current_modes():
             return plain["combine"](base, rows, coefficients, blocks, out)
 
-    def combine_each(goals):
+    def combine_many(goals):
         # Without the compiled backend each goal is a combination by itself, and counted so.
         if selection.backend_for(goals[0].rows.device).__name__.endswith("cpu"):
             words.combines += 1
@@ -149,10 +149,10 @@ def counted():
             return plain["combine_many"](goals)
 
     with (
-        patch.object(selection, "block_products", partials),
-        patch.object(selection, "combine_many", combine_each),
+        patch.object(selection, "block_products", block_products),
+        patch.object(selection, "combine_many", combine_many),
         patch.object(selection, "combine", combine),
-        patch.object(chunking, "CHUNK_SIZE", WINDOW // torch.get_num_threads()),
+        patch.object(chunking, "CHUNK_SIZE", CHUNK // torch.get_num_threads()),
         _Watch(words),
     ):
         yield words

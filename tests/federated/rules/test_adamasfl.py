@@ -25,7 +25,7 @@ D, CLIENTS = 4, 6
 SPACE = Flat(D)
 
 
-def work(server, ticket, client, kappa=1.0, dtype=torch.float64):
+def train_and_send(server, ticket, client, kappa=1.0, dtype=torch.float64):
     h, a = (x.to(dtype) for x in PROBLEMS[client])
     batches = Batches([None])
     payload = Normalised().train(
@@ -46,7 +46,7 @@ def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
         if rng.random() < 0.05:
             server.drop(tickets[client].id)
         else:
-            work(server, tickets[client], client, kappa, dtype)
+            train_and_send(server, tickets[client], client, kappa, dtype)
         tickets[client] = server.dispatch(client)
         if server.version == len(models):
             models.append(server.model)
@@ -71,7 +71,7 @@ def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
     theta = draw(seed, D)
     server = Server(SPACE, rule, theta)
     for client in range(CLIENTS):
-        work(server, server.dispatch(client), client)
+        train_and_send(server, server.dispatch(client), client)
     c_i = [h @ (theta - a) for h, a in PROBLEMS[:CLIENTS]]
     c = g = sum(c_i) / CLIENTS
     rng = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
                 x, mean = x - eta * step / step.norm(), mean + gradient / steps
             moved, change = moved + (theta - x) / (eta * steps), change + mean - c_i[i]
             c_i[i] = mean
-            work(server, server.dispatch(i), i)
+            train_and_send(server, server.dispatch(i), i)
         theta = theta - gamma * moved / size
         g, c = beta * (change / size + c) + (1 - beta) * g, c + change / CLIENTS
         # Normalising divides roundings of numbers of size 20 by directions that are seldom below 0.1.
@@ -193,9 +193,9 @@ def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others
 def test_late_clients_open_first():
     server = Server(SPACE, AdaMasFL(1, steps=2, server_steps=20), draw(0, D))
     for client in (0, 0, 0):
-        work(server, server.dispatch(client), client)
+        train_and_send(server, server.dispatch(client), client)
     before = server.model
-    opening = work(server, server.dispatch(1), 1)
+    opening = train_and_send(server, server.dispatch(1), 1)
     assert opening.numbers["opening"] == 1.0
     assert torch.equal(server.model, before)
     store = server._state.value.store

@@ -228,7 +228,7 @@ def test_a_run_without_staleness_stays_on_its_chords():
 
 
 @law
-def paces_are_divided_by_the_mean_of_those_before(k):
+def progress_is_divided_by_the_mean_of_those_before(k):
     rule = k.AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
     state = None
     paces = [2.0, 1.0, 6.0, 3.0]
@@ -241,7 +241,7 @@ def paces_are_divided_by_the_mean_of_those_before(k):
 
 
 @law
-def the_mean_pace_follows_a_run_that_slows_down(k):
+def the_mean_progress_follows_a_run_that_slows_down(k):
     rule = k.AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
     given_ = update(0, numbers={"progress": 1.0})
     state, _ = step(rule, given_, {"version": 5000, "progress": 2.0})
@@ -273,7 +273,7 @@ def corners_are_reached_one_after_the_other(k):
 
 
 @law
-def a_bend_of_one_half_is_halfway_to_the_chord(k):
+def a_curve_weight_of_one_half_is_halfway_to_the_chord(k):
     given_ = update(6, 3)
     curve, half, chord = (
         step(k.AsyncBezier(0.4, threshold=-1.0, pull_back="none", curve_weight=bend), given_)[1].model
@@ -295,15 +295,15 @@ def a_run_that_agrees_with_itself_is_not_bent(k):
         assert relative(step(rule, given_, state)[1].model, step(fixed, given_)[1].model) <= 1e-12
 
 
-@caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
-class CountsItsOwnPaceInTheMean(AsyncBezier):
+@caught_by("AsyncBezier", "progress_is_divided_by_the_mean_of_those_before")
+class CountsItsOwnProgressInTheMean(AsyncBezier):
     def step_size(self, state, update, penalty):
         own = self.state_update(state, update, None) if self.normalise else {}
         return super().step_size(state | own, update, penalty)
 
 
-@caught_by("AsyncBezier", "paces_are_divided_by_the_mean_of_those_before")
-class MultipliesByThePace(AsyncBezier):
+@caught_by("AsyncBezier", "progress_is_divided_by_the_mean_of_those_before")
+class MultipliesByTheProgress(AsyncBezier):
     def step_size(self, state, update, penalty):
         pace = update.numbers.get("progress", 1.0)
         return super().step_size(
@@ -311,8 +311,8 @@ class MultipliesByThePace(AsyncBezier):
         )
 
 
-@caught_by("AsyncBezier", "the_mean_pace_follows_a_run_that_slows_down")
-class RemembersEveryPace(AsyncBezier):
+@caught_by("AsyncBezier", "the_mean_progress_follows_a_run_that_slows_down")
+class RemembersAllProgress(AsyncBezier):
     def state_update(self, state, update, original_gram):
         pace = update.numbers.get("progress", 1.0)
         count = state["version"] + 1
@@ -344,8 +344,10 @@ class ForgetsHowPointsAreRead(AsyncBezier):
         return replace(course, polygon=False, pull_back="none")
 
 
-@caught_by("AsyncBezier", "a_bend_of_one_half_is_halfway_to_the_chord", "a_run_that_agrees_with_itself_is_not_bent")
-class BendsTheOtherWay(AsyncBezier):
+@caught_by(
+    "AsyncBezier", "a_curve_weight_of_one_half_is_halfway_to_the_chord", "a_run_that_agrees_with_itself_is_not_bent"
+)
+class InvertsTheCurveWeight(AsyncBezier):
     def step_curve(self, state):
         course = super().step_curve(state)
         return (

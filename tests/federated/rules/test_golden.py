@@ -42,7 +42,7 @@ def test_no_rule_is_left_out():
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_asks_for_more_than_models_needs_a_server(name):
-    with pytest.raises(ArgumentError, match=r"asks clients for more than models; use a Server"):
+    with pytest.raises(ArgumentError, match=r"requires more than models from clients; use a Server"):
         aggregate(BEYOND[name], None, {}, {}, {})
 
 

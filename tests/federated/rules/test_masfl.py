@@ -46,7 +46,7 @@ def loss(theta, batch):
     return 0.5 * (theta - a) @ h @ (theta - a)
 
 
-def work(server, trainer, ticket, client):
+def train_and_send(server, trainer, ticket, client):
     batches = Batches([PROBLEMS[client]])
     payload = trainer.train(SPACE, ticket.message, loss, batches, None, generator=torch.Generator())
     receipt = server.receive(ticket.id, payload)
@@ -67,7 +67,7 @@ def rounds(server, trainer, delay, count, after=None):
             away.append((client, server.dispatch(client)))
         for _ in range(size):
             client, ticket = away.popleft()
-            stale.add(work(server, trainer, ticket, client).staleness)
+            stale.add(train_and_send(server, trainer, ticket, client).staleness)
             idle.append(client)
         if after:
             after(server)
@@ -79,12 +79,14 @@ def opened(rule, start=None, trainer=None):
     server = Server(SPACE, rule, draw(7, D) if start is None else start)
     for client in range(CLIENTS):
         if rule.initial == "gradient":
-            receipt = work(server, trainer or ControlVariate(steps=5, rate=0.05), server.dispatch(client), client)
+            receipt = train_and_send(
+                server, trainer or ControlVariate(steps=5, rate=0.05), server.dispatch(client), client
+            )
             assert (receipt.buffered, receipt.version) == (True, 0)
     return server
 
 
-def memories(server):
+def control_variates(server):
     store = server._state.value.store
     return {c: store.load(("client", c))["control"] for c in range(CLIENTS) if ("client", c) in store}
 
@@ -168,7 +170,7 @@ def test_c_stays_the_mean_of_the_control_variates(delay, initial):
     server = opened(MasFL(size, 0.05, 0.3, clients=CLIENTS, initial=initial))
 
     def check(server):
-        kept = memories(server)
+        kept = control_variates(server)
         # Roundings of up to 25 sums.
         assert relative(state(server)["c"], sum(kept.values()) / CLIENTS) <= 1e-13
 
@@ -221,42 +223,42 @@ def test_a_late_client_opens_and_c_becomes_the_mean_over_more():
     server = Server(SPACE, rule, draw(7, D))
     trainer = ControlVariate(steps=2, rate=0.05)
     for client in (0, 1, 0, 1, 0):
-        work(server, trainer, server.dispatch(client), client)
+        train_and_send(server, trainer, server.dispatch(client), client)
     assert server.version == 3
     before, g = server.model, state(server)["g"].clone()
     ticket = server.dispatch(2)
     assert (ticket.message.numbers["opening"], dict(ticket.message.tensors)) == (1.0, {})
-    receipt = work(server, trainer, ticket, 2)
+    receipt = train_and_send(server, trainer, ticket, 2)
     assert (receipt.buffered, server.version) == (True, 3)
     assert torch.equal(server.model, before)
     assert torch.equal(state(server)["g"], g)
-    kept = memories(server)
+    kept = control_variates(server)
     assert relative(kept[2], PROBLEMS[2][0] @ (before - PROBLEMS[2][1])) <= 1e-14
     assert relative(state(server)["c"], sum(kept.values()) / 3) <= 1e-14
-    work(server, trainer, server.dispatch(2), 2)
-    assert relative(state(server)["c"], sum(memories(server).values()) / 3) <= 1e-14
+    train_and_send(server, trainer, server.dispatch(2), 2)
+    assert relative(state(server)["c"], sum(control_variates(server).values()) / 3) <= 1e-14
 
 
 def test_the_model_rests_until_all_have_opened():
     server = Server(SPACE, MasFL(1, 0.1, 0.5, clients=3), draw(7, D))
     trainer = ControlVariate(steps=2, rate=0.05)
     for client in (0, 1, 0, 0):
-        assert work(server, trainer, server.dispatch(client), client).buffered
+        assert train_and_send(server, trainer, server.dispatch(client), client).buffered
     failed = server.dispatch(2)
     server.drop(failed.id)
-    assert work(server, trainer, server.dispatch(1), 1).buffered
-    work(server, trainer, server.dispatch(2), 2)
+    assert train_and_send(server, trainer, server.dispatch(1), 1).buffered
+    train_and_send(server, trainer, server.dispatch(2), 2)
     assert torch.equal(state(server)["g"], state(server)["c"])
-    assert relative(state(server)["c"], sum(memories(server).values()) / 3) <= 1e-14
-    assert not work(server, trainer, server.dispatch(1), 1).buffered
+    assert relative(state(server)["c"], sum(control_variates(server).values()) / 3) <= 1e-14
+    assert not train_and_send(server, trainer, server.dispatch(1), 1).buffered
 
 
 def test_zero_starts_with_late_clients_keep_the_mean():
     server = Server(SPACE, MasFL(2, 0.1, 0.5, initial="zero"), draw(7, D))
     for client in (0, 1, 1, 2, 3, 0):
-        work(server, ControlVariate(steps=2, rate=0.05), server.dispatch(client), client)
+        train_and_send(server, ControlVariate(steps=2, rate=0.05), server.dispatch(client), client)
     assert server.version == 3
-    assert relative(state(server)["c"], sum(memories(server).values()) / 4) <= 1e-14
+    assert relative(state(server)["c"], sum(control_variates(server).values()) / 4) <= 1e-14
 
 
 def sent(server, client, gradient, ticket=None):

@@ -37,7 +37,7 @@ def loss(theta, batch):
     return 0.5 * (theta - a) @ h @ (theta - a)
 
 
-def work(server, trainer, ticket, client, kappa=1.0):
+def train_and_send(server, trainer, ticket, client, kappa=1.0):
     payload = trainer.train(
         SPACE, ticket.message, lambda x, b: kappa * loss(x, b), Batches([problem(client)]), None,
         generator=torch.Generator(),
@@ -51,10 +51,10 @@ def run(rule, trainer, cohorts, kappa=1.0, clients=4):
     server = Server(SPACE, rule, draw(7, D))
     if rule.initial == "gradient":
         for client in range(clients):
-            work(server, trainer, server.dispatch(client), client, kappa)
+            train_and_send(server, trainer, server.dispatch(client), client, kappa)
     for cohort in cohorts:
         for client, ticket in [(client, server.dispatch(client)) for client in cohort]:
-            work(server, trainer, ticket, client, kappa)
+            train_and_send(server, trainer, ticket, client, kappa)
     return server
 
 
@@ -85,7 +85,7 @@ def c_is_the_mean_of_all_who_joined(k):
     for initial in ("gradient", "zero"):
         server = run(k.MasFL(2, 0.1, 0.4, initial=initial), k.ControlVariate(steps=2, rate=0.05), COHORTS[:3] * 2)
         if initial == "gradient":
-            work(server, ControlVariate(steps=2, rate=0.05), server.dispatch(4), 4)
+            train_and_send(server, ControlVariate(steps=2, rate=0.05), server.dispatch(4), 4)
         store = server._state.value.store
         kept = [store.load(("client", c))["control"] for c in range(5) if ("client", c) in store]
         assert len(kept) == 4 + (initial == "gradient")
@@ -96,7 +96,7 @@ def c_is_the_mean_of_all_who_joined(k):
 def masfl_waits_for_distinct_clients(k):
     server = Server(SPACE, k.MasFL(2, initial="zero"), draw(7, D))
     trainer = ControlVariate(steps=1)
-    assert [work(server, trainer, server.dispatch(c), c).buffered for c in (0, 0, 1)] == [True, True, False]
+    assert [train_and_send(server, trainer, server.dispatch(c), c).buffered for c in (0, 0, 1)] == [True, True, False]
 
 
 @law
@@ -112,7 +112,7 @@ def a_step_is_the_rate_at_most(k):
     rule = k.AdaMasFL(1, steps=3, server_steps=16, initial="zero")
     server, lengths = Server(SPACE, rule, draw(7, D)), []
     for c in (0, 1, 0, 1, 2):
-        lengths.append(work(server, k.Normalised(), server.dispatch(c), c).norm)
+        lengths.append(train_and_send(server, k.Normalised(), server.dispatch(c), c).norm)
     assert max(lengths) <= 3**0.25 / 16**0.75 * (1 + 1e-12)
     # Gradients of the first, long way agree.
     assert lengths[0] >= 0.99 * 3**0.25 / 16**0.75
@@ -173,7 +173,7 @@ class MasFLCountsAnswers(MasFL):
 
 
 @caught_by("MasFL", "c_is_the_mean_of_all_who_joined", "masfl_is_the_papers_loop")
-class MasFLNeverFillsItsMemory(MasFL):
+class MasFLNeverStoresClientState(MasFL):
     """Keeps the first control variate of a client for good."""
 
     def step(self, space, state, update, *, out=None):

@@ -69,15 +69,18 @@ def heloco(rule, seed, steps, share=1.0):
             if size > 0 and length > 0:
                 u_hat, v_hat = delta / size, m / length
                 c = (u_hat * v_hat).sum()
-                confidence = size / (size + rule.trust * length)
-                if c >= rule.keep:
+                confidence = size / (size + rule.confidence_scale * length)
+                if c >= rule.cosine_threshold:
                     cases.add("kept")
                 elif c < 0:
                     cases.add("shrunk")
-                    corrected = delta - torch.clamp(rule.shrink * -c * confidence, max=rule.limit) * c * size * v_hat
+                    corrected = (
+                        delta
+                        - torch.clamp(rule.shrink_strength * -c * confidence, max=rule.max_shrink) * c * size * v_hat
+                    )
                 else:
                     cases.add("turned")
-                    part = torch.clamp(rule.turn * (1 - c) * confidence, max=1.0)
+                    part = torch.clamp(rule.rotation_strength * (1 - c) * confidence, max=1.0)
                     mixed = (1 - part) * u_hat + part * v_hat
                     corrected = size * mixed / mixed.norm()
             g = share * corrected
@@ -93,7 +96,10 @@ def heloco(rule, seed, steps, share=1.0):
 def heloco_is_the_papers_loop(k):
     seen = set()
     for seed in range(4):
-        for rule in (k.HeLoCo(0.5), k.HeLoCo(0.3, 0.6, look_ahead=False, cosine_threshold=0.7, confidence_scale=0.2, rotation_strength=2.0)):
+        for rule in (
+            k.HeLoCo(0.5),
+            k.HeLoCo(0.3, 0.6, look_ahead=False, cosine_threshold=0.7, confidence_scale=0.2, rotation_strength=2.0),
+        ):
             theirs, cases = heloco(rule, seed, 8)
             seen |= cases
             for a, b in zip(ours(rule, seed, 8)[0], theirs, strict=True):

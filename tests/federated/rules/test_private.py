@@ -214,14 +214,14 @@ WHY = {
     "FedAsync": "every single update moves the model",
     "AsyncBezier": "every single update moves the model",
     "DelayedNesterov": "every single update moves the model",
-    "CA2FL": "it keeps what each client sent and adds it again",
-    "MasFL": "it keeps a control variate of each client",
-    "OrthoFL": "clients start from what they sent themselves",
+    "CA2FL": "it stores each client's update and adds it again",
+    "MasFL": "it stores a control variate of each client",
+    "OrthoFL": "clients start from their own updates",
     "RadialDirectional": "it divides each tensor of an update by its length",
     "Momentum": "write Momentum(Private(rule))",
     "Private": "it is private already",
-    "AsyncFedED": "its step is no sum of updates",
-    "HeLoCo": "its step is no sum of updates",
+    "AsyncFedED": "its step is not a sum of updates",
+    "HeLoCo": "its step is not a sum of updates",
 }
 
 
@@ -262,7 +262,7 @@ def descended(rule):
             lambda: Server(
                 SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), update_limits=UpdateLimits(norm_factor=10.0)
             ),
-            "update_limits: norm_factor: expected None with Private: what some clients send would decide on others",
+            "update_limits: norm_factor: expected None with Private: updates of some clients would limit those of others",
         ),
         (
             lambda: Server(
@@ -274,7 +274,7 @@ def descended(rule):
             lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
             "buffer_policy: running_mean: expected 'leave' with Private, which adds no noise to them",
         ),
-        (lambda: descended(Private(FedBuff(1), 1.0, 1.0)), "which an outer optimiser has not"),
+        (lambda: descended(Private(FedBuff(1), 1.0, 1.0)), "which an outer optimizer does not have"),
     ],
 )
 def test_what_would_break_the_promise_is_refused(make, words):

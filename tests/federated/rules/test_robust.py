@@ -127,7 +127,7 @@ class TrimmedMeanTrimsTooFew(TrimmedMean):
 
 
 @caught_by("Krum", "krum_is_that_of_the_literature")
-class KrumFearsFewerLiars(Krum):
+class KrumExpectsFewerByzantineClients(Krum):
     def combine(self, *given_):
         bolder = Krum(self.size, max(0, self.num_byzantine - 1), self.num_selected)
         return bolder.combine(*given_)

@@ -161,7 +161,9 @@ def test_a_model_without_parameters_is_refused(model, words):
 def test_integers_that_change_are_named():
     """A quantised weight would be replaced by the client's, not averaged."""
     current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
-    with pytest.warns(UserWarning, match=r"update: q: torch.int64 is not averaged but becomes the client's.*`buffers`"):
+    with pytest.warns(
+        UserWarning, match=r"update: q: torch.int64 is not averaged but becomes the client's.*`buffer_policy`"
+    ):
         new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
     assert new["q"].tolist() == [1, 1, 1]
     for told in (["q"], {"q": "leave"}):
@@ -328,7 +330,7 @@ def test_what_is_kept_shares_no_memory(waits):
     for tensor in (*new.values(), *mine.values()):
         tensor.fill_(9.0)
     assert (state.state["model"].tolist(), state.client_states[None]["m"].tolist()) == ([2.0, 2.0], [2.0, 2.0])
-    assert not waits or state.buffers.latest["b"].tolist() == [3.0, 3.0]
+    assert not waits or state.pending_buffers.latest["b"].tolist() == [3.0, 3.0]
 
 
 def test_entries_may_live_on_manifolds():
@@ -377,8 +379,8 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, W, W, W, client=[1]), "client: expected a hashable name"),
         (lambda: aggregate(Blows(), None, W, W, W), "update: the rule's state would not be finite"),
         (lambda: aggregate("FedAsync", None, W, W, W), "rule: expected"),
-        (lambda: aggregate(Wants(), None, W, W, W), "rule: Wants asks clients for more than models; use a Server"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffer_policy: 'v' matches nothing"),
+        (lambda: aggregate(Wants(), None, W, W, W), "rule: Wants requires more than models from clients; use a Server"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffer_policy: 'v' matches no entry"),
         (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"w": "keep"}), "buffer_policy: w: expected one of average, latest, leave"),
     ],
 )  # fmt: skip
@@ -583,7 +585,7 @@ def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
 
 
 def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
-    with pytest.raises(RuleError, match="rule: new model: expected what Frame.move makes"):
+    with pytest.raises(RuleError, match="rule: new model: expected the result of Frame.move"):
         aggregate(Bare(), None, W, W, W)
 
 

@@ -147,7 +147,7 @@ def test_the_traces_are_answered():
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_asks_for_more_than_models_needs_a_server(name):
-    with pytest.raises(ArgumentError, match="asks clients for more than models; use a Server"):
+    with pytest.raises(ArgumentError, match="requires more than models from clients; use a Server"):
         AsyncAggregator(BEYOND[name], {"w": torch.ones(2)})
 
 
@@ -181,7 +181,7 @@ def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
     base = versions.checkout("a")
     assert not torch.equal(base["w"], versions.model["w"])
     step = {"w": torch.ones(3)}
-    words = "difference: expected a model, as OrthoFL let 'a' begin with one of its own"
+    words = "difference: expected a model, as OrthoFL let 'a' start from another model"
     unchanged(versions, words, versions.submit, "a", step, samples=1, difference=True)
     again = made(OrthoFL(0.5))
     again.load(through_a_file(versions.state()))
@@ -208,11 +208,21 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     base = versions.checkout("a")
     update = {"w": torch.ones(3)}
     unchanged(
-        versions, "client: 'a' has a task already; cancel it, pass `restart=True`, or name this `task`", versions.checkout, "a"
+        versions,
+        "client: 'a' already has a task in flight; cancel it, pass `restart=True`, or name this `task`",
+        versions.checkout,
+        "a",
     )
-    unchanged(versions, "client: 'b' has no task: it was sent none, or has", versions.submit, "b", update, samples=1)
-    unchanged(versions, "client: 'a' has no task 3", versions.submit, "a", update, samples=1, task=3)
-    unchanged(versions, "client: 'b' has no task", versions.cancel, "b")
+    unchanged(
+        versions,
+        "client: 'b' has no task in flight: it was not started, or is",
+        versions.submit,
+        "b",
+        update,
+        samples=1,
+    )
+    unchanged(versions, "client: 'a' has no task 3 in flight", versions.submit, "a", update, samples=1, task=3)
+    unchanged(versions, "client: 'b' has no task in flight", versions.cancel, "b")
     unchanged(versions, "client: expected a hashable name", versions.checkout, torch.ones(1))
     unchanged(versions, "^task: expected a hashable name", versions.checkout, "b", [1])
     unchanged(versions, "^task: expected a hashable name", versions.cancel, "a", torch.ones(1))
@@ -223,12 +233,19 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
         unchanged(
             versions, "^samples: expected an integer from 1 to 1000000000", versions.submit, "a", update, samples=odd
         )
-    unchanged(versions, "version: nobody has 1 any more", versions.checkout, "b", version=1)
+    unchanged(versions, "version: 1 is no longer retained", versions.checkout, "b", version=1)
     unchanged(versions, "version: expected an integer >= 0", versions.checkout, "b", version=-1)
     for odd in ({"w": torch.ones(2)}, {"v": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, float("nan")])}, [], 3):
         unchanged(versions, "^update: ", versions.submit, "a", odd, samples=1)
     assert versions.submit("a", update, samples=1)["version"] == 1
-    unchanged(versions, "client: 'a' has no task: it was sent none, or has", versions.submit, "a", update, samples=1)
+    unchanged(
+        versions,
+        "client: 'a' has no task in flight: it was not started, or is",
+        versions.submit,
+        "a",
+        update,
+        samples=1,
+    )
     assert torch.equal(base["w"], torch.zeros(3))
     only = made(weights={"a": 3})
     unchanged(only, "client: 'b' has no entry in the weights", only.checkout, "b")
@@ -356,8 +373,8 @@ def test_a_state_of_something_else_is_refused():
         ({"weights": 3}, "weights: state: expected"),
     ]:
         unchanged(versions, words, versions.load, saved | change)
-    unchanged(versions, "state: expected what AsyncAggregator.state", versions.load, {})
-    unchanged(versions, "state: expected what AsyncAggregator.state", versions.load, 3)
+    unchanged(versions, "state: expected the result of AsyncAggregator.state", versions.load, {})
+    unchanged(versions, "state: expected the result of AsyncAggregator.state", versions.load, 3)
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -41,11 +41,11 @@ def test_what_does_not_fit_is_refused_by_name():
         ),
         (
             lambda: sampler_for(rules.GeneralizedAsyncSGD([0.5, 0.5, 0.0]), clients, None, generator),
-            "rule: routing: expected a share for each client that takes part; none for 2, 3$",
+            "rule: routing: expected a share for each participating client; missing for 2, 3$",
         ),
         (
             lambda: sampler_for(rules.GeneralizedAsyncSGD([0.125] * 8), clients, None, generator),
-            "rule: routing: expected the clients that take part; none of them: 4, 5, 6, 7$",
+            "rule: routing: expected the participating clients, got unknown ones: 4, 5, 6, 7$",
         ),
     ):
         with pytest.raises(ArgumentError, match=words):

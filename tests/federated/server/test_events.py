@@ -86,7 +86,13 @@ def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
     told.clear()
     assert not s.receive(old, payload()).accepted
     (stale,) = told
-    assert (stale.client, stale.field, stale.latency, stale.is_final, stale.in_flight) == ("old", "staleness", 4.0, True, 0)
+    assert (stale.client, stale.field, stale.latency, stale.is_final, stale.in_flight) == (
+        "old",
+        "staleness",
+        4.0,
+        True,
+        0,
+    )
     late, spare = s.dispatch("late"), s.dispatch("spare")
     told.clear()
     s.drop(spare)
@@ -415,7 +421,9 @@ def replayed(told):
 
 @pytest.mark.usefixtures("as_shipped", "eager")
 def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
-    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, update_limits=UpdateLimits(max_norm=1e6))
+    s = Server(
+        Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, update_limits=UpdateLimits(max_norm=1e6)
+    )
     told, inside = [], []
 
     def hears(event):

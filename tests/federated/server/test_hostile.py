@@ -189,7 +189,7 @@ def test_a_ticket_that_nobody_answers_expires_on_the_servers_clock():
     made.clock.now = 60.5
     made.server.expire()
     refused = made.receive()
-    assert refused.reason == "ticket: expired: nobody answered within 60 s"
+    assert refused.reason == "ticket: expired: no update arrived within 60 s"
     assert made.receive() is refused
     assert versions(made.server) == [2]
     assert made.receive(late).accepted

@@ -225,7 +225,9 @@ class Careless:
         return {"start": start}
 
     def message(self, space, state, current, client_state):
-        return Message(current, tensors={"current": current, "memory": current if client_state is None else client_state["points"]})
+        return Message(
+            current, tensors={"current": current, "memory": current if client_state is None else client_state["points"]}
+        )
 
     def step(self, space, state, update, *, out=None):
         kept = {"points": update.points, "part": [update.points[0, :2]], "current": update.current, "base": update.base}
@@ -510,7 +512,7 @@ def test_a_client_may_bring_its_own_base():
     based = Payload(torch.full((1, 4), 2.0), 1, base=mine.message.start)
     receipt = s.receive(mine.id, based)
     assert (receipt.accepted, receipt.staleness) == (True, 1)
-    assert kept.receive(theirs.id, based).reason == "base: expected none, the server has kept it"
+    assert kept.receive(theirs.id, based).reason == "base: expected no base, as the server has stored it"
     assert kept.receive(theirs.id, payload(2.0)).accepted
     assert torch.equal(s.model, kept.model)
     gone = s.dispatch("a", retain_base=False)
@@ -592,7 +594,7 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected `average`, `update`, `state` and `load`"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
         (lambda: server(buffers={}), "buffers: expected a ParameterSpace"),
-        (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the buffers to start from"),
+        (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the initial buffers"),
         (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
         (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space or low rank"),
         (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),

@@ -80,7 +80,7 @@ def test_state_dicts_are_the_payload_that_they_name(name):
 def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
     server = Server.of(net(), CASES[name])
     ticket = server.dispatch("a")
-    with pytest.raises(ArgumentError, match="rule: .* asks clients for more than models; use `receive`"):
+    with pytest.raises(ArgumentError, match="rule: .* requires more than models from clients; use `receive`"):
         server.receive_model(ticket, ticket.state_dict(), samples=1)
     server.drop(ticket)
 
@@ -217,7 +217,7 @@ FREED.untyped_storage().resize_(0)
         ({n: x for n, x in STATE.items() if "1." not in n}, "model: missing: 1.bias, 1.weight"),
         ({n: x for n, x in STATE.items() if n != "1.running_var"}, "buffers: missing: 1.running_var"),
         (STATE | {"1.running_var": torch.full((8,), float("nan"))}, "buffers: 1.running_var: expected finite values"),
-        (Hostile(STATE), "model: expected one that can be read; its code raised RuntimeError"),
+        (Hostile(STATE), "model: expected a readable value; its code raised RuntimeError"),
         ([STATE, STATE], "points: FedAsync expects one model"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.federated.server.hostile import forked, signalled
 
 P, LIMIT, COHORT, TIMEOUT, TICKETS = 3, 4, 2, 30, 12
 UNKNOWN = "ticket: unknown, or used already"
-EXPIRED = f"ticket: expired: nobody answered within {TIMEOUT} s"
+EXPIRED = f"ticket: expired: no update arrived within {TIMEOUT} s"
 
 
 class Remembers(Gathers):
@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
             "update_limits": UpdateLimits(max_norm=50.0),
             "timeout": float(TIMEOUT),
             "clock": self.clock,
-            "max_tickets": TICKETS,
+            "max_in_flight": TICKETS,
         }
         self.rule = Remembers(COHORT, patient=False)
         self.server = Server(Flat(P), self.rule, torch.zeros(P), **self.options)
@@ -194,7 +194,11 @@ class Machine(RuleBasedStateMachine):
         elif flaw == "client":
             client = "another"
         else:
-            odd = {"points": torch.full((1, P), float("nan")), "samples": 0, "base": torch.zeros(P) if retain_base else None}
+            odd = {
+                "points": torch.full((1, P), float("nan")),
+                "samples": 0,
+                "base": torch.zeros(P) if retain_base else None,
+            }
             fields[flaw] = odd[flaw]
         before = fingerprint(self.server)
         receipt = self.server.receive(ticket.id, Payload(**fields), client=client)

@@ -186,10 +186,10 @@ BAD = {
     "pretended tensors": (lambda: good(tensors=Pretends(dict)), "tensors: expected a mapping from names, got Pretends"),
     "no class": (lambda: Shy(), "payload: expected a Payload, got Shy"),
     "points without a class": (lambda: good(points=Shy()), "points: expected a floating tensor of shape (any, 10), got Shy"),
-    "samples without a class": (lambda: good(samples=Shy()), "samples: expected one that can be read"),
+    "samples without a class": (lambda: good(samples=Shy()), "samples: expected a readable value"),
     "tensors without a class": (lambda: good(tensors=Shy()), "tensors: expected a mapping from names, got Shy"),
     "a buffer without a class": (lambda: buffers(running_mean=Shy()), "buffers: 1.running_mean: expected a tensor of torch.float32, got Shy"),
-    "a base without a class": (lambda: good(base=Shy()), "base: expected none, the server has kept it"),
+    "a base without a class": (lambda: good(base=Shy()), "base: expected no base, as the server has stored it"),
     "a tensor": (lambda: torch.ones(1, P), "payload: expected a Payload, got Tensor"),
     "the class": (lambda: Payload, "payload: expected a Payload, got type"),
     "no points": (lambda: good(points=None), "points: expected a floating tensor"),
@@ -233,13 +233,13 @@ BAD = {
     "no samples": (lambda: good(samples=None), "samples: expected an integer"),
     "NaN samples": (lambda: good(samples=NAN), "samples: expected an integer"),
     "a tensor of samples": (lambda: good(samples=torch.tensor([3])), "samples: expected an integer"),
-    "samples that raise": (lambda: good(samples=made(int, 3, __int__=broken)), "samples: expected one that can be read; its code raised RuntimeError"),
-    "an index that raises": (lambda: good(samples=made(int, 3, __index__=broken)), "samples: expected one that can be read"),
+    "samples that raise": (lambda: good(samples=made(int, 3, __int__=broken)), "samples: expected a readable value; its code raised RuntimeError"),
+    "an index that raises": (lambda: good(samples=made(int, 3, __index__=broken)), "samples: expected a readable value"),
     "samples that lie": (lambda: good(samples=made(int, 3, __int__=lambda self: 10**12)), "samples: expected an integer"),
     "an index that lies": (lambda: good(samples=made(int, 3, __index__=lambda self: 10**12)), "samples: expected an integer"),
     "many that say they are few": (lambda: good(samples=made(int, 10**12, __le__=lambda *x: True, __ge__=lambda *x: True)), "samples: expected an integer"),
     "samples that change": (lambda: good(samples=Counts(1, 1, 10**15)), "samples: expected an integer from 1 to 1000000000, got <"),
-    "samples that are words": (lambda: good(samples=Counts("three")), "samples: expected one that can be read"),
+    "samples that are words": (lambda: good(samples=Counts("three")), "samples: expected a readable value"),
     "samples without a name": (lambda: good(samples=made(float, 3.0, __repr__=broken)), "samples: expected an integer from 1 to 1000000000, got a Oddfloat"),
     "fake points": (lambda: good(points=fake(1, P)), "points: expected a plain tensor with values, got a FakeTensor"),
     "a fake tensor": (lambda: tensors(control=fake(P)), "tensors: control: expected a plain tensor with values, got a FakeTensor"),
@@ -247,12 +247,12 @@ BAD = {
     "points out of a gradient": (lambda: good(points=escaped(torch.func.grad, torch.ones(1, P))), "points: expected values; a server step is taken outside of functorch"),
     "points out of a batch": (lambda: good(points=escaped(torch.func.vmap, torch.ones(2, 1, P))), "points: expected values; a server step is taken outside of functorch"),
     "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected values; a server step"),
-    "a payload that raises": (lambda: Halved.__new__(Halved), "payload: expected one that can be read; its code raised RuntimeError"),
-    "a payload of nothing": (lambda: Payload.__new__(Payload), "payload: expected one that can be read; its code raised AttributeError"),
-    "tensors that raise": (lambda: good(tensors=Listed(good().tensors)), "tensors: expected one that can be read"),
-    "numbers that raise": (lambda: good(numbers=Listed(epochs=2.0)), "numbers: expected one that can be read"),
+    "a payload that raises": (lambda: Halved.__new__(Halved), "payload: expected a readable value; its code raised RuntimeError"),
+    "a payload of nothing": (lambda: Payload.__new__(Payload), "payload: expected a readable value; its code raised AttributeError"),
+    "tensors that raise": (lambda: good(tensors=Listed(good().tensors)), "tensors: expected a readable value"),
+    "numbers that raise": (lambda: good(numbers=Listed(epochs=2.0)), "numbers: expected a readable value"),
     "a name that raises": (lambda: good(numbers={"epochs": 2.0, made(int, 3, __eq__=broken, __hash__=lambda self: 7, __repr__=broken): 1.0}), "numbers: unknown: a Oddint"),
-    "a number that raises": (lambda: good(numbers={"epochs": made(float, 2.0, __float__=broken)}), "numbers: epochs: expected one that can be read"),
+    "a number that raises": (lambda: good(numbers={"epochs": made(float, 2.0, __float__=broken)}), "numbers: epochs: expected a readable value"),
     "a number that lies": (lambda: good(numbers={"epochs": made(float, 2.0, __float__=lambda self: NAN)}), "numbers: epochs: expected a finite number"),
     "a fraction that overflows": (lambda: good(numbers={"epochs": Fraction(10**5000, 3)}), "numbers: epochs: expected a finite number, got a huge Fraction"),
     "tensors are none": (lambda: good(tensors=None), "tensors: expected a mapping from names, got NoneType"),
@@ -301,7 +301,7 @@ BAD = {
     "a NaN buffer": (lambda: buffers(running_var=torch.tensor([1.0, NAN])), "buffers: 1.running_var: expected finite values >= 0, or those"),
     "an infinite buffer": (lambda: buffers(running_mean=torch.tensor([INF, 0.0])), "buffers: 1.running_mean: expected finite values"),
     "a buffer without values": (lambda: buffers(running_mean=torch.ones(2, device="meta")), "buffers: 1.running_mean: expected a dense tensor"),
-    "a base nobody asked for": (lambda: good(base=torch.ones(P)), "base: expected none, the server has kept it"),
+    "a base nobody asked for": (lambda: good(base=torch.ones(P)), "base: expected no base, as the server has stored it"),
     "a bomb": (lambda: good(points=point(1e30)), "points: expected a norm <= 1e+06, got 1e+30"),
     "too far": (lambda: good(points=point(500.0)), "points: expected a norm <= "),
     "a step that overflows": (lambda: good(points=point(3e38)), "points: expected a norm <= 1e+06"),
@@ -447,7 +447,9 @@ def test_the_largest_norm():
 
 
 def test_the_running_median():
-    s = Server(Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
+    s = Server(
+        Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3)
+    )
 
     def send(norm):
         ticket = s.dispatch("a")
@@ -498,9 +500,9 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
     assert s.receive(s.dispatch("a").id, Payload(start[None], 1)).accepted
     ticket = s.dispatch("a")
     assert s.receive(ticket.id, Payload(1.2 * start[None], 1)).reason.startswith("points: weight: expected a point of")
-    assert s.receive(s.dispatch("a", retain_base=False).id, Payload(start[None], 1, base=1.2 * start)).reason.startswith(
-        "base: weight: "
-    )
+    assert s.receive(
+        s.dispatch("a", retain_base=False).id, Payload(start[None], 1, base=1.2 * start)
+    ).reason.startswith("base: weight: ")
 
 
 BY_ROWS = {

@@ -138,7 +138,7 @@ class Fails:
     samples: tuple[int, ...]
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        if batches.num_samples in self.samples:
+        if batches.samples in self.samples:
             raise self.error
         return LOCAL.train(space, message, loss, batches, memory, generator=generator)
 
@@ -151,7 +151,7 @@ class Dies:
     file: str | None = None
 
     def train(self, space, message, loss, batches, memory, *, generator):
-        if batches.num_samples == self.samples and not (self.file and Path(self.file).exists()):
+        if batches.samples == self.samples and not (self.file and Path(self.file).exists()):
             if self.file:
                 Path(self.file).touch()
             os.kill(os.getpid(), signal.SIGKILL)

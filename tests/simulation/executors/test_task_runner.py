@@ -366,7 +366,7 @@ def test_a_task_that_breaks_every_executor_is_told_by_its_client():
 def test_a_given_executor_that_breaks_is_an_error_at_once():
     executor = Breaks(0, lambda key: key.client == 2)
     with pytest.raises(
-        ArgumentError, match=r"executor: it broke \(BrokenProcessPool: .*\); give a function that makes"
+        ArgumentError, match=r"executor: it broke \(BrokenProcessPool: .*\); pass a factory of executors"
     ):
         trained("fedasync", "plain", executor)
     executor.shutdown()

@@ -1,4 +1,4 @@
-"""The checkpoint: a server's record written down, beside its work, and the record that goes on from there."""
+"""Checkpoints: the server's state in a file, written in a background thread, and the state that resumes from it."""
 
 import glob
 import logging
@@ -48,7 +48,7 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """When a server writes a checkpoint by itself: after so many updates or seconds, whichever comes first.
+    """Policy for automatic checkpoints: after so many updates or seconds, whichever comes first.
 
     Args:
         path: of the file, in a folder that exists; older ones are `path.1`, `path.2`, …
@@ -83,27 +83,27 @@ class CheckpointPolicy:
 
 @runtime_checkable
 class Checkpointable(Protocol):
-    """What a checkpoint is made of: nothing in it is ever written, so that it may be written down later."""
+    """Protocol of the content of a checkpoint. It is immutable, so that it can be written later."""
 
     @property
     def updates(self) -> int:
-        """How many there were."""
+        """The number of accepted updates."""
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write it into a file, of which so many are kept, and note the event."""
+        """Write the content into a file, with so many old files retained, and record the event."""
 
 
 class ServerSnapshot(NamedTuple):
-    """What a checkpoint is made of. It is taken in no time, as nothing in it is ever written, and written down later.
+    """Snapshot of a server for a checkpoint. It is immutable, so creating it takes no copy.
 
     Attributes:
-        server_state: the record, of which the average has heard.
+        server_state: the state, whose versions the average has received.
         space: of the models.
         rule: that steps.
         options: of the server beside its limits, by the names of its keywords.
         clock: of the server.
         time: in its seconds.
-        averaging: the class of what averages, and its state; `None` without one.
+        averaging: the class of the averaging object, and its state; `None` without one.
         on_written: called with the place in the journal up to which a checkpoint holds, once it is written.
     """
 
@@ -118,15 +118,15 @@ class ServerSnapshot(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """How many were accepted."""
+        """The number of accepted updates."""
         return self.server_state.history.next_index
 
     def tree(self) -> Tree:
-        """All of it in plain values and tensors.
+        """Return the content in plain values and tensors.
 
         Raises:
             CheckpointError: naming what of the rule or the space, or what is called, has no name.
-            SpillError: if what is kept for a client is in a file that is not what was written.
+            SpillError: if the file of a client state was altered.
         """
         state = self.server_state
         now = state.model_state
@@ -163,7 +163,7 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write it into a file, and note the event.
+        """Write the content into a file, and record the event.
 
         Raises:
             ArgumentError: if there is no such folder.
@@ -182,7 +182,7 @@ class ServerSnapshot(NamedTuple):
 
 
 class LoadedCheckpoint:
-    """A checkpoint that was read.
+    """A checkpoint that was read from a file.
 
     Args:
         path: of the file.
@@ -202,31 +202,31 @@ class LoadedCheckpoint:
 
     @property
     def journal_position(self) -> tuple[str, int] | None:
-        """The journal that was written beside it, and the place up to which it holds what is there."""
+        """The journal of the checkpoint, and the position up to which the checkpoint contains its records."""
         told: tuple[str, int] | None = self._tree.get("journal")
         return told
 
     @property
     def identity(self) -> list[Any]:
-        """By which it is told from others of its server."""
+        """The identity of the checkpoint among those of its server."""
         return [self._tree["version"], self._tree["updates"], self._tree["time"]]
 
     @property
     def time(self) -> float:
-        """When it was taken, in seconds of the clock."""
+        """The time of the snapshot, in seconds of the clock."""
         time: float = self._tree["time"]
         return time
 
     @property
     def clock(self) -> str | None:
-        """What the clock was called."""
+        """The name of the clock."""
         clock: str | None = self._tree["clock"]
         return clock
 
     def check_compatible(self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool) -> None:
-        """That it was of this space, rule and clock. Where bits may differ as the machine does, it warns.
+        """Check the space, rule and clock. It warns if a different machine may change bits.
 
-        A rule of the same class goes on with the state of the one that it replaces, another one begins anew.
+        A rule of the same class resumes with the state of the one that it replaces; another one starts without it.
 
         Raises:
             CheckpointError: naming where the two differ.
@@ -241,19 +241,19 @@ class LoadedCheckpoint:
         if told is None and not replace:
             told = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
         if told is not None and not replace:
-            raise CheckpointError(f"{self.path}: {told}; with replace=True it takes over")
+            raise CheckpointError(f"{self.path}: {told}; pass replace=True to replace it")
         self._is_same_rule_class = was["class"] == given["class"]
         here = _machine_info(self.model)
         for name, before in self._tree["machine"].items():
             if before != here[name]:
                 warnings.warn(
-                    f"{self.path}: {name}: was {before}, is {here[name]} here: the same bits are not promised",
+                    f"{self.path}: {name}: was {before}, is {here[name]} here: results may differ bitwise",
                     RuntimeWarning,
                     stacklevel=3,
                 )
 
     def server_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of the server: those that are given before those that were saved."""
+        """Return the keywords of the server: the given ones override the saved ones."""
         saved = dict(self._tree["options"])
         saved["update_limits"] = UpdateLimits(**saved["update_limits"])
         dtype = saved["base_dtype"]
@@ -268,16 +268,16 @@ class LoadedCheckpoint:
     def restore_state(
         self, fresh: ServerState, time: float, weights: Any, on_free: Callable[[Tensor], object] | None
     ) -> ServerState:
-        """The record.
+        """Return the server state.
 
         Args:
             fresh: of a server that was made of these options and has done nothing yet.
-            time: in seconds of the clock. The ages of tickets go on from what they were.
+            time: in seconds of the clock. Tickets keep their ages.
             weights: as given; `None` for what was saved.
-            on_free: what gets the memory of models that nobody needs any more.
+            on_free: a function that receives the memory of models without references.
 
         Raises:
-            ArgumentError: if updates wait whose buffers were to be treated otherwise.
+            ArgumentError: if the buffered updates have other buffer policies.
         """
         tree = self._tree
         limits = fresh.limits
@@ -295,9 +295,9 @@ class LoadedCheckpoint:
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
             tickets = tickets.set(name, ticket._replace(issued_at=ticket.issued_at + later))
-        answered: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
+        closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
-            answered = answered.set(name, ClosedTicket(client, Receipt(**receipt)))
+            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
         rows = list(_decode_rows(tree["history"]))
         # Numbered as they were: older ones are gone.
         first = tree["updates"] - len(rows)
@@ -309,13 +309,13 @@ class LoadedCheckpoint:
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
             tickets=tickets,
-            closed_tickets=answered.tail(limits.receipt_cache_size),
+            closed_tickets=closed.tail(limits.receipt_cache_size),
             history=history.tail(limits.history_size),
             rejected=Map(tree["rejected"]),
         )
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
-        """Let what averages go on.
+        """Restore the state of the averaging object.
 
         Raises:
             ArgumentError: if it is not what was saved.
@@ -335,7 +335,7 @@ class LoadedCheckpoint:
             return None
         latest = buffers_from_tree(waiting["latest"])
         if latest.groups != buffers.groups:
-            raise ArgumentError("buffer_policy: expected the policies of the updates that wait")
+            raise ArgumentError("buffer_policy: expected the policies of the buffered updates")
         return PendingBuffers(**{**waiting, "latest": latest})
 
     def _restore_store(
@@ -357,7 +357,7 @@ class LoadedCheckpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one after another, while the server goes on.
+    """Writer of checkpoints in a background thread, one after another.
 
     A thread lives as long as there is something to write. What goes wrong is logged, and raised by `finish` unless a
     later checkpoint was written.
@@ -383,16 +383,16 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def reset(self, updates: int) -> None:
-        """Count from here on, after so many accepted updates."""
+        """Restart the count of the policy, after so many accepted updates."""
         self._last_updates = updates
         self._last_time = time.monotonic()
 
     def targets(self, path: str | Path) -> bool:
-        """Whether this is where it writes to."""
+        """Return whether this writer writes to the path."""
         return tensor_file.check_path(path) == tensor_file.check_path(self._policy.path)
 
     def maybe_write(self, updates: int, make_snapshot: Callable[[], Checkpointable]) -> None:
-        """Begin a checkpoint where one is due, after so many accepted updates."""
+        """Start a checkpoint if one is due, after so many accepted updates."""
         if not self._is_due(updates - self._last_updates):
             return
         self._queue.append(make_snapshot())
@@ -405,7 +405,7 @@ class CheckpointWriter:
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint now, after what is being written.
+        """Write a checkpoint now, after the one that is being written.
 
         Raises:
             CheckpointError: as `finish`.
@@ -414,7 +414,7 @@ class CheckpointWriter:
         self.finish()
 
     def enqueue(self, snapshot: Checkpointable) -> None:
-        """Have a checkpoint written next, in place of an earlier one that waits; by `finish`, or by who is writing."""
+        """Enqueue a checkpoint and replace an earlier queued one; `finish` or the writing thread writes it."""
         self._queue.append(snapshot)
         self.reset(snapshot.updates)
 
@@ -423,13 +423,13 @@ class CheckpointWriter:
         return self._write_lock.held_by_me()
 
     def finish(self) -> None:
-        """Wait until what was begun is written.
+        """Wait until all started checkpoints are written.
 
         Raises:
             CheckpointError: if the last one could not be written, or whatever else was in its way.
         """
         if self.held_by_me():
-            return  # from a handler or a finaliser within the writing, which then goes on
+            return  # from a handler or a finaliser within the write, which then continues
         self._drain()
         error = self._error
         self._error = None
@@ -447,7 +447,7 @@ class CheckpointWriter:
         )
 
     def _drain(self) -> None:
-        """Write what there is, as the only one."""
+        """Write the queued checkpoint, as the only writing thread."""
         with self._write_lock.lock:
             while True:
                 try:
@@ -474,7 +474,7 @@ class CheckpointWriter:
 
 
 def check_storable_client(client: Any) -> None:
-    """A name that a file can hold.
+    """Check that a file can store a client's name.
 
     Raises:
         ArgumentError: if it is neither a string nor an integer.
@@ -484,7 +484,7 @@ def check_storable_client(client: Any) -> None:
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:
-    """What the bits depend on beside the program."""
+    """Describe the machine properties that influence the bits of results."""
     device = model.device
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
@@ -494,7 +494,7 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """What is kept beside the model, the longest there first; and which of it is lost, that only tickets name."""
+    """Return the stored trees, the oldest first, and the tickets whose trees are lost."""
     store = state.store
     kept = []
     lost = set()
@@ -513,7 +513,7 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
 
 
 def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
-    """Rows as lines of values; most have the same names, which are written once."""
+    """Encode history rows as lists of values; the column names are written once."""
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}

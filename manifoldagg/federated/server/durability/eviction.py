@@ -1,4 +1,4 @@
-"""The overflow: what is held for clients beyond a limit of memory goes to files, the oldest first."""
+"""Eviction of stored client state and old versions to files beyond a memory limit, the oldest first."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MIN_TRIM_BYTES = 2**20
 
 
 class Evictor:
-    """Keeps what is held for clients within a limit.
+    """Evictor that limits the memory of stored trees.
 
     Args:
         state: of the server.
@@ -32,7 +32,7 @@ class Evictor:
         self._untrimmed_bytes = 0
 
     def evict(self) -> None:
-        """Bring what is held within the limit, and let go of the memory that leaves."""
+        """Evict trees until the memory is within the limit, and release their memory."""
         while self.limit is not None and (size := self._evict_one(self.limit)):
             self._untrimmed_bytes += size
             if self._untrimmed_bytes > max(self.limit // 4, MIN_TRIM_BYTES):
@@ -44,7 +44,7 @@ class Evictor:
         self._spill.close()
 
     def _evict_one(self, limit: int) -> int:
-        """Move the oldest tree to a file; its size, or 0 where none has to move, or none can."""
+        """Evict the oldest tree to a file; return its size, or 0 if no tree has to be or can be evicted."""
         state = self._state.value
         over = state.store.next_victim(limit, exclude=state.current_key)
         if over is None:

@@ -1,4 +1,4 @@
-"""Descriptions: what a rule or a space is, in plain values that a file can hold and a later process compare."""
+"""Fingerprints of rules and spaces: plain values that a file stores and a later process compares."""
 
 import functools
 import hashlib
@@ -27,9 +27,9 @@ MAX_VALUE_CHARS = 60
 
 
 def fingerprint(name: str, value: Any) -> Tree:
-    """What a value is: plain ones themselves, functions and classes by name, objects by class and content.
+    """Return the fingerprint of a value: plain values, names of functions and classes, class and content of objects.
 
-    Two descriptions are equal where the values do the same, as far as names tell. Tensors and modules are told by a
+    Two fingerprints are equal if the values behave alike, as far as names show. Tensors and modules are identified by a
     digest of their content.
 
     Args:
@@ -55,7 +55,7 @@ def fingerprint(name: str, value: Any) -> Tree:
 
 
 def qualified_name(name: str, function: Any) -> str | None:
-    """The qualified name of what is called, whatever object it is bound to; `None` for `None`.
+    """Return the qualified name of a callable, independent of the object it is bound to; `None` for `None`.
 
     Args:
         name: of the function, for messages.
@@ -81,7 +81,7 @@ def qualified_name(name: str, function: Any) -> str | None:
 
 
 def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
-    """Where two descriptions first differ and how; `None` where they are equal.
+    """Return the first difference of two fingerprints; `None` if they are equal.
 
     Example:
         >>> from manifoldagg.federated.staleness import Polynomial
@@ -105,7 +105,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """The difference between two entries of descriptions. Fields have names, other entries are the thing itself."""
+    """Return the difference between two entries of fingerprints. A field has a name, any other entry does not."""
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
         return next((told for told in found if told is not None), None)
@@ -162,12 +162,12 @@ def _fingerprint_fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def import_path(value: Any) -> str:
-    """The qualified name of a class or a function."""
+    """Return the qualified name of a class or a function."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
 def _importable_path(name: str, function: Any) -> str:
-    """The name of a function, under which it is found."""
+    """Return the importable name of a function."""
     module = getattr(function, "__module__", None) or ""
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules[module])

@@ -1,10 +1,9 @@
-"""The journal: what a server takes, appended to a file as it happens.
+"""The journal: an append-only file of the changes of a server.
 
-A journal is a line of files, `path.0.journal` and so on, each called by the number of its first change; what is in them
-say the [frames][manifoldagg.federated.server.durability.log_format].
+A journal is a sequence of files, `path.0.journal` and so on, each named after the number of its first record. Their
+format is that of the [frames][manifoldagg.federated.server.durability.log_format].
 
-Who has a journal holds a lock on `path.lock`, which is never replaced, from before it looks for files until it is
-closed.
+A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced.
 """
 
 import logging
@@ -39,14 +38,14 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class Journal:
-    """Where a server appends what it takes, and when that is brought to the disk.
+    """Path and sync policy of a server's journal.
 
     Args:
         path: of the files, `path.0.journal` and so on, in a folder that exists.
-        fsync: `"always"`: before a call returns what it has changed is on the disk; calls of several threads share a
-            sync. `"batch"`: it is with the system, and outlives the process; with the machine up to `fsync_every` of
-            the latest changes may be lost (tickets that were issued, dropped or ended, and updates).
-        fsync_every: so many changes are brought to the disk together, with `"batch"`.
+        fsync: `"always"`: the records of a call are synced to the disk before it returns; calls of several threads
+            share a sync. `"batch"`: the records are passed to the system, and survive the end of the process. If the
+            machine stops, up to `fsync_every` of the latest records may be lost.
+        fsync_every: the number of records in one sync, with `"batch"`.
 
     Raises:
         ArgumentError: naming what does not fit.
@@ -68,7 +67,7 @@ class Journal:
 
     @classmethod
     def of(cls, value: Any) -> "Journal":
-        """What is given as `journal`: a path, or one of these.
+        """Return the `Journal` of an argument: a path, or a `Journal`.
 
         Raises:
             ArgumentError: if it is neither.
@@ -80,12 +79,12 @@ class Journal:
         return value
 
     def segment_path(self, first_lsn: int) -> Path:
-        """Of the changes from a number on."""
+        """The path of the segment that starts with a record number."""
         place = Path(self.path)
         return place.with_name(f"{place.name}.{first_lsn}{SUFFIX}")
 
     def segments(self) -> list[int]:
-        """The first numbers of the files that there are, in order.
+        """Return the first record numbers of the existing segments, in order.
 
         Raises:
             CheckpointError: if the folder cannot be read.
@@ -101,13 +100,13 @@ class Journal:
 
 
 class JournalLock:
-    """A journal that nobody else has, until it is closed.
+    """Exclusive lock of a journal, until it is closed.
 
     Args:
-        journal: which.
+        journal: the journal to lock.
 
     Raises:
-        CheckpointError: if another server has it, or with what the system says.
+        CheckpointError: if another server has locked it, or with the system error.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -127,7 +126,7 @@ class JournalLock:
 
 
 class _Position(NamedTuple):
-    """Where an appender is: in which file, what its first number is, its end, the next number, how many are on disk."""
+    """The position of a writer: the file, its first number, its end, the next number, and the number on disk."""
 
     descriptor: int
     magic: bytes
@@ -138,7 +137,7 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Appends what the state has entered, in the order in which it took effect.
+    """Writer that appends journal records in the order in which the changes took effect.
 
     A change is entered with what it changes, in the same instant, and leaves when it is written: whatever goes wrong in
     between, it is written again to the same place of the file. Who writes does it for all whose changes wait.
@@ -166,7 +165,7 @@ class JournalWriter:
         self._close_segment: Callable[[], object] = int
 
     def open_segment(self, first_lsn: int, snapshot: Tree = None, predecessor: list[Any] | None = None) -> None:
-        """Go on in a new file.
+        """Continue in a new file.
 
         Args:
             first_lsn: number of its first change.
@@ -179,7 +178,15 @@ class JournalWriter:
         mark = os.urandom(8)
         place = self.journal.segment_path(first_lsn)
         tensor_file.save(
-            place, KIND, {"name": self.name, "magic": mark, "first_lsn": first_lsn, "snapshot": snapshot, "predecessor": predecessor}
+            place,
+            KIND,
+            {
+                "name": self.name,
+                "magic": mark,
+                "first_lsn": first_lsn,
+                "snapshot": snapshot,
+                "predecessor": predecessor,
+            },
         )
         try:
             file = os.open(place, os.O_RDWR)
@@ -200,7 +207,7 @@ class JournalWriter:
         before()
 
     def empty_log(self, first_lsn: int) -> PendingLog:
-        """What it has still to be told, from a number on: nothing yet."""
+        """Return the empty log of pending records from a number on."""
         return PendingLog(
             self.name, PersistentOrderedMap(first_index=first_lsn, next_index=first_lsn), self._state.value.rejected
         )
@@ -210,7 +217,7 @@ class JournalWriter:
         return self._write_lock.held_by_me()
 
     def retry_if_failed(self) -> None:
-        """That what was entered before could be written; where it could not it is tried again.
+        """Check that earlier records were written, and retry if writing failed.
 
         Raises:
             CheckpointError: if it cannot be. Nothing more should be entered then.
@@ -219,7 +226,7 @@ class JournalWriter:
             self.write()
 
     def write(self) -> None:
-        """Write what was entered. Who comes from within the writing leaves it to that.
+        """Flush pending records. A re-entrant call returns immediately; the outer call flushes for it.
 
         Raises:
             CheckpointError: with what the system says. What was entered stays, and is written with the next call.
@@ -231,7 +238,7 @@ class JournalWriter:
             self._guarded(self._write)
 
     def rotate(self, lsn: int) -> None:
-        """Go on in a new file, as a checkpoint holds all changes before a place, and remove older files."""
+        """Continue in a new file, because a checkpoint contains all earlier records, and remove older files."""
         with self._write_lock.lock:
             at = self._position
             try:
@@ -244,7 +251,7 @@ class JournalWriter:
                 LOG.error("%s", error)
 
     def delete_segments(self, lsn: int) -> None:
-        """Remove the files that have no change from a place on."""
+        """Remove the files whose records all precede a position."""
         files = self.journal.segments()
         for first, after in pairwise(files):
             if after <= lsn:
@@ -252,7 +259,7 @@ class JournalWriter:
                     os.unlink(self.journal.segment_path(first))
 
     def close(self) -> None:
-        """Write what was entered, bring it to the disk, and write nothing any more.
+        """Flush pending records, sync them to the disk, and stop writing.
 
         Raises:
             CheckpointError: with what the system says. It is closed then too.
@@ -268,7 +275,7 @@ class JournalWriter:
                 self._journal_lock.close()
 
     def _rotate(self, position: _Position) -> None:
-        """Go on in a new file, or in the older one: then one that says otherwise must not be there."""
+        """Continue in a new file, or in the older one if a conflicting file does not exist."""
         try:
             self.open_segment(position.next_lsn)
         except BaseException:
@@ -317,7 +324,7 @@ class JournalWriter:
             self._sync()
 
     def _sync(self) -> None:
-        """Bring to the disk what is written."""
+        """Sync written records to the disk."""
         at = self._position
         if at is None or at.durable_lsn == at.next_lsn:
             return
@@ -341,16 +348,16 @@ def _close_descriptor(file: int) -> None:
 
 
 def _flock(file: int, path: Path) -> None:
-    """That nobody else has the lock of a journal, until it is closed.
+    """Lock a journal exclusively, until the lock is closed.
 
     Raises:
-        CheckpointError: if somebody does.
+        CheckpointError: if the lock is held elsewhere.
     """
     if sys.platform == "win32":
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise CheckpointError(f"{path}: another process has this journal, or another server of this one") from None
+        raise CheckpointError(f"{path}: is locked by another process, or by another server of this process") from None
     except OSError:  # this file system does not know
         return

@@ -1,6 +1,6 @@
-"""Frames: how a change lies in a file of a journal, and how it is found there.
+"""The frame format of journal records.
 
-A file begins with an archive, which is there whole or not at all: the name of the journal, a mark that nobody can guess
+A file begins with an archive, which is there whole or not at all: the name of the journal, an unguessable mark
 and, where no checkpoint holds it, the whole record. Then come changes in frames: the mark, the number, how many changes
 were on the disk when it was written, the lengths of what follows, a checksum; what the change depends on as JSON; the
 payload of an update as an archive with a checksum of its own. Nothing in a file is ever executed.
@@ -45,7 +45,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class StoredRecord(NamedTuple):
-    """A change that is in a file: its number, what it was, and where its payload lies."""
+    """A journal record in a file: its number, its content, and the position of its payload."""
 
     lsn: int
     kind: str
@@ -56,7 +56,7 @@ class StoredRecord(NamedTuple):
 
 
 def pack_payload(payload: Payload) -> bytearray:
-    """A payload for the journal: its bytes are taken now, and it may be written afterwards.
+    """Pack a payload for the journal by copying its bytes, so that it may be overwritten afterwards.
 
     Raises:
         CheckpointError: naming what no file can hold.
@@ -65,7 +65,7 @@ def pack_payload(payload: Payload) -> bytearray:
 
 
 def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
-    """The parts of a frame.
+    """Return the parts of a frame.
 
     Args:
         magic: of the file.
@@ -84,7 +84,7 @@ def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -
 
 
 def read_payload(record: StoredRecord) -> Payload:
-    """What came with an update.
+    """Return the payload of an update.
 
     Raises:
         CheckpointError: if it was altered.
@@ -96,7 +96,7 @@ def read_payload(record: StoredRecord) -> Payload:
 
 
 def read_segment_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file begins with, and where that ends.
+    """Return the header of a segment and its end.
 
     Raises:
         CheckpointError: if it cannot be read, or does not begin so.
@@ -114,7 +114,7 @@ def read_segment_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
-    """The changes in a file up to one that is bad, and how many were on the disk as far as any frame says.
+    """Yield the journal records of a file up to an invalid one, and the number on disk that any frame states.
 
     Raises:
         CheckpointError: if it cannot be read, or was not written by this package.
@@ -126,7 +126,7 @@ def scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """What to raise where the system does not read."""
+    """Return the exception for a failed read."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
@@ -134,7 +134,7 @@ def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
     head, place = read_segment_header(path)
     mark = head["magic"]
     if head["first_lsn"] != first_lsn:
-        raise CheckpointError(f"{path}: begins with change {head['first_lsn']}: it has another's name")
+        raise CheckpointError(f"{path}: begins with record {head['first_lsn']}: the file was renamed")
     found: list[StoredRecord] = []
     vouched = first_lsn
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -146,7 +146,7 @@ def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
             place = begin + length
         if place < len(data):
             LOG.warning(
-                "%s: %d bytes after change %d are no change", path, len(data) - place, first_lsn + len(found) - 1
+                "%s: %d bytes after record %d are not a record", path, len(data) - place, first_lsn + len(found) - 1
             )
         while (place := data.find(mark, place)) >= 0:
             frame = _read_record(data, place, mark)
@@ -156,7 +156,7 @@ def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
 
 
 def _read_record(data: mmap.mmap, offset: int, magic: bytes) -> tuple[int, int, bytes, int, int] | None:
-    """The frame at a place: number, how many were on the disk, JSON, where its payload begins and how long it is."""
+    """Read the frame at a position: number, count on disk, JSON, and the position and length of the payload."""
     if offset + RECORD_HEADER.size > len(data):
         return None
     given, number, synced, length, payload, checksum = RECORD_HEADER.unpack_from(data, offset)
@@ -173,8 +173,8 @@ def _decode_content(path: Path, lsn: int, text: bytes) -> tuple[str, dict[str, A
     try:
         kind, content = decode(json.loads(text), _reject_tensor)
         return kind, content
-    except Exception as error:  # it was written so by somebody who can make a checksum
-        raise CheckpointError(f"{path}: change {lsn} was not written by this package: {error!r}") from None
+    except Exception as error:  # the checksum is valid, so that another program wrote it
+        raise CheckpointError(f"{path}: record {lsn} was not written by this package: {error!r}") from None
 
 
 def _reject_tensor(_: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values that are replaced and never written: a map in order of entry, and one place for the latest value."""
+"""Immutable values: a persistent map in insertion order, and an atomic reference to the latest value."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ SPARSE_FACTOR = 8
 
 
 class PersistentOrderedMap(Mapping[K, V]):
-    """A map that is never written, in the order in which its keys were first put.
+    """An immutable map in insertion order.
 
     What it has in common with the map that it was made of is shared.
 
@@ -59,12 +59,12 @@ class PersistentOrderedMap(Mapping[K, V]):
 
     @property
     def next_index(self) -> int:
-        """How many keys were ever put."""
+        """The number of keys that were ever inserted."""
         return self._next
 
     @property
     def first_key(self) -> K:
-        """The key that was put before all others.
+        """The first inserted key.
 
         Raises:
             KeyError: if there is none.
@@ -72,7 +72,7 @@ class PersistentOrderedMap(Mapping[K, V]):
         return self._keys[self._first]
 
     def set(self, key: K, value: V) -> "PersistentOrderedMap[K, V]":
-        """With `value` under `key`, which keeps its place if it has one."""
+        """Return the map with `value` under `key`, which keeps its position if it exists."""
         held = self._entries.get(key)
         if held is not None:
             entries = self._entries.set(key, (held[0], value))
@@ -84,7 +84,7 @@ class PersistentOrderedMap(Mapping[K, V]):
         )
 
     def remove(self, key: K) -> "PersistentOrderedMap[K, V]":
-        """Without `key`, which must be there."""
+        """Return the map without `key`, which must exist."""
         place, _ = self._entries[key]
         keys = self._keys.delete(place)
         first = self._first
@@ -94,7 +94,7 @@ class PersistentOrderedMap(Mapping[K, V]):
         return PersistentOrderedMap(self._entries.delete(key), keys, first, self._next)
 
     def tail(self, limit: int | None) -> "PersistentOrderedMap[K, V]":
-        """The `limit` keys that were put last; all for `None`."""
+        """Return the last `limit` inserted keys; all of them for `None`."""
         kept = self
         while limit is not None and len(kept) > limit:
             kept = kept.remove(kept.first_key)
@@ -102,7 +102,7 @@ class PersistentOrderedMap(Mapping[K, V]):
 
 
 class _VersionNode(Generic[T]):
-    """A value, and the one that has replaced it."""
+    """A value and its successor."""
 
     __slots__ = ("successor", "value")
 
@@ -112,7 +112,7 @@ class _VersionNode(Generic[T]):
 
 
 class AtomicReference(Generic[T]):
-    """One place for the latest of a line of immutable values. Nobody ever waits.
+    """An atomic reference to the latest of a sequence of immutable values. It never blocks.
 
     A change is made of the value that is there and takes effect in a single instruction of the interpreter, unless
     another came first: then it is made anew. There is no lock, so that a signal handler or a finaliser, which may run
@@ -134,7 +134,7 @@ class AtomicReference(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The latest."""
+        """The latest value."""
         return self._last_node().value
 
     def update(self, change: Callable[[T], tuple[T, R]]) -> R:

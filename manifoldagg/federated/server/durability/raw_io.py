@@ -1,4 +1,4 @@
-"""Raw bytes: those of a tensor, and those of a file that is being written."""
+"""Raw bytes of tensors, and complete writes to files."""
 
 import zlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CHUNK_BYTES = 2**20
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The values of a tensor one after another: a copy only where they do not lie so in the memory of the CPU.
+    """Return the values of a tensor as contiguous bytes: a copy only if they are not contiguous in CPU memory.
 
     Example:
         >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)).hex()
@@ -25,7 +25,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
-    """Write all of `data`, however little a call takes at a time.
+    """Write all of `data`, also if a system call writes only a part.
 
     Args:
         write: of a file: takes bytes, and says how many it has taken.

@@ -1,4 +1,4 @@
-"""The story: what a journal tells beyond a checkpoint, and the record that goes on from both.
+"""Recovery: the replay of journal records after a checkpoint.
 
 What is bad at the end of a journal, and of which no later frame says that it was on the disk, was being written when
 the machine stopped, and is cut. Anything else that is bad was altered.
@@ -39,13 +39,13 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class JournalReplay:
-    """What a journal tells beyond what a checkpoint holds.
+    """The replay of the journal records after a checkpoint.
 
     Attributes:
         name: of the journal.
-        next_lsn: of the next change.
-        time: of the last one, in seconds of the clock.
-        predecessor: what the journal goes on from, where that is not of this journal.
+        next_lsn: the number of the next record.
+        time: the time of the last record, in seconds of the clock.
+        predecessor: the checkpoint that the journal continues, if it belongs to another journal.
     """
 
     def __init__(self, name: str, next_lsn: int, time: float, predecessor: list[Any] | None = None) -> None:
@@ -57,20 +57,20 @@ class JournalReplay:
         self._durable_lsn = 0
 
     def clock(self) -> float:
-        """The clock of who lives through it."""
+        """The clock of the replay."""
         return self.time
 
     def read(self, journal: Journal) -> None:
-        """Find the changes from `next_lsn` on.
+        """Find the journal records from `next_lsn` on.
 
         Raises:
-            CheckpointError: naming a change that is missing, or a file that was altered.
+            CheckpointError: naming a missing record, or a file that was altered.
         """
         files = journal.segments()
         begun = [first for first in files if first <= self.next_lsn]
         if not begun:
             raise CheckpointError(
-                f"{journal.path}: begins with change {files[0]}, and the checkpoint holds what was before "
+                f"{journal.path}: begins with record {files[0]}, and the checkpoint holds what was before "
                 f"{self.next_lsn}: it is an older one"
             )
         files = [first for first in files if first >= begun[-1]]
@@ -83,10 +83,10 @@ class JournalReplay:
                 raise _corruption_error(journal.segment_path(first), last)
 
     def replay(self, server: "ReplayTarget") -> None:
-        """Let a server go through all of it once more.
+        """Replay all records on a server.
 
         Raises:
-            CheckpointError: naming the change that was altered, or that the rule does not take any more.
+            CheckpointError: naming a record that was altered, or that the rule now rejects.
 
         Warns:
             RuntimeWarning: if a receipt is another than that which was given.
@@ -104,7 +104,7 @@ class JournalReplay:
                 except CheckpointError as error:
                     if told.lsn < self._durable_lsn:
                         raise _corruption_error(told.path, told.lsn) from error
-                    LOG.warning("%s: cut before change %d, which was being written", told.path, told.lsn)
+                    LOG.warning("%s: cut before record %d, which was being written", told.path, told.lsn)
                     break
                 state = server.state.value
                 version = state.model_state.version
@@ -115,12 +115,12 @@ class JournalReplay:
                 try:
                     receipt = server.apply_update(payload, content)
                 except ManifoldAggError as error:
-                    raise CheckpointError(f"{told.path}: change {told.lsn}: {error}") from error
+                    raise CheckpointError(f"{told.path}: record {told.lsn}: {error}") from error
                 if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
                     warned = True
                     warnings.warn(
-                        f"{told.path}: change {told.lsn}: its receipt was {Receipt(**content['receipt'])}, "
-                        f"and is {receipt} now: the rule does not repeat itself here",
+                        f"{told.path}: record {told.lsn}: its receipt was {Receipt(**content['receipt'])}, "
+                        f"and is {receipt} now: the rule is not deterministic",
                         RuntimeWarning,
                         stacklevel=4,
                     )
@@ -135,12 +135,12 @@ class JournalReplay:
 
 
 class ReplayTarget(NamedTuple):
-    """What of a server lives through a story.
+    """The server interface that a replay needs.
 
     Attributes:
         state: of the server.
-        apply_update: takes an update as it was taken.
-        round_base: rounds a model to what is kept of it for clients.
+        apply_update: applies an update with its recorded inputs.
+        round_base: rounds a model to the stored base.
     """
 
     state: AtomicReference[ServerState]
@@ -151,12 +151,12 @@ class ReplayTarget(NamedTuple):
 def recover(
     path: str | Path | LoadedCheckpoint, journal: Journal | None, *, journal_unset: bool = False
 ) -> tuple[LoadedCheckpoint, JournalReplay | None]:
-    """The latest whole record that there is, and what the journal tells beyond it; `None` without a journal.
+    """Return the latest complete checkpoint and the journal records after it; `None` without a journal.
 
     Args:
         path: of a checkpoint, which need not be there yet where the journal begins with the record; or what was read.
-        journal: which its caller holds, or `None` to go on without one.
-        journal_unset: whether nothing was said of one.
+        journal: which its caller holds, or `None` to resume without one.
+        journal_unset: whether the argument was not given.
 
     Raises:
         CheckpointError: if either cannot be read, or they do not belong together.
@@ -171,15 +171,15 @@ def recover(
     if journal is None:
         if journal_unset and saved is not None and saved.journal_position is not None:
             raise CheckpointError(
-                f"{saved.path}: a journal was written beside it: give it as `journal`, or journal=None to go on "
-                "without what was taken since"
+                f"{saved.path}: it has a journal: pass it as `journal`, or pass journal=None to resume "
+                "without the updates since"
             )
         assert saved is not None
         return saved, None
     if not files:
         assert saved is not None
         if saved.journal_position is not None:
-            raise CheckpointError(f"{journal.path}: there is no journal, and one was written beside {saved.path}")
+            raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
         return saved, JournalReplay(os.urandom(16).hex(), 0, saved.time, saved.identity)
     heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
     name = heads[files[-1]]["name"]
@@ -208,7 +208,7 @@ def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerSta
 
 
 def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, InMemoryTree]) -> None:
-    """Do what was done with tickets."""
+    """Apply a journal record of a ticket operation."""
     content = record.content
     state = target.state
 
@@ -239,4 +239,4 @@ def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, 
 
 
 def _corruption_error(path: Path, lsn: int) -> CheckpointError:
-    return CheckpointError(f"{path}: change {lsn} is altered: it was on the disk when later ones were written")
+    return CheckpointError(f"{path}: record {lsn} is altered: it was on the disk when later ones were written")

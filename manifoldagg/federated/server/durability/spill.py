@@ -1,4 +1,4 @@
-"""The spill: trees in files of their own, which go with their last reference, and whatever ends the process."""
+"""Spilled trees: one file for each tree, removed with its last reference or at the end of the process."""
 
 import ctypes
 import errno
@@ -37,10 +37,10 @@ NO_LOCK_ERRNOS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class Spill:
-    """Files for trees, in a folder of this process alone.
+    """Files for trees, in a private folder of this process.
 
     The folder is made with the first file. It carries a `flock`, which the system takes back when the process ends,
-    however it ends: a new spill removes the folders beside its own that nobody locks. It touches those of this
+    however it ends: a new spill removes the unlocked folders beside its own. It touches those of this
     host and user only. After `os.fork` the folder stays its maker's: a child reads what is there, and neither writes
     nor removes anything. Systems without `flock` (Windows) keep the folders of processes that were killed.
 
@@ -72,7 +72,7 @@ class Spill:
         _remove_stale(self._parent)
 
     def write(self, tree: Tree) -> "SpilledTree":
-        """The tree in a new file. Each tensor is written by itself: views and shared memory come back as values.
+        """Write the tree to a new file. Each tensor is written separately: views and shared memory become values.
 
         Raises:
             SpillError: and no file is left. It is `temporary` where the tree could be written later: the disk is full,
@@ -85,20 +85,20 @@ class Spill:
             raise SpillError(f"spill: belongs to process {self._pid}, which this one was forked from")
         for tensor in tensors(tree):
             if odd := _unsupported_reason(tensor):
-                raise SpillError(f"spill: a file cannot have a tensor that is {odd}")
+                raise SpillError(f"spill: a file cannot store a tensor that is {odd}")
         try:
             return SpilledTree(self._ensure_folder(), tree)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             raise SpillError(f"spill: {self._parent}: {error}", temporary=True) from error
         except Exception as error:
-            raise SpillError(f"spill: a file cannot have this tree: {error}") from error
+            raise SpillError(f"spill: a file cannot store this tree: {error}") from error
 
     def close(self) -> None:
-        """Write nothing more into the folder, which goes with the last file that somebody needs."""
+        """Stop writing into the folder, which is removed with the last file in use."""
         self._folder = None
 
     def _ensure_folder(self) -> "_SpillDir":
-        """The folder, made where there is none, or none any more."""
+        """Return the folder, created if it does not exist or no longer exists."""
         folder = self._folder
         # Somebody who cleans may take a new one for a dead one, until it is locked.
         while folder is None or not folder.path.exists():
@@ -110,7 +110,7 @@ class Spill:
 
 
 class SpilledTree:
-    """A tree in a file of its own. The file goes with the last reference to this, in the process that made it.
+    """A tree in its own file. The last reference in the creating process removes the file.
 
     Args:
         folder: of the file.
@@ -134,17 +134,17 @@ class SpilledTree:
         try:
             self._length, self._checksum = _write_tensors(self.path, found)
         except BaseException:
-            # The error may keep this, and with it the file, for as long as somebody looks at it.
+            # The traceback may reference this object, and with it the file, as long as the error is stored.
             self._remove()
             raise
 
     @property
     def path(self) -> Path:
-        """Where the file is."""
+        """The path of the file."""
         return self._folder.path / f"{self._name}.tensors"
 
     def load(self) -> Tree:
-        """The tree, its tensors mapped from the file, on the devices where they were. Maps outlive the file.
+        """Load the tree with its tensors mapped from the file, on their devices. Maps outlive the file.
 
         A file that is cut while its maps are read kills the process: no program can hold a map against that.
 
@@ -167,7 +167,7 @@ class SpilledTree:
             start += _align(form.nbytes)
 
     def _map_verified(self) -> Any:
-        """The storage of the file, mapped, with the bytes that were written."""
+        """Map the storage of the file after verifying its bytes."""
         try:
             length = self.path.stat().st_size
             if length < self._length:
@@ -196,14 +196,14 @@ class SpilledTree:
         self._remove()
 
     def __repr__(self) -> str:
-        return f"Filed({str(self.path)!r}, size={self.size})"
+        return f"SpilledTree({str(self.path)!r}, size={self.size})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Filed owns its file: it is not copied or pickled; keep what it loads")
+        raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store what it loads")
 
 
 class _SpillDir:
-    """A folder for files, removed when nobody refers to it, or by `remove`, or with the process that made it."""
+    """A folder for files, removed with its last reference, by `remove`, or at the end of the creating process."""
 
     def __init__(self, parent: Path) -> None:
         self.pid = os.getpid()
@@ -214,11 +214,11 @@ class _SpillDir:
         self.path.mkdir(mode=0o700)
 
     def remove(self) -> None:
-        """Remove it now."""
+        """Remove the folder now."""
         _unless_forked(self.pid, shutil.rmtree, self.path, True)
 
     def lock(self) -> bool:
-        """Lock it for the life of the process, where it can be locked at all; whether no one else has locked it."""
+        """Lock the folder for the life of the process, if the system can; return whether it is not locked elsewhere."""
         if sys.platform != "win32":
             try:
                 folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -233,13 +233,13 @@ class _SpillDir:
 
 
 def _unless_forked(pid: int, function: Callable[..., object], *args: object) -> None:
-    """Call in `pid`. A fork of it has the same objects, but neither their folder nor the files of their numbers."""
+    """Call a function only in process `pid`. A fork has the same objects, but neither their folder nor their files."""
     if os.getpid() == pid:
         function(*args)
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the folders in `parent` that processes of this host and user left when they were killed."""
+    """Remove the folders in `parent` that killed processes of this host and user left."""
     if sys.platform == "win32":
         return
     ours = f"@{platform.node()}"
@@ -251,7 +251,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    """Remove a folder of this user that nobody locks.
+    """Remove a folder of this user that is not locked.
 
     Raises:
         OSError: if it is locked, or no folder.
@@ -268,7 +268,7 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _unsupported_reason(tensor: Tensor) -> str | None:
-    """Why no file can have a tensor; `None` where one can."""
+    """Return why a file cannot store a tensor; `None` if it can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -281,7 +281,7 @@ def _unsupported_reason(tensor: Tensor) -> str | None:
 
 
 def _write_tensors(path: Path, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Write tensors one after another to a new file: its bytes, and their checksum."""
+    """Write tensors one after another to a new file; return its bytes and checksum."""
     length = 0
     checksum = 0
     with FileIO(path, "x") as file:
@@ -300,12 +300,12 @@ def _align(length: int) -> int:
 
 @cache
 def _find_malloc_trim() -> Callable[[int], int] | None:
-    """What makes an allocator return free memory to the system. Only that of glibc needs to be asked."""
+    """Return the function that makes the allocator release free memory. Only glibc needs it."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def malloc_trim() -> None:
-    """Let go of freed memory.
+    """Release freed memory to the system.
 
     Aligned blocks leave holes too small for the next of their size: a process would grow by what it writes to files.
     """

@@ -1,4 +1,4 @@
-"""The store: what a server keeps for others, in memory or in files, as a value that is replaced and never written."""
+"""The store of trees in memory or in files, as an immutable value."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ SPILLED = "spilled"
 
 
 class InMemoryTree:
-    """A tree in memory. Whoever needs it has a reference; with the last of them it is over.
+    """A reference-counted tree in memory.
 
     Args:
-        tree: nobody writes it.
-        on_free: gets the tree when nobody needs it any more.
+        tree: an immutable tree.
+        on_free: a function that receives the tree after its last reference is gone.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ class InMemoryTree:
         self._on_free = on_free
 
     def load(self) -> Tree:
-        """The tree."""
+        """Return the tree."""
         return self.tree
 
     def __del__(self) -> None:
@@ -52,7 +52,7 @@ class InMemoryTree:
 
 
 class Store(NamedTuple):
-    """Trees by key, each with how many hold it. Every change is a new store that shares what it can.
+    """Reference-counted trees by key. Every change is a new store that shares its unchanged parts.
 
     Attributes:
         entries: each tree, and how many hold it.
@@ -75,12 +75,12 @@ class Store(NamedTuple):
         return key in self.entries
 
     def find(self, key: StoreKey) -> InMemoryTree | SpilledTree | None:
-        """What is kept under a key, if anything."""
+        """Return the entry of a key, if it exists."""
         held = self.entries.get(key)
         return None if held is None else held[0]
 
     def load(self, key: StoreKey | None) -> Tree:
-        """The tree under a key, on its devices; `None` where there is none.
+        """Return the tree of a key, on its devices; `None` if it does not exist.
 
         Raises:
             SpillError: if its file is not what was written.
@@ -89,7 +89,7 @@ class Store(NamedTuple):
         return None if held is None else held[0].load()
 
     def retain(self, key: StoreKey, tree: InMemoryTree | SpilledTree | None = None) -> "Store":
-        """With one more holder of what is under a key; of `tree`, where nothing is."""
+        """Return the store with one more reference to a key; `tree` is its value if the key is new."""
         there = self.entries.get(key)
         if there is not None:
             return self._replace(entries=self.entries.set(key, (there[0], there[1] + 1)))
@@ -99,7 +99,7 @@ class Store(NamedTuple):
         return Store(self.entries.set(key, (tree, 1)), movable, self._updated_usage(key, tree, 1))
 
     def release(self, key: StoreKey | None) -> "Store":
-        """With one holder less, where there is something to let go of."""
+        """Return the store with one reference less, if the key exists."""
         if key is None:
             return self
         kept, holders = self.entries[key]
@@ -109,7 +109,7 @@ class Store(NamedTuple):
         return Store(self.entries.delete(key), movable, self._updated_usage(key, kept, -1))
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """With a tree in its file; the same store where something else is kept there by now."""
+        """Return the store with a tree moved to its file; unchanged if the key has another value by now."""
         there = self.entries.get(key)
         if there is None or there[0] is not tree:
             return self
@@ -118,12 +118,12 @@ class Store(NamedTuple):
         return moved._replace(used_bytes=moved._updated_usage(key, spilled, 1))
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
-        """With a tree that stays in memory for good."""
+        """Return the store with a tree pinned in memory."""
         fits = key in self.evictable and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
-        """The oldest tree that may go to a file, where those but `exclude` take more than `limit` bytes of memory."""
+        """Return the oldest evictable tree if trees other than `exclude` use more than `limit` bytes of memory."""
         used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:
             return None
@@ -134,7 +134,7 @@ class Store(NamedTuple):
         return None
 
     def memory_usage(self, exclude: StoreKey) -> dict[str, int]:
-        """Bytes in memory by kind, but for one key, and bytes in files."""
+        """Return the bytes in memory by kind, without one key, and the bytes in files."""
         used = {kind: self.used_bytes.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
         kept = self.find(exclude)
         if kept is not None:

@@ -1,4 +1,4 @@
-"""Who watches: those who are told of every event in the state, one at a time and in order, whoever brings them."""
+"""Event subscriptions: callbacks that receive every event in the state, in order."""
 
 import logging
 import threading
@@ -15,11 +15,11 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class EventDispatcher:
-    """Tells of the events in the state.
+    """Dispatcher that delivers the events in the state to subscribers.
 
-    An event is entered with what it tells of, in the same instant, and leaves when everybody has heard of it: nothing
-    is left out, and who is interrupted in between tells it again, to those who have not heard of it. Nobody waits:
-    where somebody is telling already, in another thread or further out in this one, it is left to them.
+    An event is recorded atomically with its change, and removed after all subscribers have received it. After an
+    interrupt, delivery resumes with the subscribers that have not received the event. `drain` never blocks: if another
+    thread, or an outer call in this thread, is delivering events, it delivers the new ones too.
 
     Args:
         state: of the server.
@@ -27,13 +27,13 @@ class EventDispatcher:
 
     def __init__(self, state: AtomicReference[ServerState]) -> None:
         self._state = state
-        # Held as long as its owner tells, whatever ends that.
+        # Held while its owner delivers events, and released however that ends.
         self._drain_lock = AtomicReference(threading.Lock())
-        # An event, and who has heard of it: written by who tells.
+        # The current event and the subscribers that have received it; written by the delivering call only.
         self._delivered: tuple[int, tuple[Subscription, ...]] = (-1, ())
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Tell somebody of all that happens from now on; returns what ends that.
+        """Subscribe a callback to all later events; return the function that unsubscribes it.
 
         Raises:
             ArgumentError: if it cannot be called.
@@ -52,22 +52,22 @@ class EventDispatcher:
                 return now._replace(subscriptions=tuple(one for one in now.subscriptions if one is not mine)), None
 
             self._state.update(removed)
-            self.drain()  # what is left for nobody
+            self.drain()  # events without subscribers
 
         return remove
 
     def publish(self, kind: Callable[..., Event], **fields: object) -> None:
-        """Enter an event, and tell of it."""
+        """Record an event and deliver it."""
         self._state.update(lambda now: (now.with_event(kind, **fields), None))
         self.drain()
 
     def drain(self) -> None:
-        """Tell of all that nobody has heard of, unless somebody is doing so."""
+        """Deliver all pending events, unless another call is doing so."""
         while self._state.value.pending_events and self._drain_once():
-            pass  # what came when the last look was over
+            pass  # events that arrived after the last check
 
     def _drain_once(self) -> bool:
-        """Tell of all that there is, as the only one; whether it was up to us."""
+        """Deliver all pending events as the only dispatcher; return whether this call was responsible."""
         mine = threading.Lock()
         with mine:
             if self._drain_lock.update(lambda held: (held, held) if held.locked() else (mine, mine)) is not mine:
@@ -81,7 +81,7 @@ class EventDispatcher:
             self._delivered = (index, ())
         for one in self._state.value.subscriptions:
             heard = self._delivered[1]
-            # Who was told before may have ended what `one` hears.
+            # An earlier callback may have unsubscribed this one.
             if (
                 one.first_event > index
                 or _contains_identity(one, heard)
@@ -91,12 +91,12 @@ class EventDispatcher:
             try:
                 one.callback(event)
             except Exception:
-                LOG.exception("on_event: %r raised, told of %s", one.callback, event)
+                LOG.exception("on_event: %r raised on %s", one.callback, event)
             self._delivered = (index, (*heard, one))
         self._state.update(lambda now: (now._replace(pending_events=now.pending_events.remove(index)), None))
         self._delivered = (-1, ())
 
 
 def _contains_identity(one: Subscription, some: tuple[Subscription, ...]) -> bool:
-    """Whether it is one of them itself: two that are told alike are two."""
+    """Return whether a sequence contains this very object; equal objects are distinct."""
     return any(other is one for other in some)

@@ -1,4 +1,4 @@
-"""The archive: a tree of plain values and tensors in one file, which is written whole or not at all.
+"""Tensor files: a tree of plain values and tensors in one file, written atomically.
 
 A file is a safetensors file. Its metadata are the version of this format, what kind of thing it holds and a checksum
 over all of it; the tree is JSON, in the entry `tree`, and names the other entries where its tensors are. Nothing in
@@ -47,15 +47,15 @@ HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
 BLANK_CHECKSUM = b"00000000"
 TEMP_SUFFIX = ".tmp"
 NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""What a system of files says in which no file has two names."""
+"""Error numbers of file systems without hard links."""
 
 
 def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
-    """Write a tree into a file, in place of the one that is there.
+    """Write a tree to a file and replace an existing one.
 
-    The file is complete and on the disk when it gets its name: whenever the process is killed or the machine stops, the
-    older one is there, or the new one. What goes wrong leaves the older one and nothing else; where only the folder
-    could not be brought to the disk, the new one.
+    The file is renamed after it is complete and synced to the disk. If the process is killed or the machine stops,
+    either the older or the new file exists. An error leaves the older file and no other; if only the sync of the folder
+    fails, the new file remains.
 
     Args:
         path: of the file, in a folder that exists. A link is followed.
@@ -88,7 +88,7 @@ def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Tree) -> bytearray:
-    """The bytes of the file that `save` would write, for `load_from`.
+    """Return the bytes of the file that `save` would write, for `load_from`.
 
     Raises:
         CheckpointError: naming what of the tree is of another type.
@@ -102,7 +102,7 @@ def dumps(kind: str, tree: Tree) -> bytearray:
 
 
 def load(path: str | Path, kind: str) -> Tree:
-    """The tree that `save` wrote. Tensors come back on their devices where these are here, else on the CPU.
+    """Return the tree that `save` wrote. Tensors return to their devices if these are available, else to the CPU.
 
     Args:
         path: of the file.
@@ -125,7 +125,7 @@ def load(path: str | Path, kind: str) -> Tree:
 
 
 def check_path(path: str | Path) -> Path:
-    """Where a file goes: an absolute path, without links, in a folder that exists.
+    """Return the path of a file as an absolute path without links, in an existing folder.
 
     Raises:
         ArgumentError: if it cannot be that of a file.
@@ -139,7 +139,7 @@ def check_path(path: str | Path) -> Path:
 
 
 def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Tree:
-    """The tree that begins where an open file is, which is then behind it.
+    """Return the tree that starts at the position of an open file, and advance the file past it.
 
     Args:
         file: to read.
@@ -192,12 +192,12 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
             return values.to(_available_device(torch.device(device)))
 
         return decode(json.loads(text), tensor)
-    except Exception as error:  # it was written so by somebody who can make a checksum
+    except Exception as error:  # the checksum is valid, so that another program wrote it
         raise CheckpointError(f"was not written by this package: {error!r}") from None
 
 
 def fsync_dir(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system has that."""
+    """Sync a directory to the disk, if the system supports it."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -207,7 +207,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def _serialize(kind: str, tree: Tree) -> Iterator[memoryview]:
-    """What a file consists of, one after another, with a blank checksum."""
+    """Yield the parts of a file with an empty checksum."""
     tensors: list[Tensor] = []
 
     def listed(tensor: Tensor, way: tuple[str | int, ...]) -> list[Any]:
@@ -222,14 +222,14 @@ def _serialize(kind: str, tree: Tree) -> Iterator[memoryview]:
 
 
 def _available_device(device: torch.device) -> torch.device:
-    """The device where it is here, else the CPU."""
+    """Return the device if it is available, else the CPU."""
     kind = getattr(torch, device.type, None)
     there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
     return device if there else torch.device("cpu")
 
 
 def _make_header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> memoryview:
-    """The header of a file with these tensors and `length` bytes of text, with a blank checksum."""
+    """Return the header of a file with these tensors and `length` bytes of text, with an empty checksum."""
     listed = [(name, x.dtype, list(x.shape), x.numel() * x.itemsize) for name, x in tensors]
     lines = header_entries([*listed, ("tree", torch.uint8, [length], length)])
     metadata = f'{BLANK_CHECKSUM.decode()}","format":"{FORMAT}","kind":{json.dumps(kind)}}}'
@@ -237,7 +237,7 @@ def _make_header(kind: str, tensors: list[tuple[str, Tensor]], length: int) -> m
 
 
 def _atomic_write(path: Path, parts: Iterable[memoryview], keep: int) -> None:
-    """Write a temporary file beside `path`, bring it to the disk, and give it its name."""
+    """Write a temporary file next to `path`, sync it to the disk, and rename it."""
     with _temp_file(path) as (name, file):
         write = partial(os.write, file)
         checksum = 0
@@ -253,7 +253,7 @@ def _atomic_write(path: Path, parts: Iterable[memoryview], keep: int) -> None:
 
 @contextlib.contextmanager
 def _temp_file(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside `path` and its descriptor. It is gone afterwards, unless it has another name by then."""
+    """Create a new file next to `path`. It is removed afterwards, unless it was renamed."""
     name = _temp_name(path)
     file = -1
     try:
@@ -273,23 +273,23 @@ def _temp_file(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _temp_name(path: Path) -> Path:
-    """A name that no other file has."""
+    """Return a unique file name."""
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMP_SUFFIX}")
 
 
 def _flock(file: int, *, blocking: bool) -> bool:
-    """Whether this is the only one who holds the file, until it is closed; the system takes it from who was killed."""
+    """Lock a file exclusively until it is closed; the system releases the lock of a killed process."""
     if sys.platform == "win32":
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-    except OSError:  # somebody else does, or this file system does not know
+    except OSError:  # another process holds the lock, or the file system has no locks
         return False
     return True
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the temporary files of processes that were killed."""
+    """Remove the temporary files of killed processes."""
     for name in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 16}{TEMP_SUFFIX}"):
         # Those of others may go meanwhile, or may not be opened.
         with contextlib.suppress(OSError):
@@ -302,7 +302,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Give the file under `path` the name of the last but one too, and so on; at no moment is it without its own."""
+    """Rotate older files: link the file at `path` to the next older name; `path` exists at all times."""
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return
@@ -328,7 +328,7 @@ def _backup_path(path: Path, i: int) -> Path:
 
 
 def _read_exactly(file: BufferedReader, count: int) -> Tensor:
-    """So many bytes, in memory of their own."""
+    """Read exactly this number of bytes into new memory."""
     data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
         raise CheckpointError("is altered: it ends before its header says")
@@ -336,6 +336,6 @@ def _read_exactly(file: BufferedReader, count: int) -> Tensor:
 
 
 def _older_file_hint(path: Path) -> str:
-    """Which older file there is."""
+    """Return a hint that names an older file."""
     older = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return f"; an older one is {min(older, key=lambda name: int(name.suffix[1:]))}" if older else ""

@@ -1,4 +1,4 @@
-"""The format that files and messages share: safetensors, and a tree of plain values as JSON that names its tensors."""
+"""The codec of files and messages: safetensors, and a tree of plain values as JSON that names its tensors."""
 
 import json
 import math
@@ -18,7 +18,7 @@ __all__ = ["SAFETENSORS_DTYPES", "decode", "encode", "header_entries", "offsets"
 MAX_FAST_INT = 2**60
 """Smaller integers have few digits, and are their own hashes."""
 MAX_DEPTH = 64
-"""So many branches of a tree from somebody else may lie within one another."""
+"""The nesting limit of an untrusted tree."""
 MAX_INT_KEYS = 2**12
 """So many integers may be keys of one dict of theirs: they can be chosen such that each takes as long as all before."""
 SAFETENSORS_DTYPES = {
@@ -45,13 +45,13 @@ def encode(
     *,
     is_bounded: bool = False,
 ) -> str:
-    """A tree as JSON.
+    """Encode a tree as JSON.
 
     Args:
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes, `None`.
         tensor_ref: what stands for a tensor, by itself and the way to it.
         make_error: makes of a message what is raised.
-        is_bounded: refuse what `decode` would not take from somebody else.
+        is_bounded: reject trees that `decode` rejects from untrusted sources.
 
     Raises:
         Exception: of `make_error`, naming what of the tree is of another type.
@@ -68,7 +68,7 @@ def encode(
 
 
 class _Encoder:
-    """Makes JSON of a tree.
+    """Encoder from trees to JSON.
 
     The text is put together here and not by `json`, which would keep all other threads from running meanwhile.
     """
@@ -115,7 +115,7 @@ class _Encoder:
     def _child(self, name: str | int, value: Any) -> str:
         self._path.append(name)
         if len(self._path) > self._max_depth:
-            raise self._make_error(f"cannot be saved: it has more than {MAX_DEPTH} branches within one another")
+            raise self._make_error(f"cannot be saved: it has more than {MAX_DEPTH} nested branches")
         text = self.text(value)
         self._path.pop()
         return text
@@ -148,7 +148,7 @@ class _Encoder:
 
 
 def decode(node: Any, load_tensor: Callable[[Any], Tensor], *, is_bounded: bool = False, depth: int = 0) -> Tree:
-    """The tree that a text stands for, once `json` has read it; whatever is not one raises something.
+    """Decode the tree of a parsed JSON value; an invalid value raises an exception.
 
     Args:
         node: what `json` has made of it.
@@ -166,7 +166,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Tensor], *, is_bounded: bool 
             raise ValueError("a list that is not tagged")
         return node
     if is_bounded and depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_DEPTH} branches within one another")
+        raise ValueError(f"more than {MAX_DEPTH} nested branches")
 
     def below(item: Any) -> Tree:
         return decode(item, load_tensor, is_bounded=is_bounded, depth=depth + 1)
@@ -177,7 +177,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Tensor], *, is_bounded: bool 
             raise ValueError(f"a dict with more than {MAX_INT_KEYS} integers as keys")
         branches = {_key(key, is_bounded): below(item) for key, item in content}
         if len(branches) < len(content):
-            raise ValueError("a key that is there twice")
+            raise ValueError("a duplicate key")
         return branches
     if tag == "list":
         return [below(item) for item in content]
@@ -191,18 +191,18 @@ def decode(node: Any, load_tensor: Callable[[Any], Tensor], *, is_bounded: bool 
         return b64decode(content, validate=True)
     if tag == "tensor":
         return load_tensor(content)
-    raise ValueError(f"no tag is called {tag}")
+    raise ValueError(f"unknown tag {tag}")
 
 
 def _key(key: Any, is_bounded: bool) -> str | int:
     if type(key) not in (str, int) or (is_bounded and type(key) is int and abs(key) >= MAX_FAST_INT):
-        raise ValueError("a key that is none")
+        raise ValueError("an invalid key")
     checked: str | int = key
     return checked
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of a name.
+    """Return the dtype of a name.
 
     Raises:
         ValueError: if there is none that tensors of plain numbers have.
@@ -214,12 +214,12 @@ def parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     # Those of quantised tensors begin with q.
     if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
-        raise ValueError(f"no dtype is called {name}")
+        raise ValueError(f"unknown dtype {name}")
     return dtype
 
 
 def header_entries(listed: Iterable[tuple[str, torch.dtype, Sequence[int], int]]) -> str:
-    """The lines of a header: names, dtypes, shapes and bytes of what follows it, one after another.
+    """Return the header entries: names, dtypes, shapes and byte ranges of contiguous tensors.
 
     Example:
         >>> print(header_entries([("w", torch.float32, [2], 8)]))
@@ -237,7 +237,7 @@ def header_entries(listed: Iterable[tuple[str, torch.dtype, Sequence[int], int]]
 
 
 def with_length(header: str) -> bytes:
-    """A header with its length before it."""
+    """Return a header prefixed with its length."""
     text = header.encode()
     # Behind it, numbers of eight bytes begin at multiples of eight.
     text += b" " * (-len(text) % 8)
@@ -245,7 +245,7 @@ def with_length(header: str) -> bytes:
 
 
 def offsets(lines: Mapping[str, Any]) -> list[tuple[int, int, str]]:
-    """Where each entry begins and ends, in their order.
+    """Return the begin and end of each entry, in their order.
 
     Raises:
         ValueError: if they do not follow one another from 0 on.
@@ -257,5 +257,5 @@ def offsets(lines: Mapping[str, Any]) -> list[tuple[int, int, str]]:
     found = sorted((*line["data_offsets"], name) for name, line in lines.items())
     ends = [0, *(end for _, end, _ in found)]
     if any(not before == begin <= end for (begin, end, _), before in zip(found, ends, strict=False)):
-        raise ValueError("its entries do not follow one another")
+        raise ValueError("its entries are not contiguous")
     return found

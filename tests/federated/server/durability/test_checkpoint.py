@@ -94,7 +94,11 @@ def test_exact_averages_go_on_too(tmp_path):
     [
         {"weights": "uniform"},
         {"weights": {"heavy": 5, 7: 3, "light": 1}},
-        {"update_limits": UpdateLimits(norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9)},
+        {
+            "update_limits": UpdateLimits(
+                norm_factor=50.0, max_norm=90.0, samples_factor=3.0, clip_factor=1.2, min_cosine=-0.9
+            )
+        },
         {"base_dtype": torch.bfloat16, "memory_limit": 60},
         {"base_dtype": torch.float16},
         {"max_staleness": 2, "history_size": 3, "receipt_cache_size": 4},
@@ -323,7 +327,7 @@ def test_another_backend_warns(tmp_path, monkeypatch):
     server.save(tmp_path / FILE)
     before = set_backend("reference")
     try:
-        with pytest.warns(RuntimeWarning, match="backend: was .*, is reference here: the same bits are not promised"):
+        with pytest.warns(RuntimeWarning, match="backend: was .*, is reference here: results may differ bitwise"):
             Server.resume(tmp_path / FILE, SPACE, Adds())
     finally:
         set_backend(before)
@@ -382,7 +386,7 @@ def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
     path = tmp_path / FILE
     fresh(clock=Wall()).save(path)
     assert Server.resume(path, SPACE, Adds(), clock=Wall()).version == 0
-    told = "with replace=True it takes over"
+    told = "pass replace=True to replace it"
     with pytest.raises(CheckpointError, match=f"clock: was .*Wall, got time.monotonic; {told}"):
         Server.resume(path, SPACE, Adds())
     other = Server.resume(path, SPACE, Adds(), clock=lambda: 0.0, replace=True)
@@ -529,11 +533,11 @@ def test_a_save_beside_updates_holds_one_moment(tmp_path):
     versions = []
     while any(thread.is_alive() for thread in threads):
         server.save(tmp_path / FILE)
-        books = Server.resume(tmp_path / FILE, SPACE, server.rule)._state.value
-        versions.append(books.model_state.version)
-        assert len(books.history) == 2 * books.model_state.version + len(books.model_state.state["waiting"])
-        assert [row["version"] for row in books.history.values()][-1:] in ([], [books.model_state.version])
-        assert len(books.tickets) <= 2
+        state = Server.resume(tmp_path / FILE, SPACE, server.rule)._state.value
+        versions.append(state.model_state.version)
+        assert len(state.history) == 2 * state.model_state.version + len(state.model_state.state["waiting"])
+        assert [row["version"] for row in state.history.values()][-1:] in ([], [state.model_state.version])
+        assert len(state.tickets) <= 2
     assert versions == sorted(versions)
 
 
@@ -611,9 +615,9 @@ def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp
     go_on = threading.Event()
     kept = checkpoint._stored_trees
 
-    def slow(books):
+    def slow(state):
         assert go_on.wait(60)
-        return kept(books)
+        return kept(state)
 
     monkeypatch.setattr(checkpoint, "_stored_trees", slow)
     server = fresh(memory_limit=0, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=2), spill=tmp_path)

@@ -306,7 +306,7 @@ def test_a_torn_tail_of_any_length_is_cut(tmp_path, caplog, as_shipped):
         # And once more: what was cut does not come back.
         crash(server)
         assert state(back(other, server)) == states[over]
-    assert "which was being written" in caplog.text or "are no change" in caplog.text
+    assert "which was being written" in caplog.text or "are not a record" in caplog.text
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
@@ -328,7 +328,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
             assert state(back(other, fresh())) == states[-2]
             continue
         number = sum(end <= i for end in ends) - 1
-        told = rf"lines\.0\.journal: (change {number} is altered|change {number} was not written)"
+        told = rf"lines\.0\.journal: (record {number} is altered|record {number} was not written)"
         with pytest.raises(CheckpointError, match=told if i >= ends[0] else r"lines\.0\.journal"):
             back(other, fresh())
         assert sorted(name.name for name in other.iterdir()) == [path.name, f"{LINES}.lock"]
@@ -596,15 +596,15 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     server.save(tmp_path / FILE)
     shutil.copy(tmp_path / FILE, tmp_path / "older")
     server.receive(server.tickets[0], answer(1)).check()
-    with pytest.raises(CheckpointError, match=r"lines: another process has this journal"):
+    with pytest.raises(CheckpointError, match=r"lines: is locked by another process"):
         back(tmp_path, server)
     crash(server)
-    with pytest.raises(ArgumentError, match=r"^journal: .*lines: there is one; go on from it with `Server\.resume`"):
+    with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume from it with `Server\.resume`"):
         fresh(journal=tmp_path / LINES)
-    with pytest.raises(CheckpointError, match="give it as `journal`, or journal=None"):
+    with pytest.raises(CheckpointError, match="pass it as `journal`, or pass journal=None"):
         Server.resume(tmp_path / FILE, SPACE, Adds())
     assert Server.resume(tmp_path / FILE, SPACE, Adds(), journal=None).version == 0
-    with pytest.raises(CheckpointError, match="mine: there is no journal, and one was written beside"):
+    with pytest.raises(CheckpointError, match="mine: the journal does not exist, but is required by"):
         back(tmp_path, server, journal=tmp_path / "mine")
     with pytest.raises(CheckpointError, match="space: n: was 6, got 7|space: .*was 6, got 7"):
         Server.resume(tmp_path / FILE, Flat(7), Adds(), journal=tmp_path / LINES)
@@ -621,7 +621,7 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     assert other.version == 1
     other.save(tmp_path / FILE)
     crash(other)
-    with pytest.raises(CheckpointError, match="begins with change 2, and the checkpoint holds what was before 1"):
+    with pytest.raises(CheckpointError, match="begins with record 2, and the checkpoint holds what was before 1"):
         Server.resume(tmp_path / "older", SPACE, Adds(), journal=gone(tmp_path, other))
     # With nothing beyond the checkpoint another rule may take over.
     new = Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), journal=tmp_path / LINES, replace=True)
@@ -688,12 +688,12 @@ def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_pat
         thread.join()
     (winner,) = found
     (told,) = refused
-    assert told == f"{tmp_path / LINES}: another process has this journal, or another server of this one"
+    assert told == f"{tmp_path / LINES}: is locked by another process, or by another server of this process"
     # Also after the files were begun anew, and of a new server.
     winner.receive(winner.dispatch("b"), answer(2)).check()
     winner.save(tmp_path / FILE)
     for make in (lambda: back(tmp_path, server), lambda: fresh(journal=tmp_path / LINES)):
-        with pytest.raises(CheckpointError, match="another process has this journal"):
+        with pytest.raises(CheckpointError, match="is locked by another process"):
             make()
     winner.receive(winner.dispatch("c"), answer(3)).check()
     before = state(winner)
@@ -705,7 +705,7 @@ def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monk
     begin = journal.JournalWriter.open_segment
 
     def late(appender, *given):
-        with pytest.raises(CheckpointError, match="another process has this journal"):
+        with pytest.raises(CheckpointError, match="is locked by another process"):
             fresh(journal=tmp_path / LINES)
         begin(appender, *given)
 
@@ -845,7 +845,7 @@ def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):
     server = fresh(Forgets(), journal=tmp_path / LINES)
     server.receive(server.dispatch("a"), answer(1)).check()
     crash(server)
-    with pytest.warns(RuntimeWarning, match="change 1: its receipt was .*the rule does not repeat itself here"):
+    with pytest.warns(RuntimeWarning, match="record 1: its receipt was .*the rule is not deterministic"):
         back(tmp_path, server)
 
 
@@ -891,4 +891,4 @@ def test_a_cut_is_told_to_the_log(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-3])
     with caplog.at_level(logging.WARNING, "manifoldagg"):
         assert state(back(tmp_path, fresh())) == states[-2]
-    assert f"{ends[-1] - 3 - ends[-2]} bytes after change 4 are no change" in caplog.text
+    assert f"{ends[-1] - 3 - ends[-2]} bytes after record 4 are not a record" in caplog.text

@@ -327,7 +327,7 @@ ODD = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_no_file_can_have_is_refused_for_good(tmp_path, kind):
-    with pytest.raises(SpillError, match="spill: a file cannot have a tensor that is") as caught:
+    with pytest.raises(SpillError, match="spill: a file cannot store a tensor that is") as caught:
         Spill(tmp_path).write([torch.ones(3), {"odd": ODD[kind]()}])
     assert not caught.value.temporary
     assert left(tmp_path) == []
@@ -338,7 +338,7 @@ def test_a_tensor_of_a_transformation_is_refused_for_good(tmp_path):
     caught = []
 
     def writes(x):
-        with pytest.raises(SpillError, match="spill: a file cannot have this tree") as error:
+        with pytest.raises(SpillError, match="spill: a file cannot store this tree") as error:
             spill.write({"m": x})
         caught.append(error.value.temporary)
         return x

@@ -1,4 +1,4 @@
-"""The data of a node and of the exam, and the model."""
+"""The data of a node and of the test set, and the model."""
 
 import os
 
@@ -7,11 +7,11 @@ import torch
 
 from manifoldagg.experiments import load_dataset
 
-__all__ = ["EXAM", "TASK", "note", "part", "right"]
+__all__ = ["TASK", "TEST", "note", "part", "right"]
 
 TASK = load_dataset("digits")
 ORDER = np.random.default_rng(0).permutation(len(TASK.labels))
-EXAM = ORDER[:360]
+TEST = ORDER[:360]
 
 
 def part(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,9 +22,9 @@ def part(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def right(model: torch.nn.Module) -> float:
-    """How much of the exam a model gets right."""
+    """How much of the test set a model gets right."""
     model.eval()
-    return (model(TASK.inputs[EXAM]).argmax(1) == TASK.labels[EXAM]).float().mean().item()
+    return (model(TASK.inputs[TEST]).argmax(1) == TASK.labels[TEST]).float().mean().item()
 
 
 def note(folder: str, name: str, line: str) -> None:

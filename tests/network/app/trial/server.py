@@ -18,7 +18,7 @@ from trial.digits import TASK, note, right
 app = ServerApp()
 
 
-def exam(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
     """How good a round's model is."""
     model = TASK.model()
     model.load_state_dict(arrays.to_torch_state_dict())
@@ -79,7 +79,7 @@ def main(grid: Grid, context: Context) -> None:
     watcher.start()
     try:
         result = strategy.start(
-            grid, ArrayRecord(TASK.model().state_dict()), num_rounds=config["rounds"], evaluate_fn=exam
+            grid, ArrayRecord(TASK.model().state_dict()), num_rounds=config["rounds"], evaluate_fn=evaluate
         )
     finally:
         done.set()
@@ -87,5 +87,5 @@ def main(grid: Grid, context: Context) -> None:
     write(folder / "status.json", known(strategy.server))
     rights = {number: metrics["accuracy"] for number, metrics in result.evaluate_metrics_serverapp.items()}
     asked = {number: dict(metrics) for number, metrics in result.evaluate_metrics_clientapp.items()}
-    said = {"rights": rights, "asked": asked, "right": exam(0, result.arrays)["accuracy"]}
+    said = {"rights": rights, "asked": asked, "right": evaluate(0, result.arrays)["accuracy"]}
     write(folder / "result.json", said)
