@@ -254,7 +254,9 @@ def engines_lines(rows: list[Row]) -> list[str]:
 class Idle:
     """A trainer that sends back what it was sent."""
 
-    def train(self, space: Any, message: Message, loss: Any, batches: Any, memory: Any, *, generator: Any) -> Payload:
+    def train(
+        self, space: Any, message: Message, loss: Any, batches: Any, client_state: Any, *, generator: Any
+    ) -> Payload:
         """The message's start, with the samples of the batches."""
         return Payload(message.start[None], batches.samples)
 

@@ -69,7 +69,7 @@ BUT = (
 """What the oldest versions are not asked for."""
 USES = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
-    "data": "from manifoldagg.experiments import task; print(task('digits').name)",
+    "data": "from manifoldagg.experiments import load_dataset; print(load_dataset('digits').name)",
     "flower": (
         "from manifoldagg.federated.rules import FedAsync; from manifoldagg.integrations.flower import Asynchronous\n"
         "from torch import nn; print(Asynchronous(FedAsync(), model=lambda: nn.Linear(2, 1)))"

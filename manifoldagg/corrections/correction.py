@@ -66,7 +66,10 @@ class Corrected:
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
     def move(self, weights: Any, out: Target = None) -> Any:
-        r"""Compute $\Theta^\tau + \sum_i w_i C_i r$ by [`Frame.move`][manifoldagg.corrections.Frame.move]."""
+        r"""Compute the new model $\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$.
+
+        See [`Frame.move`][manifoldagg.corrections.Frame.move].
+        """
         return self.frame.move(self.gram, self.row_coefficients(weights), out)
 
     def rows(self) -> list[Row]:

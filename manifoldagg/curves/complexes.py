@@ -155,7 +155,10 @@ class Complex(Hull):
     def log_volume_gradient(
         self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
     ) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`: $\sum_f s_f\, \partial \log V_f$, $s_f = V_f / \sum V$."""
+        r"""Compute the gradient of `log_volume`.
+
+        It is $\sum_f s_f\, \partial \log V_f$ with $s_f = V_f / \sum V$, or with $s_f = 1$ for `by="face"`.
+        """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
         shares = phi.new_ones(len(self.faces), dtype=torch.float64) if by == "face" else self._volume_fractions(phi)

@@ -105,7 +105,7 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
     [
         ("", "expected a table for each comparison, got none"),
         ("[defaults]\nupdates = 3", "expected a table for each comparison, got none"),
-        ("updates = 3\n[a]", r"updates: expected a table; what all share stands in \[defaults\]"),
+        ("updates = 3\n[a]", r"updates: expected a table; shared options belong in \[defaults\]"),
         ("[a]\nupdate = 3", "a: no option 'update'; did you mean updates?"),
         ("[defaults]\ntune_seeds = 3\n[a]", "defaults: no option 'tune_seeds'; did you mean tune-seeds?"),
         ("[a]\nname = 'b'", "a: no option 'name'"),
@@ -305,7 +305,7 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
     ("words", "message"),
     [
         (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
-        (["--config", "two.toml", "--name", "x"], "name: expected none with --config"),
+        (["--config", "two.toml", "--name", "x"], "name: expected no name with --config"),
         (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
         (["--only", "first"], "--only: it chooses tables of --config"),
     ],

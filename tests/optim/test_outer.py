@@ -395,7 +395,7 @@ def late(rule, **known):
         (lambda: late(ASGD(), staleness=-1), "staleness: expected"),
         (lambda: late(ASGD(), weight=0.0), "weight: expected"),
         (lambda: late(ASGD(), worker="a.b"), "worker: expected an int or a word"),
-        (lambda: late(FedOrtho(), staleness=1), "base: expected where the worker started, for FedOrtho"),
+        (lambda: late(FedOrtho(), staleness=1), "base: expected the start of the worker, which FedOrtho requires"),
         (lambda: late(Momentum(FedOrtho()), staleness=1), "base: expected the start of the worker"),
         (lambda: late(ASGD(decay=1.0), staleness=1), "base: expected the start of the worker"),
         (lambda: late(ASGD(), base=[torch.ones(2)]), "base: expected 5 tensors"),
