@@ -113,7 +113,7 @@ def fit(
         curve: the embedding to fit: a curve, a tunnel, a simplex.
         loss: `loss(theta, batch)` to a scalar, as from
             [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
-        batches: what can be iterated again and again, such as a list or a `DataLoader`.
+        batches: a re-iterable object, such as a list or a `DataLoader`.
         start: $\Theta^t$ (*space.shape); it is not written. The first point of `phi` where not given.
         end: where the last point begins; `start` where not given.
         phi: where all points begin (size, *space.shape), in place of `end` and `control.start`.

@@ -164,7 +164,7 @@ class Schedule:
             now.opening = standing
         iterator = iter(self.batches)
         if iterator is self.batches:
-            raise ArgumentError("batches: expected what can be iterated again, such as a list; got an iterator")
+            raise ArgumentError("batches: expected a re-iterable object, such as a list; got an iterator")
         if taken:
             seen = sum(1 for _ in islice(iterator, taken))
             if seen < taken:

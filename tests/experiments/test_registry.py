@@ -252,7 +252,7 @@ def test_rules_of_ones_own_stand_among_others():
         (lambda: method("./own:Signs"), "methods: ./own:Signs: neither a method nor a module that can be imported"),
         (lambda: method("fedbuff:5"), "methods: fedbuff: no option ''"),
         (lambda: methods(f"{OWN}:Signs,{OWN}:Signs"), f"methods: {OWN}:Signs is given twice"),
-        (lambda: methods([f"{OWN}:bound"], [f"{OWN}:bound=1"]), f"rate: {OWN}:bound has none"),
+        (lambda: methods([f"{OWN}:bound"], [f"{OWN}:bound=1"]), f"rate: {OWN}:bound has no rate"),
         (lambda: method("fedasink"), "methods: no method 'fedasink'; did you mean fedasync?"),
         (lambda: method("sgd"), "methods: no method 'sgd'; did you mean asgd?"),
         (lambda: method("xyz"), "methods: no method 'xyz'; there are asgd, "),
@@ -277,7 +277,7 @@ def test_rules_of_ones_own_stand_among_others():
         (lambda: methods(["fedgs"], ["fast"]), "rate: expected a number or METHOD=NUMBER, got 'fast'"),
         (lambda: methods(["fedgs"], ["-1"]), "rate: expected a finite number > 0, got -1.0"),
         (lambda: methods(["fedgs"], ["fedasync=1"]), "rate: no method 'fedasync'; did you mean fedgs?"),
-        (lambda: methods(["floco"], ["floco=1"]), "rate: floco has none"),
+        (lambda: methods(["floco"], ["floco=1"]), "rate: floco has no rate"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(call, words):

@@ -234,7 +234,7 @@ def test_weights_may_be_given_anew_to_those_who_take_part():
     assert Weights.of_state(given.state(), "observed", None) == told
     with pytest.raises(ArgumentError, match="client: 'b' has no entry in the weights"):
         Weights.of_state(told.state(), {"a": 1}, None)
-    with pytest.raises(ArgumentError, match="weights: state: expected what"):
+    with pytest.raises(ArgumentError, match="weights: state: expected the result of Weights.state"):
         Weights.of_state({"kind": "observed"}, None, None)
 
 

@@ -282,5 +282,5 @@ def test_batches_that_are_over_after_an_epoch_are_named():
     for once in (iter([]), (batch for batch in ())):
         app = client_app(clients.Local(epochs=2), of.dataset.model, lambda context, nth, once=once: once)
         for kind in ("train", "evaluate"):
-            with pytest.raises(ArgumentError, match=r"^data: expected what can be iterated again .* returned a "):
+            with pytest.raises(ArgumentError, match=r"^data: expected a re-iterable object, .* returned a "):
                 app(flower_message(content, kind), node())

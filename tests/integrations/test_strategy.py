@@ -704,7 +704,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(ArgumentError, match=f"^{words}"):
             Asynchronous(fedasync, model=model).start(None, arrays)
-    with pytest.raises(ArgumentError, match="^buffer_policy: 'odd' matches nothing"):
+    with pytest.raises(ArgumentError, match="^buffer_policy: 'odd' matches no entry of the model"):
         Asynchronous(fedasync, model=Net, buffer_policy={"odd": "leave"}).start(None, first())
     for options, words in (({"num_rounds": -1}, "num_rounds: expected"), ({"timeout": 0}, "timeout: expected")):
         with pytest.raises(ArgumentError, match=words):

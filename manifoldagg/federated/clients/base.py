@@ -30,7 +30,7 @@ class TrainingTask:
         space: where models live.
         message: what the server sent.
         loss: `loss(theta, batch)` to a scalar.
-        batches: what can be iterated again and again.
+        batches: a re-iterable object.
         client_state: what the last payload of this client left with it.
         generator: draws whatever is drawn.
     """
@@ -116,7 +116,7 @@ class BaseTrainer(abc.ABC):
             message: from the server: where to start, and what the rule sends besides.
             loss: `loss(theta, batch)` to a scalar; where the message asks for buffers, one of
                 [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is left as it was.
-            batches: what can be iterated again and again.
+            batches: a re-iterable object.
             client_state: what the last payload of this client left with it.
             generator: draws whatever is drawn.
 

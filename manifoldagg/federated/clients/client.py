@@ -31,7 +31,7 @@ def train_client(
         model: with the parameters that the server's model has.
         message: of a ticket.
         trainer: what the client does with it.
-        batches: pairs (inputs, targets), which can be iterated again and again.
+        batches: pairs (inputs, targets) in a re-iterable object.
         criterion: (output, target) to a scalar.
         client_state: what the last payload of this client left with it.
         generator: draws whatever the trainer draws.

@@ -227,7 +227,7 @@ def _reiterable_batches(
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
-        raise ArgumentError(f"data: expected a re-iterable object, such as a list, it returned a {kind}")
+        raise ArgumentError(f"data: expected a re-iterable object, such as a list; it returned a {kind}")
     return batches
 
 

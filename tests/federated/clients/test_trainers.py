@@ -227,7 +227,7 @@ def test_what_cannot_be_counted_is_refused_before_training():
     for batches, words in (
         (odd, "batches: samples: expected"),
         ([1.0], "batches: expected pairs"),
-        (iter(PAIRS), "again"),
+        (iter(PAIRS), "re-iterable"),
     ):
         with pytest.raises(ArgumentError, match=words):
             trained(clients.Local(), objective=never, batches=batches)

@@ -359,9 +359,9 @@ def test_a_state_of_something_else_is_refused():
     for change, words in [
         ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
         ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
-        ({"models": {}}, "state: expected what"),
+        ({"models": {}}, "state: expected the result of AsyncAggregator.state"),
         ({"in_flight": [("a", None, 5, False)]}, "state: in_flight: "),
-        ({"in_flight": [("a", None, 0)]}, "state: expected what"),
+        ({"in_flight": [("a", None, 0)]}, "state: expected the result of AsyncAggregator.state"),
         ({"in_flight": [("a", None, 0, 3)]}, "state: in_flight: "),
         ({"in_flight": [("a", None, 0, False)] * 2}, "state: in_flight: "),
         ({"in_flight": [("b", None, 0, False)]}, "state: in_flight: "),
