@@ -186,7 +186,7 @@ class Scheduler(Resumable, Generic[C]):
             for client, work, *_ in waiting + running:
                 self._check_duration(client, work)
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"state: expected a state of this scheduler, but {error}") from None
+            raise ArgumentError(f"state: expected the state of this scheduler, but {error}") from None
         self._clock.restore(state["clock"])
         self._num_finished = finished
         self._client_counts = dict(held)

@@ -139,7 +139,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(maker, spoil):
     spoil(state)
     live(scheduler, 5)
     before = scheduler.state()
-    with pytest.raises(ArgumentError, match="state: expected a state of this scheduler"):
+    with pytest.raises(ArgumentError, match="state: expected the state of"):
         scheduler.restore(state)
     assert scheduler.state() == before
 
