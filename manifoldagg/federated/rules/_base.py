@@ -33,8 +33,13 @@ class ServerRule(abc.ABC):
     `needs_linear_leaves`, of what has a meaning on leaves of low rank too: inner products and sums of points.
     `uses_drift` says whether a step depends on where the model has gone since the client left; of others who is late
     needs no base. `not_private_because` says why [`Private`][manifoldagg.federated.rules.Private] rejects it.
+
+    `rate_kind` is the unit of the option `rate`: `"share"` of the way to the client's model, `"step"` that is
+    multiplied by the weight of the client, `"mean"` for a step on the mean of a buffer, and `""` for every other unit,
+    such as the length of a step of Adam. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
     """
 
+    rate_kind: ClassVar[str] = ""
     needs_flat: ClassVar[str] = ""
     needs_linear_leaves: ClassVar[str] = ""
     uses_drift: ClassVar[bool] = True

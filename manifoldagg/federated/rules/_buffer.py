@@ -90,6 +90,7 @@ class BufferedRule(TangentRule):
     """
 
     rate: Rate
+    rate_kind: ClassVar[str] = "mean"
     not_private_because: ClassVar[str] = ""
 
     @property

@@ -136,6 +136,7 @@ class ScheduledRule(CurveRule):
     What the options mean says [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
     """
 
+    rate_kind: ClassVar[str] = "step"
     rate: Rate = 1.0
     decay: float = 0.0
     penalty_limit: float = 10.0

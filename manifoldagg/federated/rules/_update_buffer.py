@@ -30,6 +30,7 @@ class StoredBufferRule(TangentRule):
     """
 
     cohort: ClassVar[int] = 1
+    rate_kind: ClassVar[str] = "mean"
     uses_drift: ClassVar[bool] = False
     size: int
     rate: Rate

@@ -85,6 +85,7 @@ class CA2FL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
+    rate_kind: ClassVar[str] = "mean"
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
     not_private_because: ClassVar[str] = "it stores each client's update and adds it again"
     needs_linear_leaves: ClassVar[str] = "cached displacements"

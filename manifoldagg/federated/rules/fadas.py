@@ -71,6 +71,7 @@ class FADAS(BufferedRule):
     """
 
     cohort: ClassVar[int] = 1
+    rate_kind: ClassVar[str] = ""
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares"
     size: int = 10

@@ -56,6 +56,7 @@ class FedAdam(FedAvg):
         [tensor([ 0.4950, -0.4999])]
     """
 
+    rate_kind: ClassVar[str] = ""
     accepts_tensor_lists: ClassVar[bool] = False
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
     needs_flat: ClassVar[str] = "elementwise squares"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from manifoldagg.corrections import Correction, Position
 from manifoldagg.federated.rules._curve_rule import CurveRule
@@ -45,6 +46,7 @@ class FedAsync(CurveRule):
         {'w': tensor([1.])}
     """
 
+    rate_kind: ClassVar[str] = "share"
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Constant)
     weighted: bool = False

@@ -83,6 +83,7 @@ class OrthoFL(ServerRule):
     """
 
     cohort: ClassVar[int] = 1
+    rate_kind: ClassVar[str] = "share"
     not_private_because: ClassVar[str] = "clients start from their own updates"
     needs_linear_leaves: ClassVar[str] = "shifts between models"
     rate: Rate = 0.6

@@ -33,6 +33,7 @@ from manifoldagg.federated.server.durability.spill import SpilledTree
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.validation import check_samples
+from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.types import ClientState, Message, Rule, State
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
@@ -117,6 +118,7 @@ class AsyncAggregator:
         store = Store().retain(_version_key(0), InMemoryTree(self._template))
         self._state = AtomicReference(_State(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store))
         self._update_lock = OwnedLock()
+        self._warned_unstable = False
 
     def checkout(
         self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
@@ -182,7 +184,7 @@ class AsyncAggregator:
             RuleError: as `aggregate`.
 
         Warns:
-            UserWarning: as `aggregate`.
+            UserWarning: as `aggregate`; and once if the step is above the stability limit of the concurrency.
 
         Cost: that of `aggregate`.
         """
@@ -219,6 +221,10 @@ class AsyncAggregator:
                 adapters=self._adapters,
                 scaling=(self._scaling, scaling),
             )
+            if not self._warned_unstable:
+                self._warned_unstable = warn_if_unstable(
+                    self._rule, made.numbers, known.staleness, num_in_flight=len(now.tasks)
+                )
             version = self._state.update(lambda now: now.with_update(place, known, made))
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 

@@ -61,6 +61,7 @@ from manifoldagg.federated.server.validation import (
     raise_nonfinite,
     validate_payload,
 )
+from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.step import StepConfig, step
 from manifoldagg.federated.types import (
     Averaging,
@@ -210,6 +211,7 @@ class Server:
         # An average may store models, so that their memory is not reused.
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
+        self._warned_unstable = False
         limits = ServerLimits(
             max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
             timeout=None if timeout is None else check_number("timeout", timeout, above=0),
@@ -506,6 +508,10 @@ class Server:
             RuleError: if the rule, or a schedule in it, returns an invalid result.
             CheckpointError: if the journal cannot be written. The update stays applied, and a retry returns its receipt
                 once the journal can be written. Until then no other update is accepted.
+
+        Warns:
+            UserWarning: once, if the step is above the stability limit of the concurrency. If the warning is raised as
+                an error, nothing has changed. See [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
         Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
         matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
@@ -907,6 +913,10 @@ class Server:
         except Exception:
             raise_nonfinite(self._schema, payload)
             raise
+        if record is None and not self._warned_unstable:
+            self._warned_unstable = warn_if_unstable(
+                self.rule, outcome.numbers, update.staleness, num_in_flight=len(state.tickets)
+            )
         seconds = time.perf_counter() - begun if state.subscriptions else math.nan
         moved = outcome.model is not None
         receipt = Receipt(

@@ -1,0 +1,163 @@
+r"""Stability of asynchronous steps: the limit of the step size, and learning rates below it.
+
+A server step moves the model by $\rho$ times a stale update. With $m$ clients in flight, the update was computed about
+$m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the oscillation grows, and training collapses.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from manifoldagg._validation import check_count
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.schedules import weight_at
+
+__all__ = ["stability_limit", "suggest_rate", "warn_if_unstable"]
+
+RATE_KINDS = ("share", "step", "mean")
+"""The kinds of rates that are multiples of an update; the others are, for example, lengths of Adam's steps."""
+
+
+def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
+    r"""Return the largest step size $\rho$ at which asynchronous training is stable.
+
+    The model: every client has the loss $\frac12 \|x\|^2$ and trains to its minimum, so that a client that started from
+    $b_i$ returns the displacement $-b_i$. In each step, $K$ of the $m$ clients in flight return, chosen at random:
+
+    $$x' = x - \frac{\rho}{K} \sum_{i \in S} b_i, \qquad b_i' = x' \ (i \in S), \qquad b_i' = b_i \ (i \notin S).$$
+
+    The second moments of $x$ and $b$ then follow a linear recursion. Its spectral radius is below 1 if and only if
+
+    $$2 m (m - K)\, \rho^2 + K (K^2 + K - 2 m)\, \rho < 2 K^2 (2 m - K - 1).$$
+
+    For $K = 1$ this is $m \rho^2 < \rho + 2$. For $K = m$, synchronous rounds, it is $\rho < 2$, the limit of gradient
+    descent. Clients that train less far have a higher limit: it is divided by the part of the way to the minimum that
+    they go. If clients return in a fixed order, the limit for $K = 1$ is the lower
+    $2 \sin \frac{\pi}{2 (2 m - 1)}$ (Levin and May 1976), which is above $\pi / (2 m)$.
+
+    Args:
+        concurrency: $m$, the number of clients in flight.
+        buffer_size: $K$, the number of updates in each step. Above `concurrency` it counts as `concurrency`.
+
+    Raises:
+        ArgumentError: if an argument is not a positive integer.
+
+    Example:
+        >>> [stability_limit(m) for m in (1, 3, 10)]
+        [2.0, 1.0, 0.5]
+        >>> stability_limit(10, buffer_size=10)
+        2.0
+    """
+    m = check_count("concurrency", concurrency)
+    k = min(check_count("buffer_size", buffer_size), m)
+    if k == m:
+        return 2.0
+    # The larger root of a ρ² + b ρ = c, where a and c are positive.
+    a, b, c = 2 * m * (m - k), k * (k * k + k - 2 * m), 2 * k * k * (2 * m - k - 1)
+    root = math.sqrt(b * b + 4 * a * c)
+    return (root - b) / (2 * a) if b <= 0 else 2 * c / (root + b)
+
+
+def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
+    r"""Return a stable learning rate of a rule for this number of clients and this concurrency.
+
+    With this rate, the update of an average client moves the model by the part $\rho = 1 / (m + 1)$ of its
+    displacement. This is about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit] or less, and at
+    most two thirds of the limit for clients that return in a fixed order. For a buffer of $K$ updates the part is
+    $\rho = \min(1, K / m)$. In terms of the option `rate`:
+
+    | rate of the rule | $\rho$ | suggested rate |
+    | --- | --- | --- |
+    | step, times the weight $w_i \approx 1 / N$ (`FedOrtho`, `ASGD` and others) | rate / N | N / (m + 1) |
+    | share of the way to the client's model (`FedAsync`, `OrthoFL`) | rate $\cdot\, s$ | 1 / (m + 1) / s |
+    | the same with `weighted=True` | rate $\cdot\, s$ / N | N / (m + 1) / s |
+    | step on the mean of a buffer of K (`FedBuff`, `Median` and others) | rate | min(1, K / m) |
+    | step on the mean of a synchronous cohort (`FedAvg`) | rate | 1 |
+
+    Here $s$ is the staleness weight of the rule at the mean staleness $m - 1$.
+
+    Begin with this rate. In short runs, higher rates converge faster, up to about half of the stability limit.
+
+    Args:
+        rule: a rule whose rate is a multiple of an update. `Momentum` and `Private` count as the rule in them;
+            `Momentum` divides the rate by the sum $1 / (1 - \beta)$ of its weights.
+        num_clients: $N$, the number of clients that take part.
+        concurrency: $m \le N$, the number of clients that train at the same time.
+
+    Raises:
+        ArgumentError: if an argument is not a positive integer, if `concurrency` is above `num_clients`, or if the rate
+            of the rule has another unit, such as the length of a step of Adam.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedAsync, FedBuff, FedOrtho
+        >>> suggest_rate(FedOrtho(), num_clients=10, concurrency=9)
+        1.0
+        >>> suggest_rate(FedAsync(), num_clients=10, concurrency=9)
+        0.1
+        >>> suggest_rate(FedBuff(5), num_clients=100, concurrency=20)
+        0.25
+    """
+    n = check_count("num_clients", num_clients)
+    m = check_count("concurrency", concurrency)
+    if m > n:
+        raise ArgumentError(f"concurrency: expected at most num_clients={n}, got {m}")
+    inner, factor = rule, 1.0
+    while hasattr(inner, "rule"):
+        factor *= 1 - getattr(inner, "beta", 0.0)
+        inner = inner.rule
+    kind = getattr(inner, "rate_kind", "")
+    if kind not in RATE_KINDS:
+        raise ArgumentError(
+            f"rule: expected a rule whose rate is a multiple of an update (rate_kind 'share', 'step' or 'mean'), got "
+            f"{type(inner).__name__}; search its rate with `manifoldagg compare --tune`"
+        )
+    if kind == "mean":
+        is_synchronous = inner.cohort > 1 and not hasattr(inner, "draw")
+        return factor * (1.0 if is_synchronous else min(1.0, _buffer_size(inner) / m))
+    if kind == "step":
+        return factor * n / (m + 1)
+    size = n if inner.weighted else 1
+    # A weight of 0 at this staleness leaves the largest rate, which is the whole share.
+    return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))
+
+
+def warn_if_unstable(rule: Any, numbers: Mapping[str, float], staleness: int, num_in_flight: int) -> bool:
+    r"""Warn if a step is larger than the stability limit, and return whether it is.
+
+    The concurrency is estimated by the smaller of the number of clients in flight and $K$ times the staleness, plus 1:
+    lost clients and a single late update do not count.
+
+    Args:
+        rule: that took the step.
+        numbers: its metrics, with the step size `rate`.
+        staleness: in versions.
+        num_in_flight: the number of tasks in flight, including this one.
+
+    Warns:
+        UserWarning: naming the rate, the limit, and `suggest_rate`.
+    """
+    kind = getattr(rule, "rate_kind", None)
+    rho = numbers.get("rate", 0.0)
+    # A share of the way to the client's model never overshoots it.
+    if kind not in ("step", "mean") or not rho > 0:
+        return False
+    if getattr(rule, "overshoot", None) == "clamp":
+        rho = min(rho, 1.0)
+    k = _buffer_size(rule)
+    m = max(1, min(k * staleness + 1, num_in_flight))
+    limit = stability_limit(m, k)
+    if rho <= limit:
+        return False
+    warnings.warn(
+        f"rate: a step size of {rho:.3g} is above the stability limit of {limit:.3g} at a concurrency of {m}, so "
+        "training may diverge; use a lower rate or concurrency, see manifoldagg.federated.suggest_rate",
+        UserWarning,
+        stacklevel=3,
+    )
+    return True
+
+
+def _buffer_size(rule: Any) -> int:
+    """Return the number of updates in each step of a rule."""
+    return int(getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1)
