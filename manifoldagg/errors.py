@@ -1,4 +1,4 @@
-"""The exceptions of the library.
+"""The exceptions and the warning category of the library.
 
 Every error that the library raises on purpose is a [`ManifoldAggError`][manifoldagg.errors.ManifoldAggError].
 """
@@ -11,6 +11,7 @@ __all__ = [
     "ManifoldAggError",
     "RuleError",
     "SpillError",
+    "StabilityWarning",
     "StateDictError",
     "WireError",
 ]
@@ -63,3 +64,7 @@ class SpillError(ManifoldAggError):
     def __init__(self, message: str, *, temporary: bool = False) -> None:
         super().__init__(message)
         self.temporary = temporary
+
+
+class StabilityWarning(UserWarning):
+    """A learning rate is above the stability limit of the concurrency, so that training may diverge."""

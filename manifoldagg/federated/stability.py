@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manifoldagg._validation import check_count
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.federated.schedules import weight_at
 
 __all__ = ["stability_limit", "suggest_rate", "warn_if_unstable"]
@@ -135,7 +135,7 @@ def warn_if_unstable(rule: Any, numbers: Mapping[str, float], staleness: int, nu
         num_in_flight: the number of tasks in flight, including this one.
 
     Warns:
-        UserWarning: naming the rate, the limit, and `suggest_rate`.
+        StabilityWarning: naming the rate, the limit, and `suggest_rate`.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
@@ -152,7 +152,7 @@ def warn_if_unstable(rule: Any, numbers: Mapping[str, float], staleness: int, nu
     warnings.warn(
         f"rate: a step size of {rho:.3g} is above the stability limit of {limit:.3g} at a concurrency of {m}, so "
         "training may diverge; use a lower rate or concurrency, see manifoldagg.federated.suggest_rate",
-        UserWarning,
+        StabilityWarning,
         stacklevel=3,
     )
     return True

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.federated import AsyncAggregator, Payload, Server, stability_limit, suggest_rate
 from manifoldagg.federated.rules import (
     ASGD,
@@ -168,7 +168,7 @@ def test_a_server_converges_at_the_suggested_rate(m, answer):
 
 @pytest.mark.parametrize("m", [3, 10])
 def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
-    with pytest.warns(UserWarning, match="^rate: ") as caught:
+    with pytest.warns(StabilityWarning, match="^rate: ") as caught:
         sizes = train_quadratic(ASGD(1.2 * m * stability_limit(m), overshoot="extend"), m, 40 * m, 0, "in turn")
     assert sizes[-1] > 1e3
     (warning,) = caught
@@ -208,7 +208,7 @@ def test_an_update_is_not_applied_if_the_warning_is_an_error():
             before = server.version
             try:
                 server.receive(ticket.id, Payload(torch.zeros(1, 1), samples=1)).check()
-            except UserWarning:
+            except StabilityWarning:
                 warned += 1
                 assert server.version == before
                 assert ticket.id in server.tickets
@@ -227,6 +227,6 @@ def test_the_aggregator_warns_as_the_server_does():
 
     for client in range(3):
         submit(client)
-    with pytest.warns(UserWarning, match=r"^rate: a step size of 1 is above the stability limit of 0\.843 at a concur"):
+    with pytest.warns(StabilityWarning, match=r"^rate: a step size of 1 is above the stability limit of 0\.843 at a concur"):
         submit(3)
     submit(4)

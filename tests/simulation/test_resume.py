@@ -40,6 +40,8 @@ from manifoldagg.simulation.executors.task_runner import TaskRunner
 from tests.simulation.executors import runners
 from tests.simulation.test_run import clusters
 
+# The default rates of the methods are tuned for 30 clients, and these tests have fewer.
+pytestmark = pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
 ROUNDS = 9
 FEDERATION = runners.federation()
 

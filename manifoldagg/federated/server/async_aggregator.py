@@ -184,7 +184,8 @@ class AsyncAggregator:
             RuleError: as `aggregate`.
 
         Warns:
-            UserWarning: as `aggregate`; and once if the step is above the stability limit of the concurrency.
+            UserWarning: as `aggregate`.
+            StabilityWarning: once, if the step is above the stability limit of the concurrency.
 
         Cost: that of `aggregate`.
         """

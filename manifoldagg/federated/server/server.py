@@ -510,7 +510,7 @@ class Server:
                 once the journal can be written. Until then no other update is accepted.
 
         Warns:
-            UserWarning: once, if the step is above the stability limit of the concurrency. If the warning is raised as
+            StabilityWarning: once, if the step is above the stability limit of the concurrency. If the warning is raised as
                 an error, nothing has changed. See [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
         Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram

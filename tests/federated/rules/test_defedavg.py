@@ -21,7 +21,7 @@ GOLDEN = {"DeFedAvg": DeFedAvg(2)}
 
 
 # The law holds for any rate, also for those above the stability limit.
-@pytest.mark.filterwarnings("ignore:rate. a step size:UserWarning")
+@pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
 @settings(max_examples=6)
 @given(seeds, st.integers(1, 4), st.floats(0.1, 1.5))
 def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, k, rate):
