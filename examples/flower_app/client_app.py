@@ -1,4 +1,4 @@
-"""A node: it trains on its own digits, as the method says, and is marked on those that it held out."""
+"""The ClientApp: each node trains on its own digits with the trainer of the method."""
 
 import torch
 from task import federation_of, method_of
@@ -8,24 +8,24 @@ from manifoldagg.integrations.flower import client_app
 
 
 def trainer(context):
-    """What the method does with a message."""
+    """Return the trainer of the method."""
     return method_of(context.run_config, context.node_config["num-partitions"]).trainer
 
 
 def data(context, nth):
-    """Minibatches of this node's digits, in another order for each of its tasks."""
+    """Return the minibatches of the node's n-th task; each task has another order."""
     federation = federation_of(context.run_config, context.node_config["num-partitions"])
     return federation.batches(context.node_config["partition-id"], nth)
 
 
 def evaluate(model, context):
-    """The accuracy on what this node held out."""
+    """Return the accuracy on the node's held-out digits."""
     federation = federation_of(context.run_config, context.node_config["num-partitions"])
     held_out = federation.held_out[context.node_config["partition-id"]]
     with torch.no_grad():
-        guess = model(federation.dataset.inputs[held_out]).argmax(1)
-    right = (guess == federation.dataset.labels[held_out]).sum().item()
-    return {"accuracy": right / max(len(held_out), 1), "num-examples": len(held_out)}
+        predicted = model(federation.dataset.inputs[held_out]).argmax(1)
+    num_correct = (predicted == federation.dataset.labels[held_out]).sum().item()
+    return {"accuracy": num_correct / max(len(held_out), 1), "num-examples": len(held_out)}
 
 
 app = client_app(trainer, load_dataset("digits").model, data, evaluate=evaluate)

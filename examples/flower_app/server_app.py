@@ -1,4 +1,4 @@
-"""The server: Flower's own, with a strategy that gives each node new work as soon as it has answered."""
+"""The ServerApp: a strategy that dispatches a new task to each node as soon as it has replied."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    """Train for as many rounds as the run's config says; all nodes are connected."""
+    """Train for the number of rounds in the run's configuration. All nodes of a simulation are connected."""
     config = context.run_config
     nodes = len(list(grid.get_node_ids()))
     federation = federation_of(config, nodes)
@@ -23,8 +23,8 @@ def main(grid, context):
     def evaluate(server_round, arrays):
         model.load_state_dict(arrays.to_torch_state_dict())
         with torch.no_grad():
-            guess = model(federation.dataset.inputs[held_out]).argmax(1)
-        return MetricRecord({"accuracy": (guess == federation.dataset.labels[held_out]).float().mean().item()})
+            predicted = model(federation.dataset.inputs[held_out]).argmax(1)
+        return MetricRecord({"accuracy": (predicted == federation.dataset.labels[held_out]).float().mean().item()})
 
     strategy = Asynchronous(method_of(config, nodes).rule, model=federation.model, seed=config["seed"])
     result = strategy.start(
@@ -33,4 +33,4 @@ def main(grid, context):
     accuracy = [f"{metrics['accuracy']:.3f}" for metrics in result.evaluate_metrics_serverapp.values()]
     staleness = [row["staleness"] for row in strategy.server.history]
     print(f"accuracy by round: {' '.join(accuracy)}")
-    print(f"{len(staleness)} updates of {nodes} nodes, staleness at most {max(staleness, default=0)}")
+    print(f"{len(staleness)} updates of {nodes} nodes, maximum staleness {max(staleness, default=0)}")

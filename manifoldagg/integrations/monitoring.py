@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["to_logging", "to_prometheus", "to_tensorboard"]
 
 WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
-"""What goes to a log as a warning."""
+"""The events that are logged as warnings."""
 STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Bounds of the histogram of staleness."""
+"""The bounds of the staleness histogram."""
 SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
-"""Bounds of the histograms of seconds: from a tenth of a millisecond to half a day."""
+"""The bounds of the histograms of seconds, from 0.1 milliseconds to 14 hours."""
 
 
 def to_logging(logger: logging.Logger) -> Callback:
     """Log a line for each event; rejections, expired tickets and failed checkpoints are warnings.
 
-    Handlers that write JSON find the event itself as the record's `event`.
+    Each log record has the event as its attribute `event`, for handlers that write JSON.
 
     Args:
-        logger: of your own. To `logging.getLogger("manifoldagg")` the server itself writes what goes wrong.
+        logger: a logger of your own. The server itself logs errors to `logging.getLogger("manifoldagg")`.
 
     Example:
         >>> import sys, torch
@@ -59,7 +59,7 @@ def to_logging(logger: logging.Logger) -> Callback:
         if logger.isEnabledFor(level):
             fields = dict(vars(event))
             if isinstance(event, Accepted):
-                # What is long is in the event.
+                # The complete receipt and row are in the event.
                 fields |= {"staleness": event.receipt.staleness, "weight": event.receipt.weight}
                 del fields["receipt"], fields["row"], fields["memory"]
             line = " ".join(
@@ -73,23 +73,27 @@ def to_logging(logger: logging.Logger) -> Callback:
 def to_tensorboard(writer: "SummaryWriter") -> Callback:
     """Write scalars by model version: metrics of each update, rejections, tickets in flight, memory.
 
-    They are called `updates/staleness`, `updates/latency` and so on, one for each number of the history's rows;
-    `rejected/points` and so on, counted from here on; `memory/versions` and so on; and `tickets`.
+    The scalars are:
+
+    - `updates/staleness`, `updates/latency` and so on: each number in the rows of the history;
+    - `rejected/points` and so on: the number of rejected updates by field, from now on;
+    - `memory/versions` and so on: memory in bytes;
+    - `tickets`: the number of tickets in flight.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`; who made it closes it.
+        writer: a `torch.utils.tensorboard.SummaryWriter`. The caller closes it.
     """
-    refused: dict[str, int] = {}
+    rejected: dict[str, int] = {}
 
     def watch(event: Event) -> None:
         values: dict[str, Any] = {"tickets": event.in_flight}
         if isinstance(event, Accepted):
-            taken = {**event.row, "latency": event.latency, "seconds": event.seconds}
-            values |= {f"updates/{name}": x for name, x in taken.items() if name not in ("client", "version")}
+            numbers = {**event.row, "latency": event.latency, "seconds": event.seconds}
+            values |= {f"updates/{name}": x for name, x in numbers.items() if name not in ("client", "version")}
             values |= {f"memory/{kind}": size for kind, size in event.memory.items()}
         if isinstance(event, Rejected):
-            refused[event.field] = refused.get(event.field, 0) + 1
-            values[f"rejected/{event.field}"] = refused[event.field]
+            rejected[event.field] = rejected.get(event.field, 0) + 1
+            values[f"rejected/{event.field}"] = rejected[event.field]
         for name, x in values.items():
             if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x):
                 writer.add_scalar(name, x, event.version)
@@ -100,13 +104,13 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     """Export metrics named `manifoldagg_…`: event counters, histograms of staleness and seconds, gauges.
 
-    Bytes in memory are those after the last update that was taken.
+    The memory gauges have the bytes after the last accepted update.
 
     Args:
-        registry: of `prometheus_client`, where each name is good once; `None` for its own.
+        registry: a registry of `prometheus_client`, in which each name may exist once. `None`: its default registry.
 
     Raises:
-        ModuleNotFoundError: without `prometheus_client`.
+        ModuleNotFoundError: if `prometheus_client` is not installed.
 
     Example:
         >>> import torch
@@ -129,20 +133,20 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     kinds = {Dispatched: "dispatched", Accepted: "accepted", Dropped: "dropped", Expired: "expired"}
     kinds |= {CheckpointWritten: "checkpoints_written", CheckpointFailed: "checkpoints_failed"}
     counters = {
-        kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')}, so far", registry=where)
+        kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')} so far", registry=where)
         for kind, name in kinds.items()
     }
-    refused = Counter("manifoldagg_rejected", "rejected updates, by field", ["field"], registry=where)
+    rejected = Counter("manifoldagg_rejected", "rejected updates by field", ["field"], registry=where)
     staleness = Histogram(
         "manifoldagg_staleness_versions", "staleness of applied updates", buckets=STALENESS_BUCKETS, registry=where
     )
     latency = Histogram(
         "manifoldagg_latency_seconds", "time from dispatch to the update", buckets=SECONDS_BUCKETS, registry=where
     )
-    step = Histogram("manifoldagg_step_seconds", "of the server's own work", buckets=SECONDS_BUCKETS, registry=where)
-    version = Gauge("manifoldagg_version", "of the model", registry=where)
-    tickets = Gauge("manifoldagg_tickets", "in flight", registry=where)
-    memory = Gauge("manifoldagg_memory_bytes", "by what they are for", ["kind"], registry=where)
+    step = Histogram("manifoldagg_step_seconds", "time of a server step", buckets=SECONDS_BUCKETS, registry=where)
+    version = Gauge("manifoldagg_version", "version of the model", registry=where)
+    tickets = Gauge("manifoldagg_tickets", "tickets in flight", registry=where)
+    memory = Gauge("manifoldagg_memory_bytes", "memory by kind", ["kind"], registry=where)
 
     def watch(event: Event) -> None:
         version.set(event.version)
@@ -150,7 +154,7 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
         if type(event) in counters:
             counters[type(event)].inc()
         if isinstance(event, Rejected):
-            refused.labels(event.field).inc()
+            rejected.labels(event.field).inc()
         if isinstance(event, Accepted):
             staleness.observe(event.receipt.staleness)
             for histogram, seconds in ((latency, event.latency), (step, event.seconds)):

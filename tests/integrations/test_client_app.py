@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_named(name, given):
 @pytest.mark.usefixtures("as_shipped")
 def test_a_function_that_makes_no_module_is_named():
     app = client_app(clients.Local(), lambda: 3, lambda context, nth: [])
-    with pytest.raises(ArgumentError, match=r"^model: expected a function that makes a module, it made int"):
+    with pytest.raises(ArgumentError, match=r"^model: expected a function that returns a module, got int"):
         app(flower_message(RecordDict()), node())
 
 

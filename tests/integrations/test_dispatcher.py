@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from manifoldagg.integrations.flower import dispatcher
+from manifoldagg.integrations.flower.reporting import RunReport
 
 
 def flower_message(node, name):
@@ -26,7 +27,7 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
     grid = SimpleNamespace(get_node_ids=lambda: [1, 2], push_messages=lambda _: ["evaluation"])
     sampler = SimpleNamespace(start=lambda present: [1], on_completion=lambda node, well, present: [2])
     sending = dispatcher.MessageDispatcher(
-        grid, server, largest_reply_bytes=1, poll_interval=0.0, accepts_node=lambda node: True
+        grid, server, RunReport(), largest_reply_bytes=1, poll_interval=0.0, accepts_node=lambda node: True
     )
     sending.open(lambda here: sampler)
     nodes = sending.nodes

@@ -53,24 +53,39 @@ def app(monkeypatch):
 
 def test_the_app_runs_with_the_method_of_its_config(app, capsys):
     server, client, config = app
-    assert config["method"] == "asyncbezier"
+    assert config["method"] == "asynckrylov"
     serve(server, client, config | {"rounds": 2})
     accuracy, updates = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"accuracy by round: 0\.\d{3} 0\.\d{3} 0\.\d{3}", accuracy)
-    assert updates.startswith(f"{2 * NODES} updates of {NODES} nodes, staleness at most ")
+    assert updates.startswith(f"{2 * NODES} updates of {NODES} nodes, maximum staleness ")
 
 
-@pytest.mark.filterwarnings("ignore:model")
-def test_the_apps_of_the_guide_run(capsys):
+def test_the_app_chooses_a_stable_rate_for_its_nodes(app, monkeypatch):
+    task = import_module("task")
+    config = app[2]
+    for text, nodes, rate in (
+        ("asynckrylov", 10, 10 / 11),
+        ("asynccorrected:correction=autothreshold", 10, 10 / 11),
+        ("fedasync", 9, 0.9),
+        ("fedortho:rate=0.25", 10, 0.25),
+        ("fedadam", 10, method("fedadam").bind(range(10)).rule.rate),
+    ):
+        assert task.method_of(config | {"method": text}, nodes).rule.rate == pytest.approx(rate, rel=1e-15)
+
+
+def test_the_apps_of_the_guide_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide/flower.md").read_text(), flags=re.M | re.S)
     named = {"__name__": "__main__"}
     exec(compile("\n".join(blocks), "guide", "exec"), named)
-    for client in (named["client"], named["curves"]):
-        serve(named["server"], client, {})
-    plain, curves = capsys.readouterr().out.splitlines()
-    assert plain.startswith("{1: {'loss': ")
-    assert curves == "{1: {}, 2: {}, 3: {}}"
+    for server, client in (("server", "client"), ("server", "paths"), ("path_server", "paths")):
+        serve(named[server], named[client], {})
+    unmodified, *others = capsys.readouterr().out.splitlines()
+    assert unmodified.startswith("{1: {'loss': ")
+    for line in (unmodified, *others):
+        assert line.count(f"'accepted': {NODES}, 'rejected': 0, 'failed': 0}}") == 3
+    assert len(others) == 2
 
 
 def test_the_guide_tells_which_rules_take_an_app_of_ones_own():

@@ -101,7 +101,7 @@ def test_whatever_comes_is_read_or_refused(noise, place):
 
 
 def test_another_form_is_refused():
-    with pytest.raises(WireError, match="of the form 'pickle'"):
+    with pytest.raises(WireError, match="got the format 'pickle'"):
         state_dict(entry(b"", "pickle"))
 
 

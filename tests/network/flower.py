@@ -2,14 +2,13 @@
 
     python tests/network/flower.py [--flower flower flower-oldest] [--parts deployment simulation]
 
-Each version has an environment of its own, which is made once, and runs in a network namespace of its own (`unshare`,
-of util-linux), whose loopback is all that there is: all processes end with it. It takes minutes, and is no part of
-`make test`.
+Each version has its own environment, which is created once. It runs in its own network namespace (`unshare` of util-linux)
+with only a loopback interface. All processes end with the namespace. The test takes minutes and is not part of `make test`.
 
-`deployment`: eight nodes, of which one lies, one is killed and one is stopped in the middle of a task. Nothing that an
-honest node gave is lost, no ticket of the one that died stays out, what the liar sends is refused, and the one that
-wakes up after its time does no harm. Then the server process is killed, and another one goes on from its checkpoint.
-`simulation`: `flwr run` in the engine on Ray.
+- `deployment`: eight nodes. One node sends invalid updates, one is killed, and one is stopped during a task. No update of
+  the other nodes is lost. The server drops the tickets of the killed node, rejects the invalid updates, and ignores the late
+  reply of the stopped node. Then the server process is killed, and a new process resumes from its checkpoint.
+- `simulation`: `flwr run` with the simulation engine on Ray.
 """
 
 import argparse
@@ -37,36 +36,36 @@ LIAR, KILLED, HUNG = 0, 3, 6
 HONEST = [number for number in range(NODES) if number not in (LIAR, KILLED, HUNG)]
 BAR = 0.85
 KINDS = 5
-"""That the liar sends, in turns."""
+"""The number of kinds of invalid updates, which the malicious node sends in turn."""
 TASK_TIMEOUT = 150.0
 
 
 class Trial:
-    """A deployment's folder, read from outside: what the app's processes wrote."""
+    """The folder of a deployment, with the files that the processes of the app write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """What nodes noted."""
+        """Return the records of a file with one JSON object per line."""
         path = self._folder / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def read(self, name: str) -> dict[str, Any]:
-        """What the server wrote last; empty before that."""
+        """Return the last status of the server, or an empty dictionary."""
         path = self._folder / name
         return json.loads(path.read_text()) if path.exists() else {}
 
     def node(self, number: int) -> str:
-        """How Flower calls a node."""
+        """Return Flower's id of a node."""
         return str(self.lines(f"asked-{number}")[0]["node"])
 
     def told(self, number: int) -> list[str]:
-        """What came of each answer of a node: nothing to say where it was accepted, else why not."""
+        """Return the rejection reason of each update of a node; an empty string for an accepted update."""
         return [str(line["reason"]) for line in self.lines("events") if line["client"] == self.node(number)]
 
     def clear(self) -> None:
-        """Before another run."""
+        """Delete the files of the last run."""
         for name in ("status.json", "result.json", "stop"):
             (self._folder / name).unlink(missing_ok=True)
 
@@ -76,17 +75,17 @@ class Trial:
         deployment.flwr_run(self._folder / "app", where, {"folder": str(self._folder)} | config, *more)
 
     def stop(self) -> None:
-        """Ask the server to."""
+        """Request the server to stop."""
         (self._folder / "stop").touch()
 
     def ended(self, seconds: float) -> dict[str, Any]:
-        """The result."""
+        """Wait for the result, and return it."""
         until(lambda: self.read("result.json"), seconds, "the end of the run")
         return self.read("result.json")
 
 
 def deployment_part(deployment: Deployment, folder: Path) -> None:
-    """Eight nodes that fail, then a server that does."""
+    """Test nodes that fail, and then a server that fails."""
     trial = Trial(folder)
     deployment.superlink()
     for number in range(NODES):
@@ -139,14 +138,14 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     begun = [line["version"] for line in trial.lines("begun")]
     assert begun[0] == 0, begun
     assert begun[1] == first["version"], begun
-    assert begun[2] >= second["version"] - 1, begun  # one may have been under way when it was written down
+    assert begun[2] >= second["version"] - 1, begun  # the last checkpoint may not have been written
     assert third["updates"] >= NODES * rounds
     assert set(result["rights"]) == {str(number) for number in range(rounds + 1)}, result
     assert result["right"] > BAR, result
 
 
 def simulation_part(deployment: Deployment, folder: Path) -> None:
-    """Flower's engine on Ray."""
+    """Test Flower's simulation engine on Ray."""
     trial = Trial(folder)
     size = ("--federation-config", "num-supernodes=4 client-resources-num-cpus=1") if deployment.http else ()
     trial.run(deployment, "local", *size, nodes=4, least=4, rounds=6, evaluate=1.0)
@@ -165,20 +164,20 @@ insecure = true
 options.num-supernodes = 4
 options.backend.client-resources.num-cpus = 1
 """
-"""Of an older Flower, in the app."""
+"""The connections of Flower 1.21, which are in the app's `pyproject.toml`."""
 
 
 def tell(line: str) -> None:
-    """With the time."""
+    """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True)
 
 
 def inside(part: str) -> None:
-    """One part, in a namespace of its own and the environment of a Flower."""
+    """Run one part inside a network namespace, with one version of Flower."""
     import flwr
 
     if not apart.alone():
-        sys.exit("run it without --inside: it wants a network namespace of its own")
+        sys.exit("--inside: expected a network namespace; run the script without this option")
     apart.raise_loopback()
     version = tuple(int(number) for number in flwr.__version__.split(".")[:2])
     with tempfile.TemporaryDirectory(prefix="flower", ignore_cleanup_errors=True) as name:
@@ -198,7 +197,7 @@ def inside(part: str) -> None:
 
 
 def main() -> None:
-    """Both parts with both versions."""
+    """Run both parts with both versions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flower", nargs="+", default=list(VERSIONS), choices=VERSIONS)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))

@@ -10,7 +10,7 @@ import flwr.clientapp
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.base import count_samples
@@ -44,29 +44,28 @@ def client_app(
 ) -> flwr.clientapp.ClientApp:
     """Build a Flower `ClientApp` around a trainer of this package, for any rule.
 
-    It takes what the server sends, a model alone or a whole message of the rule, and replies with all that the trainer
-    returns. What the trainer wants to find again stays
-    on the node, in `context.state`, as does the count of its tasks. All that is random in a task follows from `seed`,
-    the node and that count: a simulation of the same federation has the same bits. The node is its `partition-id`,
-    where `context.node_config` has one, else its id. What training raises is Flower's error reply, and the server goes
-    on without it.
+    - The app reads both message formats, a model or a complete message of the rule. Its reply contains all outputs of
+      the trainer.
+    - The client state of the trainer and the number of tasks stay on the node, in `context.state`.
+    - `seed`, the node and the number of its tasks determine all random numbers of a task. A simulation of the same
+      federation computes the same bits. The node is its `partition-id` if `context.node_config` has one, else its id.
+    - If training raises an exception, Flower sends an error reply, and the server continues without it.
 
     Args:
-        trainer: what is done with a message; or a function of the context that makes it, of the run's config for
-            instance.
-        model: a function that makes the module, such as its class; or a module, which is copied. Messages and batches
-            are trained on its device.
-        data: of a context and `nth`: the batches of this node's n-th task, from 0, to iterate again and again.
-        criterion: (output, target) to a scalar.
-        seed: of what is random.
-        evaluate: of the module, in evaluation, and the context: metrics, among them `"num-examples"`. `None`: the mean
-            of the criterion over `data(context, 0)` as `"loss"`.
-        mods: of Flower, around training and evaluation. What the server sends and gets is in the wire's form for them:
-            bytes, which they can count and not read.
-        threads: of torch, while a task is trained. `None` leaves as many as there are; sums may then have other bits.
+        trainer: the trainer; or a function that returns it, given the context with the configuration of the run.
+        model: a function that returns the module, such as its class; or a module, which is copied. Training runs on its
+            device.
+        data: a function of the context and `nth` that returns the batches of this node's n-th task, from 0. They must
+            be re-iterable.
+        criterion: the loss, a function of output and target.
+        seed: the seed of all random numbers.
+        evaluate: a function of the module, in evaluation mode, and of the context. It returns metrics with
+            `"num-examples"`. `None`: the mean of the criterion over `data(context, 0)` as `"loss"`.
+        mods: Flower's mods, around training and evaluation. They receive messages in the wire format, as bytes.
+        threads: the number of torch's threads in training. `None`: all, so that rounding errors of sums may differ.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: naming the invalid argument.
 
     Example:
         >>> import torch
@@ -77,10 +76,12 @@ def client_app(
         'ClientApp'
     """
     if isinstance(trainer, type) or not (isinstance(trainer, Trainer) or callable(trainer)):
-        raise ArgumentError(f"trainer: expected an instance with `train`, or a function of a context, got {trainer!r}")
+        raise ArgumentError(
+            f"trainer: expected an instance with `train`, or a function of a context, got {short_repr(trainer)}"
+        )
     for name, given in (("model", model), ("data", data), ("criterion", criterion), ("evaluate", evaluate)):
         if not callable(given) and not (name == "evaluate" and given is None):
-            raise ArgumentError(f"{name}: expected a function, got {given!r}")
+            raise ArgumentError(f"{name}: expected a function, got {short_repr(given)}")
     check_count("seed", seed, at_least=0)
     if threads is not None:
         check_count("threads", threads)
@@ -93,7 +94,7 @@ def client_app(
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """What a node does with a message."""
+    """The train and evaluate functions of the app."""
 
     trainer: Trainer | Callable[[FlowerContext], Trainer]
     model: nn.Module | Callable[[], nn.Module]
@@ -110,7 +111,7 @@ class _Client:
         node_state = _NodeState(context)
         nth = node_state.num_tasks
         memory = tree_map(node_state.client_state, lambda x: x.to(order.start.device))
-        node_state.num_tasks = nth + 1  # also of a task that fails: the next one is another
+        node_state.num_tasks = nth + 1  # also if this task fails, so that the next task has other random numbers
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
         with deterministic(generator, threads=self.threads):
@@ -129,12 +130,14 @@ class _Client:
         model = self._make_model()
         space = ParameterSpace.of(model)
         order, _ = _read_message(message.content, model, space)
-        # Where the server keeps no buffers, the module has its own.
+        # If the server has no buffers, the module uses its own.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
         with deterministic(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
             found = self.evaluate_fn(model.eval(), context)
         if not isinstance(found, Mapping) or NUM_EXAMPLES_KEY not in found:
-            raise ArgumentError(f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r} among them, got {found!r}")
+            raise ArgumentError(
+                f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r} among them, got {short_repr(found)}"
+            )
         metrics = flwr.app.MetricRecord({**_as_python_numbers(found), NUM_EXAMPLES_KEY: int(found[NUM_EXAMPLES_KEY])})
         return FlowerMessage(flwr.app.RecordDict({METRICS_KEY: metrics}), reply_to=message)
 
@@ -142,12 +145,12 @@ class _Client:
         """Return a private module; nodes may share a process."""
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else seeded_model(self.model, self.seed)
         if not isinstance(made, nn.Module):
-            raise ArgumentError(f"model: expected a function that makes a module, it made {type(made).__name__}")
+            raise ArgumentError(f"model: expected a function that returns a module, got {type(made).__name__}")
         return made
 
 
 class _NodeState:
-    """What stays on the node between its tasks, in the state of its context."""
+    """The state of a node between its tasks, stored in the state of its context."""
 
     def __init__(self, context: FlowerContext) -> None:
         self._context = context
@@ -160,7 +163,7 @@ class _NodeState:
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks the node was given before."""
+        """The number of tasks that the node has started."""
         return int(self._entries().get(NUM_TASKS_KEY, 0))
 
     @num_tasks.setter
@@ -169,7 +172,7 @@ class _NodeState:
 
     @property
     def client_state(self) -> ClientState:
-        """What the trainer wanted to find again."""
+        """The client state of the trainer, or `None`."""
         data = self._entries().get(CLIENT_STATE_KEY)
         return unpack(data).client_state if data else None
 
@@ -182,7 +185,7 @@ class _NodeState:
 def _read_message(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace
 ) -> tuple[Message, Ticket | None]:
-    """The message, and its ticket where it came in the wire's form, on the device of the model."""
+    """Return the message on the device of the model, and its ticket if it has the wire format."""
     device = next(model.parameters(), torch.empty(0)).device
     data = record_to_bytes(content)
     if data is None:
@@ -198,13 +201,13 @@ def _read_message(
 def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
-    """The message that a state dict is: all buffers are asked for, but frozen parameters."""
+    """Return the message of a state dict. It requests all buffers except frozen parameters."""
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
     dtypes = {entry.name: entry.dtype for entry in (*space.layout.leaves, *space.layout.buffers)}
     state = {
-        # Flower has no bfloat16: what comes in its place is exactly as large.
+        # Flower has no bfloat16. The float32 that replaces it has the same value.
         name: x.to(dtypes[name]) if name in dtypes and x.is_floating_point() else x
         for name, x in state_dict(records[0]).items()
     }
@@ -215,7 +218,7 @@ def _message_from_state_dict(
 
 
 def _client_id(context: FlowerContext) -> int:
-    """Whose task it is: the number of its part of the data, as in a simulation, where it has one."""
+    """Return the partition of the node, as in a simulation, or its id if it has no partition."""
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 
@@ -223,7 +226,7 @@ def _client_id(context: FlowerContext) -> int:
 def _reiterable_batches(
     data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
 ) -> Iterable[Any]:
-    """A task's batches. What is over after one epoch would train less than was asked for, and nobody would know."""
+    """Return the batches of a task. An iterator is rejected, because it would silently end after one epoch."""
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
@@ -234,7 +237,7 @@ def _reiterable_batches(
 def _mean_loss(
     criterion: Callable[[Any, Any], Tensor], data: Callable[[FlowerContext, int], Iterable[Any]]
 ) -> Callable[[nn.Module, FlowerContext], dict[str, float]]:
-    """The mean of the criterion over a node's data."""
+    """Return an evaluation function that computes the mean of the criterion over a node's data."""
 
     def evaluate(model: nn.Module, context: FlowerContext) -> dict[str, float]:
         total = 0.0
@@ -251,5 +254,5 @@ def _mean_loss(
 
 
 def _as_python_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of NumPy and torch as those of Python."""
+    """Convert numbers of NumPy and torch to Python numbers."""
     return {name: x.item() if hasattr(x, "item") else x for name, x in numbers.items()}

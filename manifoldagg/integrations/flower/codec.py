@@ -6,10 +6,11 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import WireError
 from manifoldagg.federated import Payload, Receipt, Server, Ticket
 from manifoldagg.federated.types import check_parameter_space, extra_fields
-from manifoldagg.integrations.flower.metrics import sample_count
+from manifoldagg.integrations.flower.metrics import MAX_SAMPLES, sample_count
 from manifoldagg.integrations.flower.records import (
     RECORD_KEY,
     array_record,
@@ -27,11 +28,12 @@ class MessageCodec:
     """Encodes a server's tickets as records, and decodes the records that nodes return.
 
     Args:
-        server: of a run.
-        wire: whether messages go whole; `None`: where the rule asks for more than models, or a message tells more.
-        compress: them, without loss.
-        key: of a model among the records that go out.
-        weighted_by_key: of the metric that says how many samples a node has.
+        server: the server of the run.
+        wire: whether messages have the wire format. `None`: if the rule requires more than models, or the message
+            contains more.
+        compress: whether the wire format is compressed, without loss.
+        key: the key of the model in a message.
+        weighted_by_key: the name of the metric with the number of samples of a node.
     """
 
     def __init__(self, server: Server, wire: bool | None, compress: bool, *, key: str, weighted_by_key: str) -> None:
@@ -43,7 +45,7 @@ class MessageCodec:
         self._compress = compress
         self._key = key
         self._weighted_by_key = weighted_by_key
-        # What NumPy has no dtype for travels in a wider one, and comes back from it without loss.
+        # Tensors whose dtype NumPy does not have are sent in a wider dtype, without loss.
         self._widened_dtypes = {e.name: e.dtype for e in self._space.entries.values() if not numpy_supports(e.dtype)}
         self._cached_record: tuple[Ticket, ArrayRecord] | None = None
 
@@ -68,9 +70,9 @@ class MessageCodec:
     def _decode_payload(self, data: bytes | None, ticket: str) -> Payload:
         if data is None:
             rule = type(self._server.rule).__name__
-            raise WireError(f"wire: expected what `client_app` sends, as {rule} needs more than the model")
-        if (told := ticket_of(data)) not in (None, ticket):
-            raise WireError(f"ticket: expected that of the task, {ticket}, got {told}")
+            raise WireError(f"wire: expected a reply of `client_app`, as {rule} requires more than the model")
+        if (found := ticket_of(data)) not in (None, ticket):
+            raise WireError(f"ticket: expected that of the task, {ticket}, got {found}")
         payload: Payload = unpack(data, spec=self._space)
         return payload
 
@@ -78,13 +80,18 @@ class MessageCodec:
         records = list(content.array_records.values())
         if len(records) != 1:
             raise WireError(f"wire: expected one ArrayRecord, a model, got {len(records)}")
-        found = state_dict(records[0])
-        wide = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
-        return found | {name: found[name].to(dtype) for name, dtype in self._widened_dtypes.items() if name in wide}
+        key = self._weighted_by_key
+        if sample_count(content, key) is None:
+            found = [short_repr(record[key]) for record in content.metric_records.values() if key in record]
+            got = found[0] if found else "no such metric"
+            raise WireError(f"samples: expected the metric {key!r}, an integer from 1 to {MAX_SAMPLES}, got {got}")
+        model = state_dict(records[0])
+        wide = {name for name, tensor in model.items() if tensor.dtype is torch.float32}
+        return model | {name: model[name].to(dtype) for name, dtype in self._widened_dtypes.items() if name in wide}
 
 
 def _have_same_model(a: Ticket, b: Ticket) -> bool:
-    """Whether two tickets bring the same model."""
+    """Return whether two tickets have the same model and buffers."""
     if a.version != b.version or not torch.equal(a.message.start, b.message.start):
         return False
     ours, theirs = a.message.buffers, b.message.buffers

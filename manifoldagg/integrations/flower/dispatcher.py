@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
+from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
@@ -17,27 +18,30 @@ from manifoldagg.federated import Server, Ticket
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
 from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
+from manifoldagg.integrations.flower.reporting import RunReport
 
-__all__ = ["MAX_REPLY_BYTES", "EvaluationRound", "MessageDispatcher"]
+__all__ = ["MAX_REPLY_BYTES", "TASK_ENDED", "EvaluationRound", "MessageDispatcher"]
 
 LOG = logging.getLogger("flwr")
 MAX_REPLY_BYTES = 2**28
-"""Bytes of replies that are held at a time."""
+"""The maximum size in bytes of the replies that are fetched in one call."""
 NODE_REFRESH_INTERVAL = 1.0
 """The interval between two queries of the connected nodes, in seconds."""
 TTL_MARGIN = 60.0
-"""Seconds, beside twice its timeout, that a message is valid for Flower."""
+"""Flower stores a message for twice its timeout plus this number of seconds."""
 MAX_QUEUED_EVALUATIONS = 2
-"""Rounds whose models a node has still to evaluate, at most: one of them in its hands, as a rule."""
+"""The maximum number of evaluations of one node that are queued or in flight."""
 LOST_REPLY_TIMEOUT = 10.0
 """The timeout in seconds after which a reply counts as lost and its node receives new work."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """The exceptions that Flower raises for an invalid reply, as opposed to a lost connection."""
+TASK_ENDED = "ticket: the task of this reply has already ended"
+"""The reason of a rejected reply that arrives twice or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
 
 
 class _TrainTask(NamedTuple):
-    """Training, on a ticket, of which only the id is kept when it has gone."""
+    """A training task. Once its message is sent, only the id of its ticket is stored."""
 
     id: str
     ticket: Ticket | None = None
@@ -49,13 +53,15 @@ class EvaluationRound:
 
     Args:
         round: the round of the evaluated model.
-        deadline: the end of the evaluation, whichever nodes have replied.
+        deadline: the time at which the evaluation ends, even if replies are missing.
+        num_nodes: the number of nodes that evaluate.
         num_pending: the number of pending replies.
-        replies: that have come, without arrays.
+        replies: the received replies, without arrays.
     """
 
     round: int
     deadline: float
+    num_nodes: int = 0
     num_pending: int = 0
     replies: list[FlowerMessage] = field(default_factory=list)
 
@@ -69,21 +75,23 @@ class MessageDispatcher:
     """Sends messages to nodes, one at a time for each node, and matches their replies.
 
     Args:
-        grid: of Flower.
-        server: issues the tickets.
-        largest_reply_bytes: bytes of the largest reply that is expected.
+        grid: the grid of the `ServerApp`.
+        server: the server that issues the tickets.
+        report: the report that counts failed tasks.
+        largest_reply_bytes: the size of the largest expected reply in bytes.
         poll_interval: the interval between two polls for replies, in seconds.
-        accepts_node: whether a node may be asked to train.
+        accepts_node: whether a node may train.
 
     Attributes:
-        nodes: which of them is free.
-        evaluations: that are not over.
+        nodes: the states of the nodes.
+        evaluations: the unfinished evaluations.
     """
 
     def __init__(
         self,
         grid: Grid,
         server: Server,
+        report: RunReport,
         *,
         largest_reply_bytes: int,
         poll_interval: float,
@@ -91,6 +99,7 @@ class MessageDispatcher:
     ) -> None:
         self._grid = grid
         self._server = server
+        self._report = report
         self._largest_reply_bytes = max(largest_reply_bytes, 1)
         self._poll_interval = poll_interval
         self._accepts_node = accepts_node
@@ -102,7 +111,7 @@ class MessageDispatcher:
         self._is_idle = False
         self._scheduled: dict[int, _TrainTask | _EvalTask] = {}
         self._sampler: ClientSampler | None = None
-        # Those that may be asked: who is here and does not rest.
+        # The nodes that are connected and not backing off.
         self._available = AvailableClients()
         self._backing_off: set[int] = set()
         self.nodes: Nodes[_TrainTask | _EvalTask] = Nodes()
@@ -131,6 +140,7 @@ class MessageDispatcher:
             behind = sum(isinstance(work, _EvalTask) for work in self.nodes.pending_work(node))
             if behind < MAX_QUEUED_EVALUATIONS:
                 self.nodes.enqueue(node, _EvalTask(evaluation, message), priority=True)
+                evaluation.num_nodes += 1
                 evaluation.num_pending += 1
 
     def finished_evaluations(self) -> list[EvaluationRound]:
@@ -175,18 +185,18 @@ class MessageDispatcher:
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
-                # What it holds besides is large, and on its way.
+                # The ticket holds a model, which the message contains already.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
                 self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
-        # Last of all: others may be asked for them, and what is next for a node is not what was due any more.
+        # After the loop, because this may dispatch tasks to nodes that are still in `due`.
         for node, work in unsent:
             self._on_work_finished(node, work)
 
-    def ticket_id(self, message_id: str) -> str | None:
-        """Return the id of the ticket of a message, or `None` if its reply is not awaited."""
+    def find_task(self, message_id: str) -> tuple[int, str] | None:
+        """Return the node and the ticket id of a training message, or `None` if its reply is not awaited."""
         held = self.nodes.lookup(message_id)
-        return held[1].id if held is not None and isinstance(held[1], _TrainTask) else None
+        return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
         """Return the next reply to a task, to be followed by `complete`, or `None`."""
@@ -198,11 +208,13 @@ class MessageDispatcher:
         name = reply.metadata.reply_to_message_id
         held = self.nodes.lookup(name)
         if held is None:
+            if reply.has_content() and reply.metadata.message_type == MessageType.TRAIN:
+                self._report.reject(reply.metadata.src_node_id, TASK_ENDED)
             return None
-        node, work = held
+        work = held[1]
         well = reply.has_content()
         if not well:
-            LOG.warning("node %d: %s", node, reply.error.reason)
+            self._report_failure(name, "error", str(reply.error.reason))
         if isinstance(work, _TrainTask) and self._sampler is not None:
             return reply
         if isinstance(work, _EvalTask):
@@ -243,24 +255,23 @@ class MessageDispatcher:
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
-            # One of them is expired, or junk on which Flower stumbles.
+            # One of the replies has expired, or Flower cannot parse it.
             if len(message_ids) > 1:
-                # What it has handed out with it may be lost: these nodes get new work soon. From now on one by one.
+                # Replies that Flower returned in this call may be lost. Fetch replies one by one from now on.
                 self._max_reply_bytes = 1
                 brought = [reply for name in message_ids for reply in self._pull_safe([name])]
                 for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
                     self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
                 return brought
-            LOG.warning("a reply cannot be read: %s", error)
+            self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
             self.complete(message_ids[0], succeeded=False)
             return []
 
     def _refresh_nodes(self) -> None:
-        """See who has come, gone, or kept its message for too long."""
+        """Update the connected nodes, and end the tasks whose deadline has passed."""
         # Replies that arrived before the deadline are found by a full poll that starts after it.
         for name in self.nodes.overdue(self._last_full_poll):
-            held = self.nodes.lookup(name)
-            LOG.warning("node %d: has not replied in time", held[0] if held else 0)
+            self._report_failure(name, "timeout", "no reply within the timeout of the task")
             self.complete(name, succeeded=False)
         now = time.monotonic()
         self._add_nodes([node for node in sorted(self._backing_off) if not self.nodes.is_backing_off(node, now)])
@@ -268,7 +279,7 @@ class MessageDispatcher:
             return
         new, left = self.nodes.update_membership(self._connected_nodes())
         for node, works in left.items():
-            LOG.info("node %d: has left", node)
+            LOG.info("node %d: disconnected", node)
             self._available.discard(node)
             self._backing_off.discard(node)
             for work in works:
@@ -279,13 +290,18 @@ class MessageDispatcher:
         self._add_nodes(new)
 
     def _add_nodes(self, nodes: list[int]) -> None:
-        """These may be asked from now on."""
+        """Add nodes that may train from now on."""
         self._backing_off.difference_update(nodes)
         for node in nodes:
             self._available.add(node)
         for node in nodes:
             if self._sampler is not None:
                 self._dispatch(self._sampler.on_join(node, self._available))
+
+    def _report_failure(self, message_id: str, kind: str, reason: str) -> None:
+        held = self.nodes.lookup(message_id)
+        if held is not None:
+            self._report.fail(held[0], kind, reason, in_evaluation=isinstance(held[1], _EvalTask))
 
     def _connected_nodes(self) -> list[int]:
         self._last_refresh = time.monotonic()
@@ -297,7 +313,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(ticket.id, ticket))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """A node is done with its work, and somebody else may be asked."""
+        """Release a finished node, and let the sampler dispatch the next tasks."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:
@@ -307,19 +323,19 @@ class MessageDispatcher:
             self._dispatch(self._sampler.on_completion(node, succeeded, self._available))
 
     def _cancel(self, work: _TrainTask | _EvalTask) -> None:
-        """Nobody waits for this any more."""
+        """Cancel work whose reply is no longer awaited."""
         if isinstance(work, _EvalTask):
             work.evaluation.num_pending -= 1
         else:
-            with suppress(ArgumentError):  # a refusal may have ended it
+            with suppress(ArgumentError):  # a final rejection closes the ticket
                 self._server.drop(work.id)
 
     def _is_cancelled(self, work: _TrainTask | _EvalTask) -> bool:
-        """Whether what waits for a node is not to be done any more."""
+        """Return whether queued work is obsolete."""
         return self._sampler is None if isinstance(work, _TrainTask) else work.evaluation not in self.evaluations
 
 
 def _with_fresh_ttl(message: FlowerMessage) -> FlowerMessage:
-    """The same message, whose time begins now."""
-    told = message.metadata
-    return FlowerMessage(message.content, told.dst_node_id, told.message_type, ttl=told.ttl, group_id=told.group_id)
+    """Return a copy of a message that was created now."""
+    old = message.metadata
+    return FlowerMessage(message.content, old.dst_node_id, old.message_type, ttl=old.ttl, group_id=old.group_id)

@@ -8,12 +8,12 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from manifoldagg.federated.limits import DEFAULT_LIMITS
 
-__all__ = ["sample_count", "weighted_mean", "without_arrays"]
+__all__ = ["MAX_SAMPLES", "sample_count", "weighted_mean", "without_arrays"]
 
 MAX_SAMPLES = DEFAULT_LIMITS.max_samples
-"""Samples of a node, as the server has it where nothing is said."""
+"""The maximum number of samples of a node; the default of `UpdateLimits`."""
 SCALAR = -1
-"""Stands for the length of what is no list."""
+"""The length that represents a number, as opposed to a list."""
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
@@ -43,13 +43,14 @@ def sample_count(content: RecordDict, key: str) -> int | None:
 def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     """Compute the sample-weighted mean of each metric over the nodes that report it.
 
-    A list is taken entry by entry. A NaN or an infinity does not count; the mean of nothing else is NaN. Where some
-    tell a number and others a list, or lists of other lengths, those count that stand for most samples; numbers, where
-    it is the same.
+    - The mean of lists is computed entry by entry.
+    - Values that are not finite are excluded. The mean of no values is NaN.
+    - If nodes report a metric in different shapes, the shape with the most samples counts. At equal numbers of samples,
+      a number takes precedence over a list, and a shorter list over a longer one.
 
     Args:
-        contents: of messages, each of which says how many samples it stands for.
-        key: where it says so, which is not a metric itself.
+        contents: the contents of replies, each with its number of samples.
+        key: the name of the number of samples, which is not averaged.
 
     Example:
         >>> told = [MetricRecord({"n": n, "loss": loss}) for n, loss in ((1, 0.25), (3, 1.25))]
@@ -77,7 +78,7 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
 
 @dataclass
 class _WeightedMean:
-    """Of numbers that are finite, by samples."""
+    """A sample-weighted mean of finite numbers."""
 
     total: float = 0.0
     samples: int = 0

@@ -15,7 +15,7 @@ MAX_BACKOFF_DOUBLINGS = 30
 
 @dataclass
 class _Node(Generic[Work]):
-    """What is known of a node: what waits for it, before the rest and after, and what is on its way."""
+    """The state of a node: its queues and the work in flight."""
 
     priority_queue: deque[Work] = field(default_factory=deque)
     queue: deque[Work] = field(default_factory=deque)
@@ -27,7 +27,7 @@ class _Node(Generic[Work]):
 
     @property
     def next_queue(self) -> deque[Work]:
-        """Where its next work waits: nothing comes before the rest twice in a row, where there is a rest."""
+        """The queue of the next work. Priority work does not precede other work twice in a row."""
         return (
             self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
         )
@@ -36,14 +36,14 @@ class _Node(Generic[Work]):
 class Nodes(Generic[Work]):
     """The states of all nodes, each of which has at most one message in flight.
 
-    What a node is to do waits here until it is free. A node that fails rests, twice as long each time in a row.
+    Work is queued until its node is free. A node that fails backs off; the backoff doubles with each failure in a row.
 
     Args:
-        initial_backoff: seconds after a first failure.
-        max_backoff: seconds of any rest.
+        initial_backoff: the backoff after a first failure in seconds.
+        max_backoff: the maximum backoff in seconds.
 
     Attributes:
-        present: the nodes that are here.
+        present: the connected nodes.
 
     Example:
         >>> nodes = Nodes()
@@ -73,7 +73,7 @@ class Nodes(Generic[Work]):
         """Update the set of available nodes.
 
         Returns:
-            Who is new; and who has left, with all that they had to do.
+            The new nodes; and the nodes that have left, each with its unfinished work.
         """
         now = set(connected)
         left = {node: self._remove(node) for node in list(self.present) if node not in now}
@@ -86,7 +86,7 @@ class Nodes(Generic[Work]):
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Queue work for an available node, behind work of the same kind.
 
-        What comes `priority` is before what does not, but not twice in a row.
+        Work with `priority` precedes other work, but not twice in a row.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
@@ -109,10 +109,10 @@ class Nodes(Generic[Work]):
         """Mark the due work of a node as in flight.
 
         Args:
-            node: that was free.
-            message_id: unlike any other.
-            work: what `complete` returns for it, in place of what waited.
-            deadline: when nobody waits for it any more.
+            node: a free node.
+            message_id: a unique id.
+            work: the work that `complete` returns, which replaces the queued work.
+            deadline: the time after which the reply is no longer awaited.
         """
         found = self._nodes[node]
         hurried = found.next_queue is found.priority_queue

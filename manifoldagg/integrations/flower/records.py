@@ -17,11 +17,11 @@ from manifoldagg.kernels.alloc import in_huge_pages
 __all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
 
 RECORD_KEY = "manifoldagg"
-"""The name of the record in which bytes travel."""
+"""The name of the record with bytes in the wire format."""
 ENTRY_NAME = "wire"
 WIRE_STYPE = "manifoldagg.wire"
 NUMPY_STYPE = "numpy.ndarray"
-"""What Flower calls the form of its arrays: that of a `.npy` file."""
+"""Flower's name of the format of its arrays, which is that of a `.npy` file."""
 HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -29,7 +29,7 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
     """Convert a state dict to a record that Flower's clients read; dtypes unknown to NumPy become float32.
 
     Args:
-        state_dict: of a model, buffers included.
+        state_dict: the state dict of a model, with its buffers.
 
     Cost: one pass over the tensors, which reads them and writes the bytes.
 
@@ -45,7 +45,7 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
     """Convert a record to tensors with their own memory; sizes are checked before allocation.
 
     Raises:
-        WireError: naming an array that is not what `ArrayRecord` makes of numbers.
+        WireError: naming an array that is not an array of numbers.
 
     Cost: one pass.
     """
@@ -70,7 +70,7 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
     """Convert bytes to a record, to be sent under `RECORD_KEY`.
 
     Args:
-        data: what `wire.pack` returns.
+        data: the result of `wire.pack`.
 
     Example:
         >>> record_to_bytes(RecordDict({RECORD_KEY: bytes_to_record(b"any")}))
@@ -87,7 +87,7 @@ def record_to_bytes(content: RecordDict) -> bytes | None:
 
 
 def _encode_array(tensor: Tensor) -> Array:
-    """A `.npy` file of a tensor, written in one go."""
+    """Return the `.npy` file of a tensor."""
     tensor = tensor.detach() if numpy_supports(tensor.dtype) else tensor.detach().float()
     values = torch.empty(0, dtype=tensor.dtype).numpy()
     shape = tuple(tensor.shape)
@@ -100,27 +100,27 @@ def _encode_array(tensor: Tensor) -> Array:
 def _tensor_from_array(name: str, array: Array) -> Tensor:
     try:
         return _decode_array(array)
-    except Exception as error:  # whatever NumPy makes of hostile bytes
-        told = repr(str(error)[:200])[1:-1]
-        raise WireError(f"wire: {name}: expected an array of numbers: {told}") from None
+    except Exception as error:  # NumPy raises many types of exceptions for invalid bytes
+        problem = repr(str(error)[:200])[1:-1]
+        raise WireError(f"wire: {name}: expected an array of numbers: {problem}") from None
 
 
 def _decode_array(array: Array) -> Tensor:
     if array.stype != NUMPY_STYPE:
-        raise ValueError(f"of the form {array.stype!r}")
+        raise ValueError(f"got the format {array.stype!r}")
     data = memoryview(array.data)
     file = io.BytesIO(data[: 2**16])
     shape, by_columns, dtype = HEADER_READERS[npy.read_magic(file)](file)
     start = file.tell()
     if dtype.hasobject or dtype.shape or any(size < 0 for size in shape):
-        raise ValueError("of no plain numbers")
+        raise ValueError(f"got the dtype {dtype} and the shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data) - start:
-        raise ValueError(f"{len(data) - start} bytes for the shape {shape}")
-    # In torch's words, and in this machine's order of bytes.
+        raise ValueError(f"got {len(data) - start} bytes for the shape {shape}")
+    # The dtype of torch, in the byte order of this machine.
     kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     tensor = in_huge_pages(torch.empty(shape, dtype=kind))
     came = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
     if kind is torch.bool and came.view(np.uint8).max(initial=0) > 1:
-        raise ValueError("a truth value that is neither")
+        raise ValueError("got a boolean other than 0 and 1")
     tensor.numpy()[...] = came
     return tensor

@@ -18,11 +18,11 @@ class Rounds:
     """The finished rounds: the number of accepted updates at the end of each round, and their metrics.
 
     Args:
-        path: of the server's checkpoint, beside which they are kept as `path.rounds`; `None`: nowhere.
+        path: the path of the server's checkpoint; the rounds are stored as `path.rounds`. `None`: they are not stored.
 
     Attributes:
-        cumulative_updates: accepted updates by the end of each round, and before the first.
-        result: of Flower.
+        cumulative_updates: the number of accepted updates before the first round and at the end of each round.
+        result: the result in Flower's form.
 
     Example:
         >>> rounds = Rounds()
@@ -55,7 +55,7 @@ class Rounds:
         """Write the rounds atomically.
 
         Raises:
-            CheckpointError: with what the system says.
+            CheckpointError: if the file cannot be written.
         """
         if self._path is not None:
             tables = {name: {n: dict(x) for n, x in getattr(self.result, name).items()} for name in METRIC_TABLES}
@@ -65,10 +65,10 @@ class Rounds:
         """Read the saved rounds, up to the number of accepted updates of the server.
 
         Raises:
-            CheckpointError: if the file is not what was written.
+            CheckpointError: if the file is invalid.
         """
         if self._path is None or not self._path.exists():
-            return  # no round was over
+            return  # no round was finished
         kept: Any = tensor_file.load(self._path, FILE_KIND)
         self.cumulative_updates = [end for end in kept["cumulative_updates"] if end <= updates]
         for name in METRIC_TABLES:

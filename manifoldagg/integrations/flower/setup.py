@@ -3,47 +3,64 @@
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from manifoldagg._validation import closest_match
+from manifoldagg._validation import closest_match, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated import CheckpointPolicy, Rule, Server
 from manifoldagg.federated.buffers import check_buffer_policy
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.federated.server.durability.journal import Journal
+from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.state_dicts import freeze_policies
 from manifoldagg.integrations.flower.records import state_dict
 from manifoldagg.manifolds import Flat, ParameterSpace
 
-__all__ = ["build_server", "check_options"]
+__all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
-ModelSource = nn.Module | Callable[[], nn.Module] | None
+ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module] | None
+"""What determines the parameters and the buffers of a model."""
 CONCURRENCY_HINT = "use concurrency for the number of tasks in flight"
 FLOWER_EQUIVALENTS = {
     **dict.fromkeys(
         ("fraction_train", "min_train_nodes"), f"{CONCURRENCY_HINT}, updates for the number of updates per round"
     ),
-    **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "start takes it"),
+    **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "pass it to start"),
     "max_in_flight": CONCURRENCY_HINT,
-    "buffers": "the arrays have them",
+    "buffers": "initial_arrays contains them",
 }
-"""What there is in place of options of Flower's strategies, and of a server."""
+"""The equivalents of options of Flower's strategies and of a server that the strategy does not have."""
+
+
+def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """Return the callbacks for events as a tuple.
+
+    Raises:
+        ArgumentError: if they are not a list or tuple of functions.
+    """
+    hint = "; write on_event=[callback]" if callable(callbacks) else ""
+    if not isinstance(callbacks, list | tuple):
+        raise ArgumentError(f"on_event: expected a list of functions, got {short_repr(callbacks)}{hint}")
+    for callback in callbacks:
+        if not callable(callback):
+            raise ArgumentError(f"on_event: expected a list of functions, got {short_repr(callback)} in it")
+    return tuple(callbacks)
 
 
 def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
     """Check options for a server: their names, and all values that can be checked without a model.
 
     Args:
-        options: by name.
-        strategy_options: the names of options that the strategy has beside them.
+        options: the options by name.
+        strategy_options: the names of the strategy's own options.
 
     Raises:
-        ArgumentError: naming an option that there is not, with what there is, or one whose value does not fit.
+        ArgumentError: naming an unknown option and the known ones, or an option with an invalid value.
     """
     parameters = inspect.signature(Server).parameters.values()
     known = [
@@ -77,17 +94,17 @@ def build_server(
     """Build a server from initial arrays, or resume it from its checkpoint.
 
     Args:
-        rule: of the server.
-        model: what of the arrays is a parameter; `None`: what their names and dtypes tell.
-        arrays: the whole state dict.
-        resume: from the checkpoint.
-        replace: take another rule, or another clock, than its own.
-        checkpoint: of the server.
-        **options: that the server takes by keyword.
+        rule: the aggregation rule.
+        model: the module that determines which arrays are parameters. `None`: their names and dtypes determine it.
+        arrays: the complete state dict.
+        resume: whether to resume from the checkpoint.
+        replace: whether the rule and the clock may differ from those in the checkpoint.
+        checkpoint: the path and the frequency of checkpoints.
+        **options: keyword arguments of the server.
 
     Raises:
-        ArgumentError: naming the arrays, if they do not fit the model, or what else does not.
-        CheckpointError: if what is there is none, or of another model or rule.
+        ArgumentError: naming the invalid argument, such as arrays that do not match the model.
+        CheckpointError: if the checkpoint is invalid, or belongs to another model or rule.
     """
     module = None if model is None else _make_module(model)
     try:
@@ -102,22 +119,22 @@ def build_server(
     buffers = options.pop("buffer_policy", ())
     if resume:
         assert checkpoint is not None
-        # What becomes of the buffers is in the file.
+        # The checkpoint contains the policies of the buffers.
         return Server.resume(checkpoint.path, space, rule, replace=replace, checkpoint=checkpoint, **options)
     buffers = buffers if module is None else freeze_policies(module, buffers)
     return Server(space, rule, start, buffers=carried, buffer_policy=buffers, checkpoint=checkpoint, **options)
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """A module of our own."""
+    """Return a new module."""
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded_model(model, 0)
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"model: expected a function that makes a module, it made {type(module).__name__}")
+        raise ArgumentError(f"model: expected a function that returns a module, got {type(module).__name__}")
     return module
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """The module, with these tensors."""
+    """Load a state dict into a module and return the module."""
     own = module.state_dict()
     for problem, odd in (("missing", own.keys() - state.keys()), ("unknown", state.keys() - own.keys())):
         if odd:

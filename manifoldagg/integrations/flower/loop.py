@@ -1,0 +1,323 @@
+"""The training loop of the strategy: the rounds, evaluations and checkpoints of one run."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import flwr.app
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated import CheckpointPolicy, Rule, Server
+from manifoldagg.federated.server.client_sampling import ClientSampler, rule_attribute, sampler_for
+from manifoldagg.federated.server.events import Callback
+from manifoldagg.integrations.flower.codec import MessageCodec
+from manifoldagg.integrations.flower.dispatcher import EvaluationRound, MessageDispatcher
+from manifoldagg.integrations.flower.records import array_record
+from manifoldagg.integrations.flower.reporting import RunReport, log_metrics, log_start
+from manifoldagg.integrations.flower.rounds import Rounds
+from manifoldagg.integrations.flower.setup import ModelSource, build_server
+
+__all__ = ["FlowerMessage", "TrainingLoop"]
+
+LOG = logging.getLogger("flwr")
+FlowerMessage: TypeAlias = flwr.app.Message
+"""A message of Flower, as opposed to that of a rule."""
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class TrainingLoop(Strategy):
+    """A strategy that runs rounds without waiting for their slowest nodes; a subclass sets its options.
+
+    Attributes:
+        server: the server of the current run, or of the last one.
+        poll_interval: the interval between two polls for replies, in seconds.
+    """
+
+    server: Server
+    rule: Rule
+    model: ModelSource
+    updates: int | None
+    concurrency: int | None
+    task_timeout: float | None
+    wire: bool | None
+    compress: bool
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    seed: int
+    checkpoint: CheckpointPolicy | None
+    resume: bool
+    replace: bool
+    on_event: tuple[Callback, ...]
+    server_options: dict[str, Any]
+    _dispatcher: MessageDispatcher
+    _codec: MessageCodec
+    _report: RunReport
+    _rounds: Rounds
+    _accepted_contents: list[RecordDict]
+    _updates_per_round: int
+
+    def __init__(self) -> None:
+        self.poll_interval = 0.1
+        self._stop_requested = False
+        self._unsubscribe: list[Callable[[], None]] = []
+
+    def stop(self) -> None:
+        """Make `start` stop dispatching, write the checkpoint and return. Safe in any thread or signal handler.
+
+        Before `start`, this has no effect.
+        """
+        self._stop_requested = True
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Train for a number of rounds.
+
+        If anything raises, such as `evaluate_fn` or an interrupt, the strategy writes the checkpoint first.
+
+        Args:
+            grid: the grid of the `ServerApp`.
+            initial_arrays: the initial model, its complete state dict.
+            num_rounds: the number of rounds.
+            timeout: the maximum time of a round in seconds. After the last round, `start` waits for evaluations for at
+                most this time.
+            train_config: the configuration that is sent with each model; `"server-round"` is added.
+            evaluate_config: the configuration that is sent with each evaluation; `"server-round"` is added.
+            evaluate_fn: evaluates the model in this process, before the first round and after each round.
+
+        Returns:
+            The last model, and the metrics of each round.
+
+        Raises:
+            ArgumentError: naming the invalid argument.
+            CheckpointError: if the checkpoint is invalid, or belongs to another model or rule.
+        """
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ArgumentError(f"initial_arrays: expected an ArrayRecord, got {type(initial_arrays).__name__}")
+        check_count("num_rounds", num_rounds, at_least=0)
+        self._stop_requested = self._is_open = False
+        self._timeout = check_number("timeout", timeout, above=0)
+        configs: dict[str, Mapping[str, Any]] = {"train": train_config or {}, "evaluate": evaluate_config or {}}
+        log_start(type(self).__name__, num_rounds, initial_arrays, configs)
+        self.summary()
+        began = time.monotonic()
+        self._message_ttl = self.task_timeout or timeout
+        self._train_config = ConfigRecord(dict(train_config or {}))
+        self._evaluate_config = ConfigRecord(dict(evaluate_config or {}))
+        try:
+            self._prepare(initial_arrays, evaluate_fn)
+            if self._rounds.count < num_rounds:
+                self._num_rounds = num_rounds
+                self._connect(grid, sum(len(array.data) for array in initial_arrays.values()), timeout)
+                while self._rounds.count < num_rounds and not self._stop_requested:
+                    self._run_round(grid, timeout, evaluate_fn)
+                self._await_evaluations()
+            self._save_checkpoint()
+        except BaseException:
+            self._close_after_error()
+            raise
+        LOG.info("")
+        LOG.info("Strategy execution finished in %.2fs", time.monotonic() - began)
+        LOG.info("Final results:")
+        for line in str(self._rounds.result).splitlines():
+            LOG.info("\t%s", line)
+        return self._rounds.result
+
+    def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
+        """Set up the server and the rounds before the first round."""
+        path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        resume = self.resume and path is not None and path.exists()
+        self.server = build_server(
+            self.rule,
+            self.model,
+            initial_arrays,
+            resume=resume,
+            replace=self.replace,
+            checkpoint=self.checkpoint,
+            **self.server_options,
+        )
+        for unsubscribe in self._unsubscribe:  # a checkpoint of an earlier run may still be written
+            unsubscribe()
+        self._report = RunReport()
+        callbacks = [self._report.on_event, *map(self._report.guarded, self.on_event)]
+        self._unsubscribe = [self.server.on_event(callback) for callback in callbacks]
+        self._codec = MessageCodec(
+            self.server, self.wire, self.compress, key=self.arrayrecord_key, weighted_by_key=self.weighted_by_key
+        )
+        self._accepted_contents = []
+        self._rounds = Rounds(path)
+        self._set_model(array_record(self.server.state_dict()))
+        if resume:
+            for ticket in self.server.tickets:
+                self.server.drop(ticket)
+            self._rounds.read(self.server.updates)
+            LOG.info("Resuming after %d rounds and %d updates", self._rounds.count, self.server.updates)
+        # True at the beginning, and if the server was killed during an evaluation.
+        is_new = self.server.updates == self._rounds.cumulative_updates[-1]
+        if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
+            self._evaluate_on_server(evaluate_fn)
+        self._write_rounds()
+
+    def _connect(self, grid: Grid, largest_reply_bytes: int, timeout: float) -> None:
+        """Wait for nodes, and dispatch the first tasks."""
+        until = time.monotonic() + timeout
+        while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
+            if self._stop_requested:
+                break
+            LOG.info("Waiting for at least %d nodes to connect", self.min_available_nodes)
+            time.sleep(self.poll_interval)
+        routing = rule_attribute(self.rule, "routing")
+        weights = self.server_options.get("weights")
+        known = [clients for clients in (routing, weights) if isinstance(clients, Mapping)]
+        drawn, self._generator = (np.random.default_rng([self.seed, i, self.server.updates]) for i in range(2))
+
+        def make_sampler(here: list[int]) -> ClientSampler:
+            self._updates_per_round = self.updates or max(1, len(here))
+            return sampler_for(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
+
+        self._dispatcher = MessageDispatcher(
+            grid,
+            self.server,
+            self._report,
+            largest_reply_bytes=largest_reply_bytes,
+            poll_interval=self.poll_interval,
+            accepts_node=lambda node: all(node in clients for clients in known),
+        )
+        self._is_open = True
+        self._dispatcher.open(make_sampler)
+
+    def _run_round(self, grid: Grid, timeout: float, evaluate_fn: EvaluateFn | None) -> None:
+        """Run one round."""
+        number, began = self._rounds.count + 1, time.monotonic()
+        LOG.info("")
+        LOG.info("[ROUND %d/%d]", number, self._num_rounds)
+        config = self._train_config
+
+        def configure() -> Iterable[FlowerMessage]:
+            self._train_config = ConfigRecord(dict(config))
+            return self.configure_train(number, self._arrays, self._train_config, grid)
+
+        arrays = metrics = None
+        if self._is_round_full:  # the server was killed between the last update and the end of the round
+            arrays, metrics = self.aggregate_train(number, [])
+        while arrays is None:
+            self._dispatcher.send(configure)
+            reply = self._dispatcher.next_reply()
+            if reply is not None:
+                arrays, metrics = self.aggregate_train(number, [reply])
+                # A reply that an overridden method did not process counts as a failure of its node.
+                self._dispatcher.complete(reply.metadata.reply_to_message_id, succeeded=False)
+            self._record_evaluations()
+            if arrays is None and self._stop_requested:
+                LOG.info("round %d: stopped before its end", number)
+                self._report.end_round(self._num_accepted, time.monotonic() - began)
+                return
+            if arrays is None and time.monotonic() > began + timeout:
+                LOG.warning(
+                    "round %d: timeout of %g s, with %d of %d updates",
+                    *(number, timeout, self._num_accepted, self._updates_per_round),
+                )
+                arrays, metrics = self.aggregate_train(number, [])
+                break
+        if arrays is not None:
+            self._set_model(arrays)
+        self._report.end_round(self._num_accepted, time.monotonic() - began)
+        log_metrics(metrics)
+        self._rounds.finish_round(self.server.updates)
+        self._rounds.record("train_metrics_clientapp", number, metrics)
+        self._write_rounds()
+        messages = self.configure_evaluate(number, self._arrays, self._evaluate_config, grid)
+        self._dispatcher.start_evaluation(EvaluationRound(number, time.monotonic() + timeout), messages)
+        self._evaluate_on_server(evaluate_fn)
+        self._write_rounds()
+
+    def _evaluate_on_server(self, evaluate_fn: EvaluateFn | None) -> None:
+        """Evaluate the model of the last round in this process."""
+        if evaluate_fn is not None:
+            number = self._rounds.count
+            metrics = evaluate_fn(number, self._arrays)
+            if number:
+                LOG.info("Global evaluation")
+                log_metrics(metrics, "MetricRecord")
+            else:
+                LOG.info("Initial global evaluation results: %s", metrics)
+            self._rounds.record("evaluate_metrics_serverapp", number, metrics)
+
+    def _set_model(self, arrays: ArrayRecord) -> None:
+        """Set the model of the last round."""
+        self._arrays = self._rounds.result.arrays = arrays
+        self._model_updates = self.server.updates
+
+    @property
+    def _num_accepted(self) -> int:
+        """The number of accepted updates in the current round."""
+        return self.server.updates - self._rounds.cumulative_updates[-1]
+
+    @property
+    def _is_round_full(self) -> bool:
+        return self._num_accepted >= self._updates_per_round
+
+    def _await_evaluations(self) -> None:
+        """Stop training, and wait for the evaluations."""
+        self._dispatcher.close()
+        while self._dispatcher.evaluations and not self._stop_requested:
+            self._dispatcher.send(list)
+            self._dispatcher.next_reply()
+            self._record_evaluations()
+        if self.server.updates > self._model_updates:
+            self._set_model(array_record(self.server.state_dict()))
+        self._report.flush()
+
+    def _close_after_error(self) -> None:
+        """Stop training after an exception, and write the checkpoint if possible."""
+        if self._is_open:
+            for step in (self._report.flush, self._dispatcher.close, self._save_checkpoint):
+                try:
+                    step()
+                except Exception:
+                    LOG.exception("after an error:")
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint; a full disk does not lose the result in memory."""
+        if self.checkpoint is not None:
+            try:
+                self.server.save()
+            except CheckpointError as error:
+                LOG.error("checkpoint: %s", error)
+            self._write_rounds()
+
+    def _record_evaluations(self) -> None:
+        """Record the metrics of finished evaluations."""
+        for evaluation in self._dispatcher.finished_evaluations():
+            metrics = self.aggregate_evaluate(evaluation.round, evaluation.replies)
+            results = sum(reply.has_content() for reply in evaluation.replies)
+            if evaluation.num_nodes:
+                LOG.info(
+                    "aggregate_evaluate: Received %d results and %d failures (round %d)",
+                    *(results, evaluation.num_nodes - results, evaluation.round),
+                )
+                log_metrics(metrics)
+            self._rounds.record("evaluate_metrics_clientapp", evaluation.round, metrics)
+            self._write_rounds()
+
+    def _write_rounds(self) -> None:
+        """Write the rounds; a full disk does not stop the run."""
+        try:
+            self._rounds.write()
+        except CheckpointError as error:
+            LOG.error("checkpoint: %s", error)

@@ -1,0 +1,197 @@
+"""Reports of a run: log lines about rejected updates, failed tasks and finished rounds, and the counts of a round."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from manifoldagg._validation import one_line
+from manifoldagg.federated.server.events import Callback, CheckpointFailed, Event
+
+__all__ = ["RunReport", "log_metrics", "log_start"]
+
+LOG = logging.getLogger("flwr")
+MAX_REASON_LENGTH = 300
+"""The maximum number of characters of a reason in a log line."""
+MAX_LISTED_NODES = 5
+"""The maximum number of nodes in the line about events without a line of their own."""
+REJECTED = "update rejected"
+TRAINING_FAILED = "training failed"
+EVALUATION_FAILED = "evaluation failed"
+
+
+class RunReport:
+    """Log and count the rejected updates and the failed tasks of a run.
+
+    An update is rejected if a node replied and the server did not accept the reply. A task fails if no reply with
+    content arrives: the node raised an exception, its reply could not be read, or it did not reply in time.
+
+    Each event has a line with the node, the reason and the number of such events of this node. The lines are limited
+    for each node: the 1st, 2nd, 4th, 8th, 16th ... rejection of a node has a line, and so has each rejection in a field
+    for which this node was not rejected before. Failures of training and of evaluation are limited in the same way.
+    One line at the end of a round counts the other events by node.
+
+    Example:
+        >>> report = RunReport()
+        >>> report.accept(staleness=2)
+        >>> report.reject(7, "model: expected finite values")
+        >>> report.fail(8, "timeout", "no reply in time")
+        >>> report.metrics(accepted=1)
+        {'accepted': 1, 'rejected': 1, 'rejected-model': 1, 'failed': 1, 'failed-timeout': 1}
+    """
+
+    def __init__(self) -> None:
+        self._staleness: list[int] = []
+        self._rejected: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._events: Counter[tuple[int, str]] = Counter()
+        self._known_kinds: set[tuple[int, str, str]] = set()
+        self._unlogged: Counter[tuple[int, str]] = Counter()
+
+    def accept(self, staleness: int) -> None:
+        """Count an accepted update."""
+        self._staleness.append(staleness)
+
+    def reject(self, node: int, reason: str) -> None:
+        """Count a rejected update by the field that its reason begins with, as `Server.rejected` does."""
+        field = reason.partition(":")[0].partition("[")[0]
+        self._rejected[field] += 1
+        self._log(node, REJECTED, field, reason)
+
+    def fail(self, node: int, kind: str, reason: str, *, in_evaluation: bool = False) -> None:
+        """Count a failed task; a failed evaluation does not count in the metrics of training.
+
+        Args:
+            node: the node of the task.
+            kind: `"error"`, `"timeout"` or `"unreadable"`.
+            reason: the reason, for the log.
+            in_evaluation: whether the task was an evaluation.
+        """
+        if not in_evaluation:
+            self._failed[kind] += 1
+        self._log(node, EVALUATION_FAILED if in_evaluation else TRAINING_FAILED, kind, f"{kind}: {reason}")
+
+    def on_event(self, event: Event) -> None:
+        """Log a checkpoint that could not be written, as a subscriber of the server."""
+        if isinstance(event, CheckpointFailed):
+            LOG.error("checkpoint: %s: %s", event.path, event.reason)
+
+    def guarded(self, callback: Callback) -> Callback:
+        """Return a callback that logs the 1st, 2nd, 4th, 8th ... exception of `callback` instead of raising it."""
+        name = getattr(callback, "__qualname__", type(callback).__name__)
+        num_errors = 0
+
+        def call(event: Event) -> None:
+            nonlocal num_errors
+            try:
+                callback(event)
+            except Exception:
+                num_errors += 1
+                if _is_power_of_two(num_errors):
+                    LOG.exception("on_event: %s raised an exception (%d so far)", name, num_errors)
+
+        return call
+
+    def metrics(self, accepted: int) -> dict[str, int]:
+        """Return the counts of the current round as metrics.
+
+        Args:
+            accepted: the number of accepted updates.
+
+        Returns:
+            `accepted`, `rejected` and `failed`; and `rejected-FIELD` and `failed-KIND` for those that occurred.
+        """
+        found = {"accepted": accepted}
+        for name, counts in (("rejected", self._rejected), ("failed", self._failed)):
+            found[name] = counts.total()
+            found |= {f"{name}-{kind}": count for kind, count in sorted(counts.items())}
+        return found
+
+    def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
+        """Return aggregated metrics with the counts of the current round; existing names keep their values."""
+        theirs = dict(metrics or {})
+        ours = self.metrics(accepted)
+        if shared := sorted(ours.keys() & theirs.keys()):
+            LOG.warning("aggregate_train: the aggregated metrics hide the server's own: %s", ", ".join(shared))
+        return MetricRecord({**theirs, **{name: count for name, count in ours.items() if name not in theirs}})
+
+    def end_round(self, accepted: int, seconds: float) -> None:
+        """Log the line of a round, after the events that had no line, and reset the counts of the round.
+
+        Args:
+            accepted: the number of accepted updates.
+            seconds: the time of the round in seconds.
+        """
+        self.flush()
+        stale = self._staleness
+        spread = f"; staleness mean {sum(stale) / len(stale):.2f}, max {max(stale)}" if stale else ""
+        LOG.info(
+            "aggregate_train: %d %s accepted, %d rejected%s, %d %s failed%s%s; %.2f s",
+            *(accepted, "update" if accepted == 1 else "updates"),
+            *(self._rejected.total(), _in_parentheses(self._rejected)),
+            *(self._failed.total(), "task" if self._failed.total() == 1 else "tasks", _in_parentheses(self._failed)),
+            spread,
+            seconds,
+        )
+        self._staleness = []
+        self._rejected.clear()
+        self._failed.clear()
+
+    def flush(self) -> None:
+        """Log the number of events by node that had no line since the last call, if there are any."""
+        if not self._unlogged:
+            return
+        listed = [
+            f"node {node}: {what} {_times(count)}"
+            for (node, what), count in self._unlogged.most_common(MAX_LISTED_NODES)
+        ]
+        others = len(self._unlogged) - len(listed)
+        more = f"; and {others} more" if others else ""
+        LOG.warning("Not shown above (%d): %s%s", self._unlogged.total(), "; ".join(listed), more)
+        self._unlogged.clear()
+
+    def _log(self, node: int, what: str, kind: str, reason: str) -> None:
+        self._events[node, what] += 1
+        count = self._events[node, what]
+        is_new = (node, what, kind) not in self._known_kinds
+        self._known_kinds.add((node, what, kind))
+        if is_new or _is_power_of_two(count):
+            LOG.warning("node %d: %s (%d so far): %s", node, what, count, one_line(reason, MAX_REASON_LENGTH))
+        else:
+            self._unlogged[node, what] += 1
+
+
+def log_start(name: str, num_rounds: int, arrays: ArrayRecord, configs: Mapping[str, Mapping[str, object]]) -> None:
+    """Log the arguments of `start` in the form of Flower's strategies.
+
+    Args:
+        name: the name of the strategy.
+        num_rounds: the number of rounds.
+        arrays: the initial model.
+        configs: the configurations by purpose, `"train"` and `"evaluate"`.
+    """
+    LOG.info("Starting %s strategy:", name)
+    LOG.info("\t├── Number of rounds: %d", num_rounds)
+    LOG.info("\t├── ArrayRecord (%.2f MB)", sum(len(array.data) for array in arrays.values()) / 2**20)
+    for purpose, config in configs.items():
+        LOG.info("\t├── ConfigRecord (%s): %s", purpose, dict(config) or "(empty!)")
+
+
+def log_metrics(metrics: MetricRecord | None, name: str = "Aggregated MetricRecord") -> None:
+    """Log the metrics of a round in the form of Flower's strategies."""
+    if metrics is not None:
+        LOG.info("\t└──> %s: %s", name, metrics)
+
+
+def _in_parentheses(counts: Mapping[str, int]) -> str:
+    """Return counts by kind, such as ` (model 2, samples 1)`, or an empty string."""
+    return f" ({', '.join(f'{kind} {count}' for kind, count in sorted(counts.items()))})" if counts else ""
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
