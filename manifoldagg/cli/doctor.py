@@ -1,6 +1,7 @@
 """The command `manifoldagg doctor`."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from rich import box
 from rich.table import Table
@@ -9,17 +10,33 @@ from manifoldagg._signals import graceful_shutdown
 from manifoldagg.cli._console import console
 from manifoldagg.kernels.backends.selection import describe_backends
 
-__all__ = ["doctor_command", "kernel_table"]
+__all__ = ["doctor_command", "flower_status", "kernel_table"]
 
 
 def doctor_command() -> None:
     """Report which kernels work on this machine, which one is selected, and why.
 
-    Builds the compiled kernels if they are not built yet, and times what there is.
+    Builds the compiled kernels if they are not built yet, and times each backend. If Flower is installed, it also
+    reports whether `flwr run` can simulate nodes.
     """
     with graceful_shutdown():
         rows = describe_backends()
     console.print(kernel_table(rows))
+    status = flower_status()
+    if status is not None:
+        console.print(status, highlight=False, markup=False, soft_wrap=True)
+
+
+def flower_status() -> str | None:
+    """Return a line about simulation in Flower, which needs Ray; `None` if Flower is not installed.
+
+    Without Ray, Flower stops a simulation before it imports the app, so no code of an app can report it.
+    """
+    if find_spec("flwr") is None:
+        return None
+    if find_spec("ray") is None:
+        return "flwr: a simulation needs Ray, which is not installed; run pip install 'flwr[simulation]'"
+    return "flwr: simulation works, because Ray is installed"
 
 
 def kernel_table(rows: Iterable[tuple[str, str]]) -> Table:
