@@ -4,10 +4,15 @@ Each check takes the *name* of the argument first. Its error names the argument,
 """
 
 import difflib
+import inspect
 import math
 import operator
-from collections.abc import Collection, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -17,18 +22,26 @@ from manifoldagg._threads import prefers_numpy
 from manifoldagg.errors import ArgumentError
 
 __all__ = [
+    "KeywordHints",
     "check_choice",
     "check_count",
     "check_decay",
     "check_finite",
     "check_instance",
+    "check_keywords",
     "check_number",
     "check_shape",
     "check_vector",
     "closest_match",
     "is_finite",
+    "keywords_of",
     "one_line",
+    "other_type_hint",
+    "rename_argument",
+    "renamed_arguments",
     "short_repr",
+    "suggests_keywords",
+    "warn_caller",
 ]
 
 MAX_REPR_LENGTH = 100
@@ -36,26 +49,61 @@ MAX_REPR_LENGTH = 100
 HUGE_INT_BITS = 128
 """Integers of at least this many binary digits are not written out in a message. Python may refuse to, too."""
 
+INTERNAL_PACKAGES = ("manifoldagg", "beartype", "jaxtyping", "torch")
+"""The packages whose lines a warning does not point to."""
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     """Represent a value in one line of a message, truncated if it is long, safe if `repr` fails.
 
+    A model, a tensor or a container of them is represented by its type and size.
+
     Example:
         >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
         ("'32'", "b'32'", 'a huge int', 'a huge list')
+        >>> model = torch.nn.Linear(8, 3)
+        >>> short_repr(model), short_repr(model.state_dict()), short_repr(model.weight)
+        ('Linear with 27 parameters', 'OrderedDict of 2 tensors', 'Parameter of shape (3, 8)')
     """
     kind = type(value)
     if issubclass(kind, int) and int.bit_length(value) > HUGE_INT_BITS:
         return one_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", max_length)
     try:
-        text = str.__str__(repr(value))
+        default: Any = object.__repr__  # it would print an address
+        is_default = kind.__repr__ is default
+        text = f"a {kind.__name__}" if is_default else _summary(value) or str.__str__(repr(value))
+        if "\n" in text:  # an object that contains a module or a tensor
+            text = f"a {kind.__name__}"
+        elif len(text) > max_length and issubclass(kind, Mapping):
+            text = f"{kind.__name__} of {len(value):,} entries"
     except ValueError:  # more digits than Python writes
         text = f"a huge {kind.__name__}"
-    except Exception:  # whatever its own code raises
+    except Exception:  # the object's own code may raise any exception
         text = f"a {kind.__name__}"
-    return one_line(" ".join(text.split()) if "\n" in text else text, max_length)
+    return one_line(text, max_length)
+
+
+def _summary(value: Any) -> str:
+    """Return the type and size of a module, a tensor, an array or a container of them; empty for other values."""
+    kind = type(value)
+    if issubclass(kind, torch.nn.Module):
+        return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
+    if issubclass(kind, Tensor | np.ndarray):
+        return f"{kind.__name__} of shape {tuple(value.shape)}" if value.ndim else ""
+    if not issubclass(kind, Mapping | list | tuple | set | frozenset):
+        return ""
+    entries = [*value.values()] if issubclass(kind, Mapping) else [*value]
+    kinds = [type(entry) for entry in entries]
+    nouns = {torch.nn.Module: "modules", Tensor: "tensors", np.ndarray: "arrays"}
+    for base, noun in nouns.items():
+        if kinds and all(issubclass(entry, base) for entry in kinds):
+            return f"{kind.__name__} of {len(kinds):,} {noun if len(kinds) > 1 else noun[:-1]}"
+    if any(map(_summary, entries)):
+        return f"{kind.__name__} of {len(kinds):,} {'entries' if len(kinds) > 1 else 'entry'}"
+    return ""
 
 
 def one_line(text: str, max_length: int = MAX_REPR_LENGTH) -> str:
@@ -194,6 +242,176 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
     known = {choice.lower(): choice for choice in choices if isinstance(choice, str)}
     found = difflib.get_close_matches(word.lower(), known, n=1)
     return known[found[0]] if found else None
+
+
+def other_type_hint(value: object, known: Collection[object]) -> str:
+    """Return a hint if `known` contains the same integer with the other type, int or str; empty otherwise.
+
+    Example:
+        >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})
+        (" (int); did you mean '1' (str)?", '')
+    """
+    other: object = None
+    if type(value) is int:
+        other = str(value) if value.bit_length() <= HUGE_INT_BITS else None
+    elif type(value) is str and re.fullmatch("-?[0-9]{1,38}", value):
+        other = int(value)
+    if other is None or str(other) != str(value) or other not in known:
+        return ""
+    return f" ({type(value).__name__}); did you mean {other!r} ({type(other).__name__})?"
+
+
+def check_keywords(name: str, keywords: Collection[str], known: Collection[str]) -> None:
+    """Check that a function has the keywords that it is called with.
+
+    Args:
+        name: the name of the function.
+        keywords: the keywords of the call.
+        known: the keywords of the function.
+
+    Raises:
+        TypeError: naming the first unknown keyword and the closest known one, or all known ones.
+
+    Example:
+        >>> check_keywords("FedOrtho", ["rat"], ["transport", "rungs", "rate"])
+        Traceback (most recent call last):
+            ...
+        TypeError: FedOrtho() got an unexpected keyword argument 'rat'; did you mean 'rate'?
+    """
+    for keyword in keywords:
+        if keyword not in known:
+            near = closest_match(keyword, known)
+            hint = f"expected one of {', '.join(known)}" if near is None else f"did you mean {near!r}?"
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}; {hint}")
+
+
+@lru_cache(maxsize=256)
+def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return the keywords of a function or a class; `None` if it accepts any.
+
+    Example:
+        >>> keywords_of(check_keywords)
+        ('name', 'keywords', 'known')
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return _named_parameters(function)
+
+
+def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters of a function that can be passed by keyword, except `self` and `cls`."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in named and p.name not in ("self", "cls"))
+
+
+def suggests_keywords(name: str, *forwards_to: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that adds the closest keyword to the `TypeError` for an unknown one.
+
+    Args:
+        name: the name of the function in the message.
+        *forwards_to: functions that receive the further keywords of the decorated function.
+
+    Example:
+        >>> @suggests_keywords("Server")
+        ... def start(*, max_staleness=None): ...
+        >>> start(max_stalenes=3)
+        Traceback (most recent call last):
+            ...
+        TypeError: Server() got an unexpected keyword argument 'max_stalenes'; did you mean 'max_staleness'?
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = dict.fromkeys(name for source in (function, *forwards_to) for name in _named_parameters(source))
+
+        @wraps(function)
+        def checked(*args: P.args, **keywords: P.kwargs) -> T:
+            check_keywords(name, keywords, known)
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate
+
+
+class KeywordHints:
+    """A base class of dataclasses, which adds the closest option to the `TypeError` for an unknown one.
+
+    The check runs in `__new__`, so that the generated `__init__` and its signature stay unchanged. `copy` and `pickle`
+    call `__new__` without arguments.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Momentum(KeywordHints):
+        ...     beta: float = 0.9
+        >>> Momentum(beat=0.5)
+        Traceback (most recent call last):
+            ...
+        TypeError: Momentum() got an unexpected keyword argument 'beat'; did you mean 'beta'?
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        known = keywords_of(cls.__init__) if options else None
+        if known is not None:
+            check_keywords(cls.__name__, options, known)
+        return super().__new__(cls)
+
+
+def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") -> str:
+    """Return an error message that names an argument of the caller instead of an internal one.
+
+    Args:
+        message: an error message, which begins with the name of an argument and a colon.
+        names: the names of internal arguments, and the names of the caller's arguments.
+        prefix: the start of a message about any other argument.
+
+    Example:
+        >>> rename_argument("points[1]: expected one model", {"points": "model"})
+        'model[1]: expected one model'
+        >>> rename_argument("rate: expected a finite number > 0, got 0", {"points": "model"}, "rule: ")
+        'rule: rate: expected a finite number > 0, got 0'
+    """
+    found = re.match(r"(\w+)(\[\d+\])?(?=:)", message)
+    if found and found[0] in names:
+        return names[found[0]] + message[found.end() :]
+    if found and found[1] in names:
+        return names[found[1]] + message[found.end(1) :]
+    return message if message.startswith(prefix) else prefix + message
+
+
+@contextmanager
+def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
+    """Rename the argument that an `ArgumentError` of the body names, as `rename_argument` does.
+
+    An internal function names its own arguments, but the user knows only those of the public function.
+
+    Example:
+        >>> with renamed_arguments({"start": "model"}):
+        ...     check_count("start", 0)
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: model: expected an integer >= 1, got 0
+    """
+    try:
+        yield
+    except ArgumentError as error:
+        error.args = (rename_argument(str(error), names, prefix), *error.args[1:])
+        raise
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the call stack that is outside of this package and of decorators' packages.
+
+    A fixed stack level would be wrong: the same check runs under several public functions and their decorators.
+    """
+    frame = inspect.currentframe()
+    level = 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:

@@ -18,43 +18,43 @@ __all__ = [
 
 
 class ManifoldAggError(Exception):
-    """The family: `except ManifoldAggError` catches everything that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose, except the `TypeError` for unknown keywords."""
 
 
 class ArgumentError(ManifoldAggError, ValueError):
-    """An argument has a value, a shape or a type that cannot be used. The message names the argument."""
+    """An argument has an invalid value, shape or type. The message names the argument."""
 
 
 class StateDictError(ArgumentError):
-    """The tensors of a model do not fit a layout. The message names the tensor."""
+    """The tensors of a model do not match a layout. The message names the tensor."""
 
 
 class RuleError(ManifoldAggError):
-    """A rule, or a schedule in it, gave what cannot be used: no client is to blame."""
+    """A rule, or a schedule in it, returned an invalid result. The cause is not the update of a client."""
 
 
 class BusyError(ManifoldAggError):
-    """As much is under way as may be; the same call can succeed later."""
+    """A limit on tickets in flight or queued updates is reached. The same call can succeed later."""
 
 
 class DivergenceError(ManifoldAggError, ArithmeticError):
-    """A computation left the finite numbers although its input was finite."""
+    """A computation with finite inputs returned a value that is not finite."""
 
 
 class CheckpointError(ManifoldAggError):
-    """Something cannot be saved, or a file is not what was saved. The message names the file, or what of the tree."""
+    """A value cannot be saved, or a file is invalid. The message names the file, or the part of the state."""
 
 
 class WireError(ManifoldAggError):
-    """Bytes are not what `pack` made, or something cannot be packed. The message begins with `wire`."""
+    """Bytes are not a result of `pack`, or a value cannot be packed. The message begins with `wire`."""
 
 
 class SpillError(ManifoldAggError):
-    """A tree cannot go to a file, or its file is not what was written. The message names the file.
+    """A tree cannot be spilled to a file, or its file was altered. The message names the file.
 
     Args:
-        message: what was wrong.
-        temporary: whether the same may succeed later: a full disk gets room again, an altered file stays altered.
+        message: the error message.
+        temporary: whether a later attempt may succeed, as after an error of a full disk.
 
     Example:
         >>> SpillError("/tmp/1.tensors: no space left", temporary=True).temporary

@@ -1,6 +1,7 @@
-"""The fifteen likeliest mistakes, and word for word what is said of each: in the tests, and on the page of errors."""
+"""The most likely mistakes: each message, word for word, on the page of common errors, and its source line."""
 
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manifoldagg import Server, aggregate
+from manifoldagg import AsyncAggregator, Server, aggregate
 from manifoldagg._io import new_figure
 from manifoldagg.errors import ManifoldAggError
 from manifoldagg.federated import Payload
@@ -26,9 +27,21 @@ def net():
         return nn.Linear(8, 8)
 
 
+def batch_norm_net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
 def trained(wrapped=""):
-    """What a client returns: a state dict, perhaps of a wrapped module."""
+    """Return a client's state dict; a wrapper of the module prefixes its names."""
     return {wrapped + name: tensor + 0.01 for name, tensor in net().state_dict().items()}
+
+
+def batch_norm_difference():
+    """Return the difference of a model with batch normalisation. The running variance has decreased."""
+    base = batch_norm_net().state_dict()
+    return {name: -1e-3 * torch.ones_like(x) if x.is_floating_point() else x for name, x in base.items()}
 
 
 def step(update, rule=RULE):
@@ -37,13 +50,13 @@ def step(update, rule=RULE):
 
 
 def answered(model):
-    """The refusal of a state dict."""
+    """Raise the reason why a server rejects a state dict."""
     server = Server.of(net(), RULE)
     return server.receive_model(server.dispatch("ward-7"), model, samples=10).check()
 
 
 def paid(points):
-    """The refusal of a payload's points."""
+    """Raise the reason why a server rejects the points of a payload."""
     server = Server.of(net(), RULE)
     return server.receive(server.dispatch("ward-7"), Payload(points, samples=10)).check()
 
@@ -55,11 +68,27 @@ def twice():
     server.receive_model(ticket, trained(), samples=10).check()
 
 
+def flower_strategy(name, base=object):
+    """Return an instance of a class that looks like a strategy of Flower, which may not be installed."""
+    strategy = type("Strategy", (base,), {"__module__": "flwr.serverapp.strategy.strategy"})
+    return type(name, (strategy,), {"__module__": "flwr.serverapp.strategy.fedavg"})()
+
+
 INTEGERS = {"w": torch.ones(3, dtype=torch.int64)}
+BATCH_NORM = batch_norm_net().state_dict()
 MISTAKES = {
     "a difference for a model": lambda: step({name: torch.full_like(x, 1e-3) for name, x in trained().items()}),
+    "a difference with a negative variance": lambda: aggregate(
+        RULE, None, BATCH_NORM, BATCH_NORM, batch_norm_difference()
+    ),
+    "a sample count for a weight": lambda: aggregate(RULE, None, *[net().state_dict()] * 2, trained(), weight=100),
+    "exchanged arguments": lambda: AsyncAggregator(net(), RULE),
     "a rule by its name": lambda: step(trained(), "fedasync"),
     "a class for a rule": lambda: step(trained(), FedAsync),
+    "a strategy of Flower": lambda: step(trained(), flower_strategy("FedAvg")),
+    "a misspelled option": lambda: FedAsync(0.5, stalenes=3),
+    "a rate above 1": lambda: FedAsync(rate=3.0),
+    "a client by another type": lambda: Server.of(net(), RULE, weights={"1": 10}).dispatch(1),
     "DataParallel": lambda: step(trained("module.")),
     "torch.compile": lambda: step(trained("_orig_mod.")),
     "a module for a state dict": lambda: answered(net()),
@@ -76,37 +105,95 @@ MISTAKES = {
 
 
 def said(mistake):
-    """The error or the warning, as it is printed."""
+    """Return the error or the warning of a mistake, as Python prints it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             MISTAKES[mistake]()
-        except ManifoldAggError as error:
+        except (ManifoldAggError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
     (warning,) = caught
     return f"{warning.category.__name__}: {warning.message}"
 
 
 def page():
-    """Below each heading of the page, the message."""
-    return dict(re.findall(r"^## (.*?)\n\n```text\n(.*?)\n```\n", PAGE.read_text(), flags=re.M | re.S))
+    """Return the message below each heading of the page."""
+    return dict(re.findall(r"^## (.*)\n\n```text\n(.*)\n```\n", PAGE.read_text(), flags=re.M))
 
 
-def test_the_page_has_them_all():
+def test_the_page_lists_all_mistakes():
     assert list(page()) == list(MISTAKES)
-    assert len(MISTAKES) == 15
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_word_for_word(mistake, monkeypatch):
+def test_the_page_has_each_message_word_for_word(mistake, monkeypatch):
     if "matplotlib" in mistake:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert said(mistake) == page()[mistake]
 
 
+WARNS = """
+import warnings
+import torch
+from torch import nn
+from manifoldagg import AsyncAggregator, Server, aggregate
+from manifoldagg.federated.rules import FedAsync
+
+torch.manual_seed(0)
+model = nn.Linear(8, 8)
+base = model.state_dict()
+short = {name: torch.full_like(x, 1e-3) for name, x in base.items()}
+aggregator = AsyncAggregator(FedAsync(0.5), base)
+aggregator.checkout("a")
+server = Server.of(model, FedAsync(0.5))
+ticket = server.dispatch("a")
+warnings.simplefilter("always")
+aggregate(FedAsync(0.5), None, base, base, short)  # warns
+aggregate(FedAsync(0.5), None, base, base, base, weight=100)  # warns
+aggregator.submit("a", short, samples=1)  # warns
+server.receive_model(ticket, short, samples=1)  # warns
+Server.of({"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}, FedAsync(0.5))  # warns
+"""
+
+
+def test_warnings_point_to_the_line_of_the_caller(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WARNS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=120)
+    lines = [int(line) for line in re.findall(rf"^{re.escape(str(script))}:(\d+): UserWarning: ", done.stderr, re.M)]
+    assert lines == [i for i, line in enumerate(WARNS.splitlines(), 1) if line.endswith("# warns")]
+
+
 @pytest.mark.usefixtures("as_shipped")
-def test_what_a_name_is_like_is_named_if_it_is_like_any():
-    for name, hint in (("FedBuf", ": did you mean rules.FedBuff(...)?"), ("gravity", "")):
+def test_a_rule_by_its_name_gets_the_closest_class():
+    for name, hint in (("FedBuf", "; did you mean rules.FedBuff(...)?"), ("gravity", "")):
         with pytest.raises(ManifoldAggError, match=re.escape(f"got {name!r}{hint}") + "$"):
             step(trained(), name)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("FedAvg", "manifoldagg.federated.rules.FedAvg"),
+        ("FedAdam", "manifoldagg.federated.rules.FedAdam"),
+        ("Krum", "manifoldagg.federated.rules.Krum"),
+        ("FedMedian", "manifoldagg.federated.rules.Median"),
+        ("FedAvgM", "manifoldagg.federated.rules.Momentum"),
+        ("FedXgbBagging", "a rule of the table in docs/guide/rules.md"),
+    ],
+)
+def test_a_strategy_of_flower_gets_the_rule_to_use(name, instead):
+    with pytest.raises(ManifoldAggError) as caught:
+        Server.of(net(), flower_strategy(name))
+    assert str(caught.value) == (
+        f"rule: expected a rule of manifoldagg.federated.rules, got Flower's strategy {name}; use {instead}"
+    )
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_the_installed_strategies_of_flower_are_recognised():
+    strategies = pytest.importorskip("flwr.serverapp.strategy")
+    with pytest.raises(ManifoldAggError, match=r"Flower's strategy FedAvg; use manifoldagg\.federated\.rules\.FedAvg$"):
+        Server.of(net(), strategies.FedAvg())

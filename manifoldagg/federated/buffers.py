@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice
+from manifoldagg._validation import check_choice, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.kernels import TensorList
@@ -153,11 +153,12 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
     """Validate buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
 
     Raises:
-        ArgumentError: if they are neither; one string is no sequence of patterns.
+        ArgumentError: if they are neither. A single string is not a sequence of patterns.
     """
-    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+    is_valid = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    if not is_valid or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentError(
-            f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {patterns!r}"
+            f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {short_repr(patterns)}"
         )
     return patterns if isinstance(patterns, Mapping) else list(patterns)
 
@@ -183,7 +184,7 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
         matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
         if isinstance(given, Mapping) and not any(matched):
-            raise ArgumentError(f"buffer_policy: {pattern!r} matches no entry of the model")
+            raise ArgumentError(f"buffer_policy: {short_repr(pattern)} matches no entry of the model")
     chosen = {}
     for entry in entries:
         policy = "average"
@@ -271,6 +272,8 @@ def initial_buffers(
         return PackedBuffers(), {}
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"buffers: expected a ParameterSpace to carry them, got {type(space).__name__}")
+    if not isinstance(buffers, Mapping):
+        raise ArgumentError(f"buffers: expected a mapping from names to tensors, got {short_repr(buffers)}")
     try:
         space.layout.check_buffers(buffers)
     except StateDictError as error:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number, short_repr
+from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.federated.weights import MAX_SAMPLES
@@ -25,7 +25,7 @@ MAX_WINDOW = 10**6
 
 
 @dataclass(frozen=True)
-class UpdateLimits:
+class UpdateLimits(KeywordHints):
     r"""Limits on updates: the server rejects or clips an update beyond them.
 
     The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. An
@@ -92,9 +92,26 @@ class UpdateLimits:
         if self.norm_window > MAX_WINDOW:
             raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}")
         if self.norm_after > self.norm_window:
+            if self.norm_after == UpdateLimits.norm_after:  # probably not passed
+                raise ArgumentError(
+                    f"norm_window: expected at least norm_after = {self.norm_after}, got {short_repr(self.norm_window)}"
+                )
             raise ArgumentError(
                 f"norm_after: expected at most norm_window = {self.norm_window}, got {short_repr(self.norm_after)}"
             )
+
+    @classmethod
+    def of(cls, limits: "UpdateLimits | None", space: Manifold) -> "UpdateLimits":
+        """Return the limits of a server on this space, the default limits for `None`.
+
+        Raises:
+            ArgumentError: if `limits` has another type, or the space does not support them.
+        """
+        given: object = DEFAULT_LIMITS if limits is None else limits
+        if not isinstance(given, cls):
+            raise ArgumentError(f"update_limits: expected UpdateLimits, got {short_repr(given)}")
+        given.check_space(space)
+        return given
 
     @cached_property
     def uses_clipping(self) -> bool:
@@ -117,7 +134,9 @@ class UpdateLimits:
             return
         lacks = sorted(({"inner", "log"} | ({"exp"} if self.uses_clipping else set())) - space.capabilities)
         if lacks:
-            raise ArgumentError(f"update_limits: norms need {', '.join(lacks)}, which {space} does not have")
+            raise ArgumentError(
+                f"update_limits: norms need {', '.join(lacks)}, which {short_repr(space)} does not have"
+            )
 
     def apply(
         self, space: Manifold, update: Update, accepted: tuple[float, ...]

@@ -5,13 +5,13 @@ $m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the oscillati
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, warn_caller
 from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.federated.schedules import weight_at
+from manifoldagg.federated.types import check_rule_protocol
 
 __all__ = ["stability_limit", "suggest_rate", "warn_if_unstable"]
 
@@ -102,6 +102,7 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     m = check_count("concurrency", concurrency)
     if m > n:
         raise ArgumentError(f"concurrency: expected at most num_clients={n}, got {m}")
+    check_rule_protocol(rule)
     inner, factor = rule, 1.0
     while hasattr(inner, "rule"):
         factor *= 1 - getattr(inner, "beta", 0.0)
@@ -122,38 +123,52 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))
 
 
-def warn_if_unstable(rule: Any, numbers: Mapping[str, float], staleness: int, num_in_flight: int) -> bool:
-    r"""Warn if a step is larger than the stability limit, and return whether it is.
+def warn_if_unstable(
+    rule: Any,
+    numbers: Mapping[str, float],
+    staleness: int,
+    num_in_flight: int,
+    *,
+    weight: float,
+    num_clients: int,
+) -> bool:
+    r"""Warn if the step of an average client is larger than the stability limit, and return whether it is.
 
-    The concurrency is estimated by the smaller of the number of clients in flight and $K$ times the staleness, plus 1:
-    lost clients and a single late update do not count.
+    The step is divided by the ratio of the client's weight to the mean weight $1 / N$, because a single client with
+    many samples does not make training unstable. The concurrency is estimated by the smaller of the number of clients
+    in flight and $K$ times the staleness, plus 1. This excludes lost clients and a single late update.
 
     Args:
-        rule: that took the step.
-        numbers: its metrics, with the step size `rate`.
-        staleness: in versions.
+        rule: the rule that took the step.
+        numbers: the metrics of the step, with the step size `rate`.
+        staleness: the staleness in versions.
         num_in_flight: the number of tasks in flight, including this one.
+        weight: the weight of the client.
+        num_clients: $N$, the number of clients that share the weights.
 
     Warns:
-        StabilityWarning: naming the rate, the limit, and `suggest_rate`.
+        StabilityWarning: with the step size, the limit, and a stable rate.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
     # A share of the way to the client's model never overshoots it.
     if kind not in ("step", "mean") or not rho > 0:
         return False
+    if kind == "step" and weight > 0:
+        rho /= weight * num_clients
     if getattr(rule, "overshoot", None) == "clamp":
         rho = min(rho, 1.0)
     k = _buffer_size(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
     limit = stability_limit(m, k)
-    if rho <= limit:
+    # The mean weight has rounding errors.
+    if rho <= limit * (1 + 1e-9):
         return False
-    warnings.warn(
-        f"rate: a step size of {rho:.3g} is above the stability limit of {limit:.3g} at a concurrency of {m}, so "
-        "training may diverge; use a lower rate or concurrency, see manifoldagg.federated.suggest_rate",
+    rate = suggest_rate(rule, num_clients, min(num_in_flight, num_clients))
+    warn_caller(
+        f"rate: {type(rule).__name__} takes a step of size {rho:.3g}, above the stability limit of {limit:.3g} at a "
+        f"concurrency of {m}, so training may diverge; use a lower rate, such as {rate:.3g}, or a lower concurrency",
         StabilityWarning,
-        stacklevel=3,
     )
     return True
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.corrections.frame import Deferred, PendingStep
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.kernels import Row
@@ -339,21 +339,31 @@ def _total_nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def check_rule_protocol(rule: Rule) -> Rule:
+def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
     """Check that a rule is an instance that has `cohort`, `init`, `message` and `step`.
 
+    Args:
+        rule: to check.
+        hint: the end of the message about an object that is not a rule.
+
     Raises:
-        ArgumentError: if something is missing, `step` takes no `out`, or a class or a name was given for an instance.
+        ArgumentError: if a method is missing, `step` takes no `out`, or `rule` is a class.
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
     # By name, because `isinstance` with a protocol takes longer than a step of a small model.
-    if not all(hasattr(rule, name) for name in ("cohort", "init", "message", "step")):
-        raise ArgumentError(f"rule: expected cohort, init, message and step; {rule!r} lacks some")
-    if not _accepts_out(type(rule)):
+    missing = [name for name in ("cohort", "init", "message", "step") if not hasattr(rule, name)]
+    if len(missing) > 2:
         raise ArgumentError(
-            f"rule: step: expected (space, state, update, *, out=None); that of {rule!r} takes no `out`"
+            f"rule: expected a rule of manifoldagg.federated.rules, got {short_repr(rule)}{hint and f'; {hint}'}"
         )
+    kind = type(rule).__name__
+    if missing:
+        raise ArgumentError(
+            f"rule: expected cohort, init, message and step, got a {kind} without {' and '.join(missing)}"
+        )
+    if not _accepts_out(type(rule)):
+        raise ArgumentError(f"rule: step: expected (space, state, update, *, out=None), got a {kind} without out")
     check_count("rule: cohort", rule.cohort)
     return rule
 
@@ -374,8 +384,10 @@ def check_trainer(trainer: Trainer) -> Trainer:
     Raises:
         ArgumentError: if it has not, or a class was given for an instance.
     """
-    if isinstance(trainer, type) or not isinstance(trainer, Trainer):
-        raise ArgumentError(f"trainer: expected an instance with `train`, got {trainer!r}")
+    given: object = trainer
+    # A module has a `train` method too.
+    if isinstance(given, type | torch.nn.Module) or not isinstance(given, Trainer):
+        raise ArgumentError(f"trainer: expected an instance with `train`, got {short_repr(given)}")
     return trainer
 
 
@@ -401,8 +413,11 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
     Raises:
         ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
     """
-    if averaging is not None and not isinstance(averaging, Averaging):
-        raise ArgumentError(f"averaging: expected `average`, `update`, `state` and `load`; {averaging!r} lacks some")
+    given: object = averaging
+    if averaging is not None and not isinstance(given, Averaging):
+        missing = [name for name in ("average", "update", "state", "load") if not hasattr(averaging, name)]
+        what = short_repr(given) if len(missing) > 2 else f"a {type(given).__name__} without {missing[0]}"
+        raise ArgumentError(f"averaging: expected an object with average, update, state and load, got {what}")
     if getattr(averaging, "has_reset_points", False):
         raise ArgumentError("averaging: expected periodic=None, as an average cannot overwrite the server's model")
     return averaging
@@ -417,10 +432,12 @@ def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
     tensors = getattr(rule, "tensors", {})
     numbers = getattr(rule, "numbers", ())
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
-        raise ArgumentError(f"rule: tensors: expected a mapping from names to numbers of points, got {tensors!r}")
+        raise ArgumentError(
+            f"rule: tensors: expected a mapping from names to numbers of points, got {short_repr(tensors)}"
+        )
     for name, count in tensors.items():
         if count is not None:
             check_count(f"rule: tensors: {name}", count)
     if isinstance(numbers, str) or not all(isinstance(name, str) for name in numbers):
-        raise ArgumentError(f"rule: numbers: expected names, got {numbers!r}")
+        raise ArgumentError(f"rule: numbers: expected names, got {short_repr(numbers)}")
     return dict(tensors), tuple(numbers)

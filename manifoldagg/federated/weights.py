@@ -8,7 +8,7 @@ from typing import Any
 from immutables import Map
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError
 
 __all__ = ["Weights", "check_client"]
@@ -58,15 +58,29 @@ class Weights:
             ArgumentError: naming a client whose samples are no positive integer up to $2^{53}$.
         """
         cap_factor = None if cap_factor is None else float(cap_factor)
-        if not isinstance(spec, Mapping):
+        if isinstance(spec, str):
             return cls(cap_factor, check_choice("weights", spec, KINDS))
-        amounts = {check_client(client): check_count(f"weights[{client!r}]", n) for client, n in spec.items()}
+        if not isinstance(spec, Mapping):
+            raise ArgumentError(
+                f"weights: expected {', '.join(KINDS)} or a mapping from clients to samples, got {short_repr(spec)}"
+            )
+        amounts = {
+            check_client(client, "weights"): check_count(f"weights[{short_repr(client)}]", n)
+            for client, n in spec.items()
+        }
         if not amounts:
             raise ArgumentError("weights: expected at least one client, got an empty mapping")
         for client, amount in amounts.items():
             if amount > MAX_SAMPLES:
-                raise ArgumentError(f"weights[{client!r}]: expected at most 2^53 samples")
+                raise ArgumentError(
+                    f"weights[{short_repr(client)}]: expected at most 2^53 samples, got {short_repr(amount)}"
+                )
         return cls(cap_factor, "given", Map(amounts), total=sum(amounts.values()))
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients that share the weights, so the mean weight is 1 / `num_clients`."""
+        return len(self.sample_counts if self.kind == "given" else self.reported)
 
     def check(self, client: Hashable) -> None:
         """Check that a client has a hashable name and, if weights were given up front, an entry in them.
@@ -76,7 +90,8 @@ class Weights:
         """
         check_client(client)
         if self.kind == "given" and client not in self.sample_counts:
-            raise ArgumentError(f"client: {client!r} has no entry in the weights that were given")
+            hint = other_type_hint(client, self.sample_counts)
+            raise ArgumentError(f"client: expected a client of weights, got {short_repr(client)}{hint}")
 
     def with_client(self, client: Hashable) -> "Weights":
         """Return the weights with `client` as a participant, because it was dispatched to."""
@@ -179,7 +194,7 @@ class Weights:
         told = {}
         for client, samples in state["reported"].items():
             weights.check(client)
-            told[client] = check_count(f"weights: reported[{client!r}]", samples, at_least=0)
+            told[client] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
         lengths = Counter(map(int.bit_length, told.values()))
         return replace(
             weights,
@@ -207,7 +222,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
     except Exception:  # whatever the name's own code raises
         raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:
-        raise ArgumentError(f"{name}: expected a name that equals itself, got {client!r}")
+        raise ArgumentError(f"{name}: expected a name that equals itself, got {short_repr(client)}")
     return client
 
 

@@ -117,7 +117,7 @@ UNUSABLE = {
     "nothing": (lambda place: None, "expected a finite number >= 0, got None"),
     "a truth": (lambda place: True, "expected a finite number >= 0, got True"),
     "a tensor": (lambda place: torch.tensor(0.5), "expected a plain number, got tensor(0.5000)"),
-    "an array": (lambda place: np.array([0.5]), "expected a plain number, got array([0.5])"),
+    "an array": (lambda place: np.array([0.5]), "expected a plain number, got ndarray of shape (1,)"),
 }
 
 

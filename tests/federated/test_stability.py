@@ -1,6 +1,7 @@
 """The stability limit of delayed steps, the rates that are suggested, and the warning beyond the limit."""
 
 import math
+import re
 import warnings
 from itertools import combinations
 
@@ -115,7 +116,7 @@ def test_a_suggested_step_on_a_buffer_is_stable_in_a_fixed_order(m, k):
         (Private(FedBuff(3), clip=1.0, noise=0.1, seed=0), 3 / 9),
         (Momentum(FedOrtho(), beta=0.5), 15 / 10),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # pytest-xdist needs the same ids in every process
 )
 def test_suggested_rates_by_family(rule, expected):
     assert suggest_rate(rule, num_clients=30, concurrency=9) == pytest.approx(expected)
@@ -176,9 +177,9 @@ def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
     step = 1.2 * stability_limit(m)
     first = next(k for k in range(1, m + 1) if step > stability_limit(k))
     assert str(warning.message) == (
-        f"rate: a step size of {step:.3g} is above the stability limit of {stability_limit(first):.3g} at a "
-        f"concurrency of {first}, so training may diverge; use a lower rate or concurrency, see "
-        "manifoldagg.federated.suggest_rate"
+        f"rate: ASGD takes a step of size {step:.3g}, above the stability limit of {stability_limit(first):.3g} at a "
+        f"concurrency of {first}, so training may diverge; use a lower rate, such as {m / (m + 1):.3g}, or a lower "
+        "concurrency"
     )
 
 
@@ -196,6 +197,23 @@ def test_a_share_and_a_lost_client_do_not_warn():
         for ticket in tickets[2:]:
             server.drop(ticket.id)
         server.receive(tickets[1].id, Payload(torch.zeros(1, 1), samples=1)).check()
+
+
+@pytest.mark.parametrize("weights", ["observed", dict.fromkeys(range(1, 10), 10) | {0: 1000}])
+def test_a_single_client_with_many_samples_does_not_warn(weights):
+    """Its own step is above the limit, but not that of an average client."""
+    m = 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server = Server(Flat(1), ASGD(0.4 * m, overshoot="extend"), torch.ones(1), weights=weights)
+        tickets = [server.dispatch(client) for client in range(m)]
+        sizes = []
+        for i in [*range(1, m), 0] * 3:
+            samples = 10 if i else 1000
+            server.receive(tickets[i].id, Payload(torch.zeros(1, 1), samples=samples)).check()
+            sizes.append(server.history[-1]["rate"])
+            tickets[i] = server.dispatch(i)
+    assert max(sizes) > 1 > stability_limit(m) > 0.4
 
 
 def test_an_update_is_not_applied_if_the_warning_is_an_error():
@@ -227,6 +245,8 @@ def test_the_aggregator_warns_as_the_server_does():
 
     for client in range(3):
         submit(client)
-    with pytest.warns(StabilityWarning, match=r"^rate: a step size of 1 is above the stability limit of 0\.843 at a concur"):
+    with pytest.warns(
+        StabilityWarning, match=r"^rate: ASGD takes a step of size 1, above the stability limit of 0\.843 at a concur"
+    ):
         submit(3)
     submit(4)

@@ -99,7 +99,7 @@ def test_a_step_is_that_of_the_front_door(name, seed):
         base = versions[place]
         pseudo(seed + i, params)
         update = {key: b - p.grad for (key, b), p in zip(base.items(), params, strict=True)}
-        known = {"staleness": i % 3, "weight": 0.5 + i % 2}
+        known = {"staleness": i % 3, "weight": 0.5 + (i % 2) / 2}
         model, state, _ = aggregate(rule, state, model, base, update, client=f"w{i % 2}", **known)
         outer.step(worker=f"w{i % 2}", base=mine[place], **known)
         versions.append(model)

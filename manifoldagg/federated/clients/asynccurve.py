@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape
+from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape, short_repr
 from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
@@ -75,7 +75,7 @@ class AsyncCurve(BaseTrainer):
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
-            raise ArgumentError(f"betas: expected a pair of numbers, got {self.betas!r}")
+            raise ArgumentError(f"betas: expected a pair of numbers, got {short_repr(self.betas)}")
         for i, beta in enumerate(self.betas):
             check_decay(f"betas[{i}]", beta)
         check_number("eps", self.eps, at_least=0)

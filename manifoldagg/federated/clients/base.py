@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import KeywordHints, check_count
 from manifoldagg.curves import Embedding, Fit, fit
 from manifoldagg.curves.batchnorm import batch_norm_layers, refreshed_buffers
 from manifoldagg.errors import ArgumentError, StateDictError
@@ -78,7 +78,7 @@ class TrainingTask:
         return fit(embedding, self.loss, self.batches, start=start, generator=self.generator, **options)
 
 
-class BaseTrainer(abc.ABC):
+class BaseTrainer(KeywordHints, abc.ABC):
     """Base class of trainers, whose subclasses implement `_train`.
 
     Options are the fields of a frozen dataclass; what [`fit`][manifoldagg.fit] takes in groups is checked by these

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.federated.types import ClientState, Message, Payload, Trainer
+from manifoldagg._validation import check_instance, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.types import ClientState, Message, Payload, Trainer, check_trainer
 from manifoldagg.manifolds import ParameterSpace
 
 __all__ = ["train_client"]
@@ -24,23 +26,23 @@ def train_client(
 ) -> Payload:
     """Train a module from a message, as [`Trainer.train`][manifoldagg.federated.Trainer] in the module's own space.
 
-    The module lends its code and its mode, train or eval. Its tensors stay as they are: parameters and buffers are
-    those of the message.
+    The function uses the code and the mode (train or eval) of the module. It does not modify the module's tensors: the
+    parameters and buffers are those of the message.
 
     Args:
-        model: with the parameters that the server's model has.
-        message: of a ticket.
-        trainer: what the client does with it.
+        model: a module with the same parameters as the server's model.
+        message: the message of a ticket.
+        trainer: the local training.
         batches: pairs (inputs, targets) in a re-iterable object.
-        criterion: (output, target) to a scalar.
-        client_state: what the last payload of this client left with it.
-        generator: draws whatever the trainer draws.
+        criterion: the loss, a function of (output, target) that returns a scalar.
+        client_state: the client state of the client's last payload.
+        generator: the random number generator of the trainer.
 
     Returns:
         The payload for the server.
 
     Raises:
-        ArgumentError: if the message does not fit the module or the trainer.
+        ArgumentError: if an argument is invalid, or if the message does not match the module or the trainer.
         DivergenceError: if a loss is not finite.
 
     Example:
@@ -54,5 +56,11 @@ def train_client(
         >>> payload.samples, server.receive(ticket, payload).accepted
         (4, True)
     """
+    check_trainer(trainer)
+    if not isinstance(message, Message):
+        raise ArgumentError(f"message: expected a Message, as of a ticket, got {short_repr(message)}")
+    if not callable(criterion):
+        raise ArgumentError(f"criterion: expected a function of outputs and targets, got {short_repr(criterion)}")
+    check_instance("generator", generator, torch.Generator, "torch.Generator()")
     space = ParameterSpace.of(model)
     return trainer.train(space, message, space.loss(model, criterion), batches, client_state, generator=generator)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_choice, check_count
 from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
@@ -65,6 +65,7 @@ class Curve(BaseTrainer):
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
+        check_choice("freeze_end", self.freeze_end, (True, False))
         phases = self._options()["phases"]
         if self.degree == 1 and self.freeze_end and phases.limits[1]:
             amount = "epochs" if self.steps is None else "steps"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.curves import Bezier, Phases, Sharpness, Training
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
@@ -120,7 +120,7 @@ class Epochs(BaseTrainer):
 
     def __post_init__(self) -> None:
         if not isinstance(self.local, Local):
-            raise ArgumentError(f"local: expected a Local, got {self.local!r}")
+            raise ArgumentError(f"local: expected a Local, got {short_repr(self.local)}")
         if self.max_epochs is not None:
             check_count("max_epochs", self.max_epochs)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.schedules import Rate, check_options, rate_at
@@ -53,7 +54,7 @@ class Scheduled(BaseTrainer):
     def __post_init__(self) -> None:
         check_options(self)
         if not is_dataclass(check_trainer(self.trainer)):
-            raise ArgumentError(f"trainer: expected a dataclass, got {self.trainer!r}")
+            raise ArgumentError(f"trainer: expected a dataclass, got {short_repr(self.trainer)}")
         for option in INNER_TRAINER_FIELDS:
             if getattr(self, option) != 1:
                 _owner_of(self.trainer, option)

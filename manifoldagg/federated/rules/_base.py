@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
@@ -26,7 +26,7 @@ __all__ = ["ServerRule", "TangentRule", "move_to"]
 
 
 @dataclass(frozen=True)
-class ServerRule(abc.ABC):
+class ServerRule(KeywordHints, abc.ABC):
     """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
 
     `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is rejected. So does
@@ -94,9 +94,9 @@ class TangentRule(ServerRule):
             point = in_float64(space, check_point(space, start, name="start"))
             Transporter(space, point, point, self.transport, self.rungs)
         elif self.transport is not None and space.flat:
-            raise ArgumentError(f"transport: expected None on a flat space, got {self.transport!r}")
+            raise ArgumentError(f"transport: expected None on a flat space, got {short_repr(self.transport)}")
         elif self.transport not in (None, "projection"):
-            given = repr(self.transport)
+            given = short_repr(self.transport)
             raise ArgumentError(f"transport: expected None or 'projection' where leaves are of low rank, got {given}")
 
 

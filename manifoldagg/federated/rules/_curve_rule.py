@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from manifoldagg._validation import check_choice, check_number
+from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.corrections import Correction, Gram
 from manifoldagg.curves.distance import OVERSHOOT
 from manifoldagg.errors import ArgumentError, RuleError
@@ -149,7 +149,7 @@ class ScheduledRule(CurveRule):
         check_number("penalty_limit", self.penalty_limit, above=0)
         check_choice("overshoot", self.overshoot, OVERSHOOT)
         if self.dominance is not None and not isinstance(self.dominance, Dominance):
-            raise ArgumentError(f"dominance: expected a Dominance, got {self.dominance!r}")
+            raise ArgumentError(f"dominance: expected a Dominance, got {short_repr(self.dominance)}")
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         version = state["version"]

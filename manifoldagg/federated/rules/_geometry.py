@@ -37,12 +37,12 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
     """Check that an update has `count` points; `None` accepts any positive number.
 
     Raises:
-        ArgumentError: saying `description` the rule expects.
+        ArgumentError: if it has another number, with `description`, the number that the rule expects.
     """
     given = len(update.points)
     if given == 0 or given != (count or given):
-        expected = f"{type(rule).__name__} expects {description}, ({count or 'n'}, P)"
-        raise ArgumentError(f"points: {expected}; got {given} points")
+        expected = f"expected {description}, ({count or 'n'}, P), for {type(rule).__name__}"
+        raise ArgumentError(f"points: {expected}, got {given}")
 
 
 def frame_from_update(

@@ -1,11 +1,12 @@
 """Base class of rules that wrap another rule and have its requirements."""
 
+from manifoldagg._validation import KeywordHints
 from manifoldagg.federated.types import Rule
 
 __all__ = ["WrapperRule"]
 
 
-class WrapperRule:
+class WrapperRule(KeywordHints):
     """A rule that wraps another one, `rule`, and reads models as the wrapped rule does."""
 
     rule: Rule

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_number
+from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.corrections import AutoThreshold, Correction, Gram, OrthoDC
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import ScheduledRule
@@ -157,7 +157,7 @@ def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
     if not isinstance(value, str):
         check_number(name, value, at_least=minimum, at_most=1)
     elif value != AUTO:
-        raise ArgumentError(f"{name}: expected a number in [{minimum}, 1] or {AUTO!r}, got {value!r}")
+        raise ArgumentError(f"{name}: expected a number in [{minimum}, 1] or {AUTO!r}, got {short_repr(value)}")
 
 
 def _client_progress(update: Update) -> float:

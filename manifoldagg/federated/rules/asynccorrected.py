@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import ScheduledRule
@@ -56,4 +57,4 @@ class AsyncCorrected(ScheduledRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.correction, Correction):
-            raise ArgumentError(f"correction: expected a Correction, got {self.correction!r}")
+            raise ArgumentError(f"correction: expected a Correction, got {short_repr(self.correction)}")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.averaging.swa import update_mean
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
 from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to_cancellation
@@ -97,7 +97,7 @@ class AsyncCurve(ServerRule):
         super().__post_init__()
         check_count("clients", self.clients)
         if not isinstance(self.correction, Correction):
-            raise ArgumentError(f"correction: expected a Correction, got {self.correction!r}")
+            raise ArgumentError(f"correction: expected a Correction, got {short_repr(self.correction)}")
         check_count("start", self.start, at_least=0)
         check_count("cycle", self.cycle)
         check_count("offset", self.offset, at_least=0)

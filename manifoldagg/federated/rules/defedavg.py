@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules.fedavg import FedAvg
 
@@ -66,7 +67,7 @@ class DeFedAvg(FedAvg):
         try:
             once = len({*clients}) == len(clients) and not isinstance(clients, Set | Mapping)
         except TypeError:
-            raise ArgumentError(f"clients: expected a sequence of hashable names, got {clients!r}") from None
+            raise ArgumentError(f"clients: expected a sequence of hashable names, got {short_repr(clients)}") from None
         if not once:
             raise ArgumentError("clients: expected a sequence with every client once")
         if len(clients) < self.cohort:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.schedules import check_options
 from manifoldagg.federated.types import ClientState
@@ -55,7 +55,7 @@ class Dominance:
             ArgumentError: if it is no mapping, or its `updates` no count.
         """
         if client_state is not None and not isinstance(client_state, Mapping):
-            raise ArgumentError(f"client_state: expected a mapping or None, got {client_state!r}")
+            raise ArgumentError(f"client_state: expected a mapping or None, got {short_repr(client_state)}")
         return check_count("client_state['updates']", (client_state or {}).get("updates", 0), at_least=0) + 1
 
     def next_client_state(self, client_state: ClientState) -> ClientState:

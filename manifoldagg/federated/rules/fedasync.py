@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from manifoldagg.corrections import Correction, Position
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import CurveRule
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
@@ -25,14 +26,16 @@ class FedAsync(CurveRule):
     `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        rate: $\alpha > 0$: a number, or a function of the version $\tau$; the product $\alpha_\tau$ is clamped to 1.
+        rate: $\alpha > 0$: a number, or a function of the version $\tau$. A number is at most 1 unless `weighted`. The
+            product $\alpha_\tau$ is clamped to 1.
         staleness: $s$, such as `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
             `manifoldagg.federated.staleness`, or any function of an int.
         weighted: multiply $\alpha_\tau$ by the client's share of the data $w_i$, as the experiments of
             Manifold do.
 
     Raises:
-        ArgumentError: if `rate` is not a positive number, or `staleness` cannot be called.
+        ArgumentError: if `rate` is not a positive number, if it is above 1 without `weighted`, or if `staleness` cannot
+            be called.
 
     Source: Xie et al. 2019, Algorithm 1; Manifold (AsyncPos).
 
@@ -50,6 +53,14 @@ class FedAsync(CurveRule):
     rate: Rate = 0.6
     staleness: Weight = field(default_factory=Constant)
     weighted: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.weighted or callable(self.rate) or self.rate <= 1):
+            raise ArgumentError(
+                f"rate: expected a share of the way to the client's model, at most 1, got {self.rate:g}; with "
+                "weighted=True it is multiplied by the client's share of the data and may be larger"
+            )
 
     @property
     def correction(self) -> Correction:

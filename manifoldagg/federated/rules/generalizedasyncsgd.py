@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from manifoldagg._validation import check_number
+from manifoldagg._validation import check_number, other_type_hint, short_repr
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._curve_rule import CurveRule
@@ -84,9 +84,9 @@ class GeneralizedAsyncSGD(CurveRule):
         super().__post_init__()
         given = self.routing
         if not isinstance(given, Iterable):
-            raise ArgumentError(f"routing: expected a mapping from clients or a sequence, got {given!r}")
+            raise ArgumentError(f"routing: expected a mapping from clients or a sequence, got {short_repr(given)}")
         shares = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
-        shares = {client: check_number(f"routing[{client!r}]", p, at_least=0) for client, p in shares.items()}
+        shares = {client: check_number(f"routing[{short_repr(client)}]", p, at_least=0) for client, p in shares.items()}
         if abs(sum(shares.values()) - 1) > SUM_TOLERANCE:
             raise ArgumentError(f"routing: expected shares that sum to 1, got a sum of {sum(shares.values()):.9g}")
         object.__setattr__(self, "routing", RoutingShares(shares))
@@ -99,5 +99,7 @@ class GeneralizedAsyncSGD(CurveRule):
         shares = cast(Mapping[Any, float], self.routing)
         share = shares.get(update.client, 0.0)
         if not share > 0:
-            raise ArgumentError(f"client: expected one with a share of the routing, got {update.client!r}")
+            hint = other_type_hint(update.client, shares)
+            given = f"{short_repr(update.client)}{hint}"
+            raise ArgumentError(f"client: expected a client with a share of the routing, got {given}")
         return rate_at(self.rate, state["version"]) / (len(shares) * share)

@@ -76,9 +76,13 @@ class Krum(StoredBufferRule):
         check_count("num_byzantine", self.num_byzantine, at_least=0)
         check_count("num_selected", self.num_selected)
         if not self.size > 2 * self.num_byzantine + 2:
+            if self.num_byzantine == Krum.num_byzantine:  # probably not passed
+                least = 2 * self.num_byzantine + 3
+                raise ArgumentError(
+                    f"size: expected at least {least} with num_byzantine = {self.num_byzantine}, got {self.size}"
+                )
             raise ArgumentError(
-                f"num_byzantine: expected size > 2 num_byzantine + 2, got size {self.size}, "
-                f"num_byzantine {self.num_byzantine}"
+                f"num_byzantine: expected at most (size - 3) / 2 with size = {self.size}, got {self.num_byzantine}"
             )
         most = self.size - self.num_byzantine - 2
         if self.num_selected > most:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_number
+from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.corrections import Frame, Gram, calibrate
 from manifoldagg.corrections.calibration import calibrate_frame
 from manifoldagg.corrections.frame import GRANULARITIES
@@ -110,7 +110,9 @@ class OrthoFL(ServerRule):
     def init(self, space: Manifold, start: Tensor) -> State:
         state = super().init(space, start)
         if space.ambient and self.protocol != "server":
-            raise ArgumentError(f"protocol: expected 'server' where leaves are of low rank, got {self.protocol!r}")
+            raise ArgumentError(
+                f"protocol: expected 'server' where leaves are of low rank, got {short_repr(self.protocol)}"
+            )
         return state | ({"updates": {}} if self.calibration == "pairwise" else {})
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -148,7 +150,8 @@ class OrthoFL(ServerRule):
             check_number(f"{name}: squared distance from the base", inner.matrix[place, place])
         protocol = self.protocol(update.client) if callable(self.protocol) else self.protocol
         if protocol not in PROTOCOLS:
-            raise RuleError(f"protocol({update.client!r}): expected one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+            call = f"protocol({short_repr(update.client)})"
+            raise RuleError(f"{call}: expected one of {', '.join(PROTOCOLS)}; got {short_repr(protocol)}")
         calibrated: Tensor | None = None
         others: list[Row] | None = None
         shifts = Frame((current, model), (home, start), ambient.segments, ambient=ambient)

@@ -14,7 +14,17 @@ from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism, derive_key
 from manifoldagg.federated.rules._wrapper import WrapperRule
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.types import ClientState, Message, Outcome, Point, Rule, State, Target, Update
+from manifoldagg.federated.types import (
+    ClientState,
+    Message,
+    Outcome,
+    Point,
+    Rule,
+    State,
+    Target,
+    Update,
+    check_rule_protocol,
+)
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Private"]
@@ -35,7 +45,7 @@ class Private(WrapperRule):
     $\sigma / m$ for one with m. The total loss of a client is therefore at most that of a single such mechanism of
     $\sigma / \sqrt n$ with $n = \sum_j m_j^2$ over all buffers j: `numbers["participations"]` is the largest n of all
     clients so far, and [`epsilon`][manifoldagg.integrations.accounting.epsilon] says what that amounts to. What is
-    protected, from whom, and what is not: [Privacy](../guide/privacy.md).
+    protected, from whom, and what is not: [Differential privacy](../guide/differential_privacy.md).
 
     Args:
         rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are rejected with the
@@ -77,6 +87,7 @@ class Private(WrapperRule):
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_rule_protocol(self.rule)
         name = type(self.rule).__name__
         if not isinstance(self.rule, BufferedRule) or self.rule.not_private_because:
             why = getattr(self.rule, "not_private_because", ServerRule.not_private_because)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from manifoldagg._validation import check_count, check_number
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._update_buffer import CoordinateWiseRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
@@ -58,7 +59,10 @@ class TrimmedMean(CoordinateWiseRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("trim", self.trim, at_least=0)
-        check_number("trim", self.trim, at_most=(self.size - 1) // 2)
+        most = (self.size - 1) // 2
+        if self.trim > most and self.trim == TrimmedMean.trim:  # probably not passed
+            raise ArgumentError(f"size: expected at least {2 * self.trim + 1} with trim = {self.trim}, got {self.size}")
+        check_number("trim", self.trim, at_most=most)
 
     @property
     def num_trimmed(self) -> int:

@@ -1,6 +1,5 @@
 """The implementation of `aggregate`: one step on models in their own formats, read in place."""
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number, rename_argument, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.buffers import (
     BufferPolicy,
@@ -24,8 +23,9 @@ from manifoldagg.federated.server.input_warnings import (
     warn_if_adapter_factors,
     warn_if_difference,
     warn_if_integers_change,
+    warn_if_not_share,
 )
-from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.server.validation import check_rule, initial_state
 from manifoldagg.federated.step import StepConfig, step
 from manifoldagg.federated.types import ClientState, Rule, State, Update, accepts_tensor_lists, extra_fields
 from manifoldagg.federated.weights import check_client
@@ -51,6 +51,7 @@ __all__ = [
     "StepResult",
     "UpdateInfo",
     "aggregate_step",
+    "check_adapter_options",
     "check_rule_needs_models_only",
     "infer_space",
 ]
@@ -58,8 +59,9 @@ __all__ = [
 SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Integers that torch does not add, and those whose sums have the same bits."""
 CURRENT, BASE = "current: ", "base: "
-POINTS_PATTERN = re.compile(r"^points(\[\d+\])?")
-"""What messages call the points of an update, which came as `update` here."""
+INIT_NAMES = {"space": "current", "start": "current"}
+STEP_NAMES = {"points": "update", "space": "current"}
+"""The arguments of `aggregate` in place of those of a rule's methods."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +107,17 @@ class StepResult(NamedTuple):
     has_moved: bool
 
 
-def check_rule_needs_models_only(rule: Rule) -> Rule:
+def check_rule_needs_models_only(rule: Rule, usage: str) -> Rule:
     """Check that a rule needs only models from clients.
 
+    Args:
+        rule: to check.
+        usage: as in `check_rule`.
+
     Raises:
-        ArgumentError: if it is another, or none.
+        ArgumentError: if it needs more, or is not a rule.
     """
-    if any(extra_fields(check_rule(rule))):
+    if any(extra_fields(check_rule(rule, usage))):
         raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
     return rule
 
@@ -133,7 +139,7 @@ def aggregate_step(
 ) -> StepResult:
     """Apply one step as `aggregate` does, and return whether it has moved the model."""
     with torch.no_grad():
-        check_rule_needs_models_only(rule)
+        check_rule_needs_models_only(rule, "aggregate(rule, state, current, base, update)")
         _check_info(info)
         check_choice("difference", difference, (True, False))
         given = _named_models(current, base, update)
@@ -141,7 +147,7 @@ def aggregate_step(
         ours, theirs = scaling if isinstance(scaling, tuple) and len(scaling) == 2 else (scaling, None)
         space = infer_space("current", given[CURRENT], manifolds, buffer_policy, adapters, ours)
         if theirs is not None and not adapters:
-            raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled, got two")
+            raise ArgumentError("scaling: expected 1 without adapters=True, got two values")
         layout = space.layout
         models = _models_in_layout(space, given, theirs, difference)
         # What is written is what came, not what is made of it.
@@ -157,12 +163,19 @@ def aggregate_step(
         label, newest = [*models.items()][-1]
         name = label.removesuffix(": ")
         if not difference:
-            warn_if_difference(name, layout, space.gauge_free_norms(newest), space.gauge_free_norms(models[BASE]))
+            warn_if_difference(
+                name,
+                layout,
+                space.gauge_free_norms(newest),
+                space.gauge_free_norms(models[BASE]),
+                buffers=((key, newest[key]) for key, policy in chosen.items() if policy != "leave"),
+                hint="pass difference=True for a difference",
+            )
         warn_if_integers_change(name, layout, newest, models[CURRENT], buffer_policy)
         kept = state if isinstance(state, AggregateState) else AggregateState(state)
         before = ModelState(
             current=here,
-            state=rule.init(space, here) if kept.state is None else kept.state,
+            state=initial_state(rule, space, here, INIT_NAMES) if kept.state is None else kept.state,
             buffers=PackedBuffers.of(chosen, models[CURRENT]),
             pending_buffers=kept.pending_buffers,
         )
@@ -199,7 +212,8 @@ def aggregate_step(
                 raise
             if rows:
                 layout.check_values(models)
-            error.args = (POINTS_PATTERN.sub("update" if len(brought) == 1 else r"update\1", str(error)),)
+            names = STEP_NAMES | ({"points[0]": "update"} if len(brought) == 1 else {})
+            error.args = (rename_argument(str(error), names),)
             raise
         new: Mapping[str, Tensor]
         if outcome.model is not None:
@@ -222,6 +236,7 @@ def _check_info(info: UpdateInfo) -> None:
     check_count("samples", info.samples)
     check_number("weight", info.weight, above=0)
     check_client(info.client)
+    warn_if_not_share("weight", info.weight)
 
 
 def _named_models(current: Model, base: Model, update: Model | Sequence[Model]) -> ModelsByPrefix:
@@ -270,6 +285,18 @@ def _next_state(
     )
 
 
+def check_adapter_options(adapters: bool | None, scaling: Scaling) -> None:
+    """Check the types of `adapters` and `scaling`, and that `scaling` has adapters to scale.
+
+    Raises:
+        ArgumentError: naming the argument that is invalid.
+    """
+    if adapters is not None:
+        check_choice("adapters", adapters, (True, False))
+    if not adapters and not (isinstance(scaling, int | float) and not isinstance(scaling, bool) and scaling == 1):
+        raise ArgumentError(f"scaling: expected 1 without adapters=True, got {short_repr(scaling)}")
+
+
 def infer_space(
     name: str,
     model: Mapping[str, Tensor],
@@ -281,18 +308,17 @@ def infer_space(
     """Return the space of a model's tensors.
 
     Raises:
-        ArgumentError: as `ParameterSpace.of_state_dict`; of tensors that are no adapters naming the model too.
+        ArgumentError: as `ParameterSpace.of_state_dict`. A message about a tensor names the model too.
 
     Warns:
-        UserWarning: if `adapters` is `None` and there are some.
+        UserWarning: if `adapters` is `None` and the model has factors of adapters.
     """
+    check_adapter_options(adapters, scaling)
     kept = {"buffers": list(buffer_policy), "adapters": bool(adapters), "scaling": scaling}
     try:
         space = ParameterSpace.of_state_dict(model, manifolds, **kept)
     except StateDictError as error:
-        if adapters:
-            raise StateDictError(f"{name}: {error}") from None
-        raise
+        raise StateDictError(f"{name}: {str(error).removeprefix('source: ')}") from None
     if adapters is None:
         warn_if_adapter_factors(name, model)
     return space

@@ -33,43 +33,42 @@ def aggregate(
 ) -> tuple[Any, State, dict[str, float]]:
     r"""Apply one step of `rule`: aggregate a client's (stale) model into the server's model.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The new model is of the same kind, in the same
-    order, dtypes and devices. No argument but `out` is written. For models in float32 or float64 the result equals
-    that of a [`Server`][manifoldagg.Server] bit for bit; the caller stores the versions. Narrower models are rounded
-    at every call, whereas a server stores a float32 master. Tensors that share storage are tied and count once;
-    copies are not.
+    A model is a state dict, or a list of tensors or NumPy arrays. The new model has the same type, order, dtypes and
+    devices. The function modifies only `out`. For models in float32 or float64 the result equals that of a
+    [`Server`][manifoldagg.Server] bit for bit; the caller stores the versions. Narrower models are rounded at every
+    call, whereas a server stores a float32 master. Tensors that share storage are tied and count once.
 
     Args:
         rule: such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
-        state: the state that the last call returned, which includes the client states; `None` in the first call.
+        state: the state that the previous call returned, which includes the client states; `None` in the first call.
         current: $\Theta^\tau$, the server's model now.
         base: $\Theta^t$, the model that the client started from.
         update: the client's model; for a curve a sequence of models, the control points
             $\varphi_1, \dots, \varphi_n$ with the client's model last.
         staleness: $\tau - t$ in versions.
-        weight: $w_i$, the client's share of the data.
+        weight: $w_i$, the client's share of the data, in (0, 1].
         samples: the number of samples that the client trained on.
         client: the client's name, for rules with client states.
-        buffer_policy: glob patterns of floating entries that are no parameters, such as `"*mask"`, or a mapping from
-            patterns to `"average"`, `"latest"` or `"leave"`. Entries called `running_mean`, `running_var` or
-            `num_batches_tracked` are buffers without being named. Averaged ones, the default, move linearly by the
-            rule's step towards the client's; integer and boolean entries become the client's unless they are left.
-        manifolds: name or pattern to the space of those entries, as in
+        buffer_policy: glob patterns of floating entries that are not parameters, such as `"*mask"`, or a mapping from
+            patterns to `"average"`, `"latest"` or `"leave"`. Entries named `running_mean`, `running_var` or
+            `num_batches_tracked` are always buffers. `"average"`, the default, moves a buffer linearly by the rule's
+            step towards the client's value. Integer and boolean entries become the client's, except with `"leave"`.
+        manifolds: name or glob pattern to the space of those entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
-        difference: whether `update` is new minus old, $\varphi_i - \Theta^t$, entry by entry, and not the model. Their
-            sum is taken, rounded once to the dtype of the entry: the bits are those of an update that was formed so.
-            They are those of $\varphi_i$ itself, but for the sign of a zero, where the client's subtraction was exact,
-            as it is between numbers within a factor of 2 of each other. Buffers are differences too, but booleans are
-            the client's own. Flat spaces only: differences of adapter factors are not differences of adapters.
+        difference: whether `update` is the difference $\varphi_i - \Theta^t$, entry by entry, instead of the model. The
+            function adds `base` and rounds the sum once to the dtype of the entry. The sum equals $\varphi_i$ bit for
+            bit, up to the sign of a zero, if the client's subtraction was exact, as it is for numbers within a factor
+            of 2 of each other. Buffers are differences too, but a boolean is the client's own value. Only for flat
+            spaces, because differences of adapter factors are not differences of adapters.
         adapters: whether pairs of factors, found by PEFT's names, are one matrix each, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Models may differ in
-            their ranks: the new one has those of `current`. `False`: factors are tensors like others. `None`: the same,
-            with a warning where there are some.
-        scaling: of the adapters: a number, patterns or a config, as there; or two of them, the first of `current`,
-            `base` and the new model, the second of `update`.
-        out: a model like `current`, `current` itself or another one that is passed in, into which the new one is
-            written, each entry in memory of its own. It is written after all checks: a rejected update leaves it
-            unchanged.
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Models may have
+            different ranks; the new model has the ranks of `current`. With `False` and `None`, factors are ordinary
+            tensors. `None` warns if the model has factors.
+        scaling: the scaling of the adapters: a number, patterns or a config, as in `of_state_dict`. A tuple of two
+            scalings applies to `current`, `base` and the new model, and to `update`.
+        out: a model like `current`, into which the function writes the new model. It may be `current` itself or another
+            argument. Each entry has its own memory. The function writes after all checks: a rejected update leaves
+            `out` unchanged.
 
     Returns:
         The new model (`out` if it is given), the next state, and the metrics of the step as a dictionary of floats. A
@@ -86,18 +85,19 @@ def aggregate(
         lists all metrics and their rules.
 
     Raises:
-        ArgumentError: naming the argument, and the tensor in it, that does not fit; or if no entry is a parameter.
+        ArgumentError: if an argument is invalid, naming it and the tensor in it. Why a server returns a receipt
+            instead: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
         RuleError: if the rule, or a schedule in it, returns an invalid result.
 
     Warns:
-        UserWarning: naming an update that looks like a difference of models; an entry of integers, no single one,
-            which becomes the client's though `buffer_policy` does not name it; and factors of adapters of which
-            `adapters` does not say what they are. The call has changed nothing if the warning is raised as an error.
+        UserWarning: if `weight` is above 1; if the update looks like a difference of models; if an integer tensor with
+            several entries changes and `buffer_policy` does not name it; or if the model has factors of adapters and
+            `adapters` is `None`. If the warning is raised as an error, the call has changed nothing.
 
-    Cost: with a rule that works on rows (its docstring says how often it reads and writes a model) the tensors are read
-    and written in place, and only the result needs memory. These are copied, one by one: arrays of foreign byte order,
-    tensors that are not contiguous or are on another device than the first, and 8-bit tensors. With other rules and on
-    curved spaces every model is gathered into a vector. With `difference` the models are computed first.
+    Cost: a rule that works on rows reads and writes the tensors in place, as often as its docstring says, and only the
+    result needs memory. Three kinds of tensors are copied: arrays in foreign byte order, 8-bit tensors, and tensors
+    that are not contiguous or are on another device than the first tensor. Other rules, and curved spaces, copy every
+    model into a vector. With `difference` the function computes the models first.
 
     Example:
         >>> import numpy as np

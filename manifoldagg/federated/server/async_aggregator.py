@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from immutables import Map
 from torch import Tensor
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import (
     BufferPolicy,
@@ -32,7 +32,7 @@ from manifoldagg.federated.server.durability.persistent_map import AtomicReferen
 from manifoldagg.federated.server.durability.spill import SpilledTree
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.lock import OwnedLock
-from manifoldagg.federated.server.validation import check_samples
+from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.types import ClientState, Message, Rule, State
 from manifoldagg.federated.weights import Weights, check_client
@@ -84,9 +84,10 @@ class AsyncAggregator:
         >>> aggregator.submit("ward-8", [late[0] + 4], samples=10)
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: client: 'ward-8' has no task in flight: it was not started, or is finished
+        manifoldagg.errors.ArgumentError: client: expected a client with a task in flight, got 'ward-8'
     """
 
+    @suggests_keywords("AsyncAggregator")
     def __init__(
         self,
         rule: Rule,
@@ -98,7 +99,7 @@ class AsyncAggregator:
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
     ) -> None:
-        self._rule = check_rule_needs_models_only(rule)
+        self._rule = check_rule_needs_models_only(rule, "AsyncAggregator(rule, model)")
         self._buffer_policy = check_buffer_policy(buffer_policy)
         self._manifolds = manifolds
         self._template = model
@@ -113,7 +114,7 @@ class AsyncAggregator:
         self._layout = Layout.of_state_dict(first, list(self._buffer_policy)) if self._adapters else layout
         point = self._point(first)
         self._template = self._build_model(first)
-        state = rule.init(self._space, point)
+        state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
         self._make_message(ModelState(point, state), None)
         store = Store().retain(_version_key(0), InMemoryTree(self._template))
         self._state = AtomicReference(_State(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store))
@@ -142,9 +143,14 @@ class AsyncAggregator:
         Cost: three copies of the model.
         """
         place = (check_client(client), check_client(task, "task"))
+        check_choice("restart", restart, (True, False))
         now = self._state.value
         began = now.version if version is None else check_count("version", version, at_least=0)
         kept = now.store.find(_version_key(began))
+        if began > now.version:
+            raise ArgumentError(
+                f"version: expected at most {now.version}, the current version, got {short_repr(began)}"
+            )
         if kept is None:
             raise ArgumentError(f"version: {began} is no longer retained")
         now.weights.check(client)
@@ -180,7 +186,8 @@ class AsyncAggregator:
             `staleness` and `weight` of the update.
 
         Raises:
-            ArgumentError: if the client has no such task, or naming what does not fit.
+            ArgumentError: if the client has no such task, or an argument is invalid; why a server returns a receipt
+                instead: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
             RuleError: as `aggregate`.
 
         Warns:
@@ -191,6 +198,9 @@ class AsyncAggregator:
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
+        check_choice("difference", difference, (True, False))
+        if scaling is not None and not self._adapters:
+            raise ArgumentError(f"scaling: expected None, as the model has no adapters, got {short_repr(scaling)}")
         if self._update_lock.held_by_me():
             raise ArgumentError(
                 "async_aggregator: an update cannot wait for itself; submit this one after the other was applied"
@@ -200,7 +210,10 @@ class AsyncAggregator:
             began, apart = now.task_start(place)
             if difference and apart:
                 name = type(self._rule).__name__
-                raise ArgumentError(f"difference: expected a model, as {name} let {client!r} start from another model")
+                raise ArgumentError(
+                    f"difference: expected False, as {name} lets client {short_repr(client)} start from another model "
+                    "than the version's, got True"
+                )
             believed = now.weights.capped(client, samples)
             known = UpdateInfo(
                 client=client,
@@ -224,7 +237,12 @@ class AsyncAggregator:
             )
             if not self._warned_unstable:
                 self._warned_unstable = warn_if_unstable(
-                    self._rule, made.numbers, known.staleness, num_in_flight=len(now.tasks)
+                    self._rule,
+                    made.numbers,
+                    known.staleness,
+                    num_in_flight=len(now.tasks),
+                    weight=known.weight,
+                    num_clients=now.weights.num_clients,
                 )
             version = self._state.update(lambda now: now.with_update(place, known, made))
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
@@ -310,7 +328,7 @@ class AsyncAggregator:
             raise ArgumentError("state: expected the result of AsyncAggregator.state()")
         mine = import_path(type(self._rule))
         if state["rule"] != mine:
-            raise ArgumentError(f"state: rule: expected {mine}, got {state['rule']}")
+            raise ArgumentError(f"state: rule: expected {mine}, got {short_repr(state['rule'])}")
         tree = tree_map(dict(state), copy_tensor)
         with self._update_lock.lock:
             weights = self._state.value.weights
@@ -345,7 +363,7 @@ class AsyncAggregator:
             place = (client, check_client(task, "task"))
             if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
-                    f"state: in_flight: expected one of {client!r} by each name, of a version up to {current}"
+                    f"state: in_flight: expected one of {short_repr(client)} by each name, of a version up to {current}"
                 )
             record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
@@ -431,8 +449,13 @@ class _State(NamedTuple):
         """
         if task not in self.tasks:
             client, name = task
-            of = "task" if name is None else f"task {name!r}"
-            raise ArgumentError(f"client: {client!r} has no {of} in flight: it was not started, or is finished")
+            mine = [other for owner, other in self.tasks if owner == client]
+            given = short_repr(client)
+            if mine:
+                known = f"task: expected the name of a task of client {given} in flight"
+                raise ArgumentError(f"{known}, got {short_repr(name)}{other_type_hint(name, mine)}")
+            hint = other_type_hint(client, {owner for owner, _ in self.tasks})
+            raise ArgumentError(f"client: expected a client with a task in flight, got {given}{hint}")
         return self.tasks[task]
 
     def with_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree, restart: bool) -> "_State":
@@ -445,9 +468,10 @@ class _State(NamedTuple):
         if task not in self.tasks:
             return self._replace(weights=self.weights.with_client(client)).with_known_task(task, start, stored)
         if not restart:
-            of = "a task" if name is None else f"a task {name!r}"
+            what = "a task" if name is None else f"a task {short_repr(name)}"
             raise ArgumentError(
-                f"client: {client!r} already has {of} in flight; cancel it, pass `restart=True`, or name this `task`"
+                f"client: expected a client without {what} in flight, got {short_repr(client)}; cancel the task, pass "
+                "restart=True, or pass another name as task="
             )
         return self.without_task(task).with_known_task(task, start, stored)
 

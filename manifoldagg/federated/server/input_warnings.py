@@ -1,33 +1,58 @@
-"""Warnings about models that fit in shape but are probably not what was meant."""
+"""Warnings about arguments that are valid but probably not what the caller means."""
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from manifoldagg.federated.buffers import BufferPolicy
+from manifoldagg._validation import short_repr, warn_caller
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.buffers import VARIANCE_SUFFIX, BufferPolicy
+from manifoldagg.federated.pytrees import upcast_8bit
+from manifoldagg.federated.server.validation import require_dense
 from manifoldagg.manifolds.layout import Layout, matches_any
 from manifoldagg.manifolds.lora.peft import find_first_factor
 
-__all__ = ["warn_if_adapter_factors", "warn_if_difference", "warn_if_integers_change"]
+__all__ = ["warn_if_adapter_factors", "warn_if_difference", "warn_if_integers_change", "warn_if_not_share"]
 
 MAX_NORM_RATIO = 0.1
-"""Training hardly shrinks all tensors of a model to this part: weight decay of 1e-4 a step alone needs 23,000 steps.
+"""Training rarely shrinks all tensors of a model to this part: weight decay of 1e-4 per step alone needs 23,000 steps.
 The difference of a few epochs is usually shorter."""
 MAX_NORM_RATIO_OF_ONE_TENSOR = 0.01
-"""The same where one tensor alone tells: it may come from far away."""
+"""The limit if only one tensor of the base is not zero, because a single tensor can shrink further."""
 MIN_PARAMETERS = 32
-"""A model of fewer numbers than this may be trained to nearly 0."""
+"""A model with fewer parameters may be trained to nearly zero."""
 SAMPLE_SIZE = 2**12
-"""How many numbers of a tensor are looked at first."""
+"""The number of entries of a tensor that the first pass reads."""
 
 
-def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> None:
-    """Warn of an update that is far shorter than its base in every tensor: a difference of models.
+def warn_if_difference(
+    name: str,
+    layout: Layout,
+    update: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    *,
+    buffers: Iterable[tuple[str, Any]],
+    hint: str,
+) -> None:
+    """Warn about an update that is much shorter than its base in every tensor: it is probably a difference of models.
 
-    Cost: a few numbers of one tensor, where it is none.
+    The check runs before the checks of buffers, because a difference of models usually has negative variances.
+
+    Args:
+        name: the argument that the update was passed as.
+        layout: the layout of the model.
+        update: the parameters of the client's model.
+        base: the parameters that the client started from.
+        buffers: the names and values of the client's buffers that the server reads.
+        hint: how to send a difference.
+
+    Raises:
+        ArgumentError: if such an update also has a negative variance, which a model never has.
+
+    Cost: if the update is not a difference, the check reads a few entries of one tensor.
     """
     if layout.size < MIN_PARAMETERS:
         return
@@ -38,7 +63,7 @@ def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
             before = _norm(base[leaf.name], looked)
-            # A tensor that was 0, such as an initial bias, gives no evidence; other checks reject NaN.
+            # A tensor that is zero in the base, such as an initial bias, gives no evidence. Other checks reject NaN.
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
@@ -46,26 +71,36 @@ def warn_if_difference(name: str, layout: Layout, update: Mapping[str, Tensor], 
             if part >= longest and before:
                 longest = part
                 where = leaf.name
-    # Both looks have counted each.
+    # Both passes have counted each tensor, hence 2 for one tensor.
     if where and longest < (MAX_NORM_RATIO if telling > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
-        told = f"as {where} has {longest:.2g} x the norm of its base; expected the model itself"
-        warnings.warn(f"{name}: looks like a difference of models, {told}", UserWarning, stacklevel=4)
+        given = f"what looks like a difference of models: {where} has {longest:.2g} x the norm of its base"
+        told = f"{name}: expected the model itself, got {given}; {hint}"
+        if any(key.endswith(VARIANCE_SUFFIX) and _has_negative(tensor) for key, tensor in buffers):
+            raise ArgumentError(told)
+        warn_caller(told)
+
+
+def warn_if_not_share(name: str, weight: float) -> None:
+    """Warn about a weight above 1, which is not a client's share of the data but probably its number of samples."""
+    if weight > 1:
+        how = "pass samples / total samples, and the sample count as samples="
+        warn_caller(f"{name}: expected the client's share of the data, at most 1, got {short_repr(weight)}; {how}")
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str]) -> None:
-    """Warn of adapter factors in a model without `adapters`: they would be averaged separately."""
+    """Warn about adapter factors in a model without `adapters`, because the server would average them separately."""
     found = find_first_factor(model)
     if found is not None:
         told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
-        warnings.warn(f"{name}: {found}: {told}", UserWarning, stacklevel=5)
+        warn_caller(f"{name}: {found}: {told}")
 
 
 def warn_if_integers_change(
     name: str, layout: Layout, update: Mapping[str, Tensor], current: Mapping[str, Tensor], buffer_policy: BufferPolicy
 ) -> None:
-    """Warn of changing integers without a buffer policy: parameters would be replaced, not averaged.
+    """Warn about integers that change and have no buffer policy, because the server replaces them.
 
-    A single integer is a counter.
+    A tensor with a single integer is a counter.
     """
     for entry in layout.buffers:
         if entry.dtype.is_floating_point or entry.dtype.is_complex or entry.dtype is torch.bool:
@@ -78,11 +113,21 @@ def warn_if_integers_change(
                 f"{entry.dtype} is not averaged but becomes the client's; "
                 "name it in `buffer_policy` if it is no parameter"
             )
-            warnings.warn(f"{name}: {entry.name}: {told}", UserWarning, stacklevel=4)
+            warn_caller(f"{name}: {entry.name}: {told}")
+
+
+def _has_negative(tensor: Any) -> bool:
+    """Return whether an entry is negative; other checks reject a value that is not a dense floating tensor."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return False
+    try:
+        return bool((upcast_8bit(require_dense("buffers", tensor)) < 0).any())
+    except ArgumentError:
+        return False
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of the first numbers, or of all."""
+    """Return the norm of the first `limit` entries, or of all."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

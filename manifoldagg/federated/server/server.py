@@ -5,8 +5,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,25 +16,32 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._validation import (
+    check_choice,
+    check_count,
+    rename_argument,
+    renamed_arguments,
+    short_repr,
+    suggests_keywords,
+)
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
 from manifoldagg.federated._autograd import no_grad
-from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy, initial_buffers
-from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
+from manifoldagg.federated.buffers import BufferPolicy, initial_buffers
+from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
-from manifoldagg.federated.server._aggregate import infer_space
 from manifoldagg.federated.server.dispatch import check_base_dtype, make_message, round_base
 from manifoldagg.federated.server.durability.checkpoint import (
     CheckpointPolicy,
     CheckpointWriter,
     LoadedCheckpoint,
     ServerSnapshot,
+    check_storable,
     check_storable_client,
 )
 from manifoldagg.federated.server.durability.eviction import Evictor
-from manifoldagg.federated.server.durability.fingerprint import fingerprint, import_path, qualified_name
-from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter
+from manifoldagg.federated.server.durability.fingerprint import import_path
+from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter, locked_journal
 from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, ReplayTarget, recover
@@ -43,6 +50,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.state import (
     ANY_CLIENT,
     AppliedUpdate,
@@ -52,12 +60,13 @@ from manifoldagg.federated.server.state import (
     ServerState,
     history_row,
 )
-from manifoldagg.federated.server.state_dicts import freeze_policies, payload_from_state_dict
+from manifoldagg.federated.server.state_dicts import payload_from_state_dict, payload_names
 from manifoldagg.federated.server.update_lock import PendingUpdate, UpdateLock
 from manifoldagg.federated.server.validation import (
     PayloadSchema,
     check_rule,
     check_start,
+    initial_state,
     raise_nonfinite,
     validate_payload,
 )
@@ -76,12 +85,18 @@ from manifoldagg.federated.types import (
 )
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.manifolds import Manifold, ParameterSpace
-from manifoldagg.manifolds.layout import Entry, tensors_of
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.layout import Entry
 from manifoldagg.manifolds.lora.scaling import Scaling
 
 __all__ = ["Server"]
 
+MakePayload = Callable[[PendingTicket], Any]
+Names = Mapping[str, str]
+"""The fields of a payload, and the caller's arguments that contain them."""
+NOT_CALLED = (Payload, torch.nn.Module, type)
+"""Kinds of payloads that `receive` does not call, although they may be callable."""
 DEFAULT_CLOCK = time.monotonic
 """The default clock."""
 LOG = logging.getLogger("manifoldagg")
@@ -115,7 +130,7 @@ class Server:
         buffers: the initial buffers of the model, as from `space.buffers`. Clients then return their buffers, except
             those with the policy `"leave"`. Without it the server has no buffers.
         buffer_policy: the policies of the buffers, by name or glob pattern: `"average"` (with the rule's step; the
-            default), `"latest"` or `"leave"`. Other than floating tensors are never averaged: the latest is stored.
+            default), `"latest"` or `"leave"`. The latest value of integer and boolean tensors is stored.
         base_dtype: a narrower dtype for the stored start models. Clients start from the rounded model, and the drift is
             measured from it, so that it is never exactly zero. Flat spaces only. A model that overflows is not rounded.
         memory_limit: bytes of memory for older versions and client states. The oldest are evicted to files in the
@@ -154,6 +169,7 @@ class Server:
         'ticket: unknown, or used already'
     """
 
+    @suggests_keywords("Server")
     @no_grad
     def __init__(
         self,
@@ -181,11 +197,8 @@ class Server:
     ) -> None:
         kept_in = None if journal is None else Journal.of(journal)
         first = check_start(space, start)
-        tensors, numbers = extra_fields(check_rule(rule))
-        update_limits = DEFAULT_LIMITS if update_limits is None else update_limits
-        if not isinstance(update_limits, UpdateLimits):
-            raise ArgumentError(f"update_limits: expected UpdateLimits, got {update_limits!r}")
-        update_limits.check_space(space)
+        tensors, numbers = extra_fields(check_rule(rule, "Server(space, rule, start)"))
+        update_limits = UpdateLimits.of(update_limits, space)
         kept, policies = initial_buffers(space, buffers, buffer_policy)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
         self.space = space
@@ -201,7 +214,7 @@ class Server:
         memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
         files = Spill(spill)
         if not callable(clock):
-            raise ArgumentError(f"clock: expected a function that returns seconds, got {clock!r}")
+            raise ArgumentError(f"clock: expected a function that returns seconds, got {short_repr(clock)}")
         self._clock = clock
         self._update_lock = UpdateLock(
             None if max_queued_updates is None else check_count("max_queued_updates", max_queued_updates, at_least=0)
@@ -212,14 +225,8 @@ class Server:
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
         self._warned_unstable = False
-        limits = ServerLimits(
-            max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
-            timeout=None if timeout is None else check_number("timeout", timeout, above=0),
-            max_in_flight=None if max_in_flight is None else check_count("max_in_flight", max_in_flight),
-            history_size=None if history_size is None else check_count("history_size", history_size, at_least=0),
-            receipt_cache_size=check_count("receipt_cache_size", receipt_cache_size, at_least=0),
-        )
-        now = ModelState(first, rule.init(space, first.clone()), kept)
+        limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
+        now = ModelState(first, initial_state(rule, space, first.clone(), {"space": "space", "start": "start"}), kept)
         store = Store().retain(("version", 0), InMemoryTree(first, self._recycle))
         self._state = AtomicReference(
             ServerState(
@@ -242,25 +249,22 @@ class Server:
         self._checkpoint_writer = None if checkpoint is None else CheckpointWriter(checkpoint, self._dispatcher.publish)
         self._journal: JournalWriter | None = None
         if checkpoint is not None or journal is not None:
-            # Values that a file cannot store raise now, not at the first checkpoint.
-            fingerprint("space", space)
-            fingerprint("rule", rule)
-            for client in weights if isinstance(weights, Mapping) else ():
-                check_storable_client(client)
-            qualified_name("clock", clock)
+            check_storable(space, rule, weights, clock)
         if kept_in is not None:
-            with _locked_journal(kept_in) as hold:
+            with locked_journal(kept_in) as hold:
                 if kept_in.segments():
                     raise ArgumentError(f"journal: {kept_in.path}: already exists; resume from it with `Server.resume`")
                 self._start_journal(kept_in, JournalReplay(os.urandom(16).hex(), 0, 0.0), hold)
 
     @classmethod
+    @suggests_keywords("Server.of", __init__)
     def of(
         cls,
         model: torch.nn.Module | Mapping[str, Tensor],
         rule: Rule,
         *,
         buffer_policy: BufferPolicy = (),
+        manifolds: Assignment | None = None,
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
         **server_options: Any,
@@ -268,20 +272,21 @@ class Server:
         """Create a server from a module or a state dict: it starts from its parameters and stores its buffers.
 
         Args:
-            model: any module, or a state dict. It is not written.
+            model: a module or a state dict. It is not modified.
             rule: the aggregation rule.
             buffer_policy: the policies of the buffers, as in the constructor. Frozen parameters of a module are left
                 unchanged unless they match. For a state dict, this and the following arguments are as in
                 [`aggregate`][manifoldagg.aggregate].
+            manifolds: name or glob pattern to the space of those parameters.
             adapters: whether pairs of factors in a state dict are one matrix each.
             scaling: the factor of their products in the model.
             **server_options: keyword arguments of the constructor.
 
         Raises:
-            ArgumentError: if the model has no parameters that learn; and as the constructor.
+            ArgumentError: if the model has no trainable parameters, or an argument is invalid.
 
         Warns:
-            UserWarning: naming factors of adapters of which `adapters` does not say what they are.
+            UserWarning: if the model has factors of adapters and `adapters` is `None`.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -292,26 +297,26 @@ class Server:
             >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
             (True, tensor([1.]))
         """
-        if isinstance(model, torch.nn.Module):
-            if adapters or scaling != 1.0:
-                raise ArgumentError(
-                    "adapters: expected a state dict with them, as PEFT's get_peft_model_state_dict gives"
-                )
-            space = ParameterSpace.of(model)
-            buffer_policy = freeze_policies(model, buffer_policy)
-        else:
-            if not isinstance(model, Mapping):
-                raise ArgumentError(f"model: expected a torch.nn.Module or a state dict, got {type(model).__name__}")
-            space = infer_space("model", model, None, check_buffer_policy(buffer_policy), adapters, scaling)
-        space.layout.check_parameters("model")
-        start = space.points({"model: ": space.stack_factors(tensors_of(model))})[0]
-        carried = space.buffers(model)
-        return cls(space, rule, start, buffers=carried, buffer_policy=buffer_policy, **server_options)
+        space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling)
+        check_rule(rule, "Server.of(model, rule)")
+        start, buffers = initial_model(space, model)
+        with renamed_arguments(MODEL_NAMES):
+            return cls(space, rule, start, buffers=buffers, buffer_policy=policies, **server_options)
 
     @classmethod
+    @suggests_keywords("Server.resume", __init__)
     @no_grad
     def resume(
-        cls, path: str | Path | LoadedCheckpoint, space: Manifold, rule: Rule, *, replace: bool = False, **options: Any
+        cls,
+        path: str | Path | LoadedCheckpoint,
+        model: torch.nn.Module | Mapping[str, Tensor] | Manifold,
+        rule: Rule,
+        *,
+        replace: bool = False,
+        manifolds: Assignment | None = None,
+        adapters: bool | None = None,
+        scaling: Scaling = 1.0,
+        **options: Any,
     ) -> "Server":
         """Resume a server from a checkpoint, bit for bit.
 
@@ -319,29 +324,30 @@ class Server:
         `spill`, `checkpoint`, `journal` and callbacks of `on_event`; pass them again. Tickets keep their ages; the time
         without a running server does not count.
 
-        The records of a `journal` after the checkpoint are replayed with the saved options. Only `averaging` is
-        notified of them again. An incomplete last record is discarded. Then a new journal starts with the complete
-        state.
+        The records of a `journal` after the checkpoint are replayed with the saved options. Only `averaging` receives
+        them again. An incomplete last record is discarded. Then a new journal starts with the complete state.
 
         Args:
-            path: a file that `save` or `checkpoint=` has written, or its `LoadedCheckpoint`. No other file is read. It
-                may be missing if the journal contains the complete state.
-            space: equal to the saved one.
-            rule: equal to the saved one; functions in it are compared by their names, as is `clock`.
+            path: a file of `save` or `checkpoint=`. It may be missing if the journal contains the complete state.
+            model: a module or a state dict with the same parameters and buffers as the saved model, or a space that
+                equals the saved one. Its values are ignored.
+            rule: a rule that equals the saved one. Functions in the rule, and `clock`, are compared by their names.
             replace: accept another rule or clock. A rule of the same class resumes with its state and the client
                 states. Otherwise these are initialised, and buffered updates are lost.
-            options: keywords of the constructor.
+            manifolds: as in `of`, for a module or a state dict.
+            adapters: as in `of`, for a state dict.
+            scaling: as in `of`, for a state dict.
+            **options: keyword arguments of the constructor.
 
         Raises:
-            CheckpointError: if the file is truncated, altered or no checkpoint, naming an older one where there is one;
-                if space, rule or clock are others than those that were saved, naming the first difference; if another
-                process has the journal; if that is another server's, does not reach back to the checkpoint, or was
-                altered, naming the change; if a journal was written beside the checkpoint, and nothing is said of it.
-            ArgumentError: naming the option that does not fit.
+            CheckpointError: if the file is truncated, altered or not a checkpoint; if the model, rule or clock differs
+                from the saved one; if another process has locked the journal; if the journal belongs to another server,
+                begins after the checkpoint, or was altered; if the checkpoint has a journal and `journal` is missing.
+            ArgumentError: if an argument is invalid.
 
         Warns:
-            RuntimeWarning: if the backend, the processor or torch are others, which may give other bits; if an update
-                of the journal gives another receipt than it gave.
+            RuntimeWarning: if the backend, the processor or the torch version differs, as results may then differ
+                bitwise; if a replayed update returns another receipt.
 
         Example:
             >>> import tempfile, torch
@@ -356,12 +362,16 @@ class Server:
             >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).version, server.model
             (1, tensor([1., 2.]))
         """
+        check_rule(rule, "Server.resume(path, model, rule)")
+        check_choice("replace", replace, (True, False))
         given = options.pop("journal", UNSET)
         journal = None if given is None or given is UNSET else Journal.of(given)
-        with nullcontext() if journal is None else _locked_journal(journal) as hold:
+        with nullcontext() if journal is None else locked_journal(journal) as hold:
             saved, story = recover(path, journal, journal_unset=given is UNSET)
             replace = replace and not (story is not None and story.records)
-            saved.check_compatible(space, rule, options.get("clock", DEFAULT_CLOCK), replace=replace)
+            space = resumed_space(model, saved.buffer_policies, options, manifolds, adapters, scaling)
+            clock, label = options.get("clock", DEFAULT_CLOCK), "space" if model is space else "model"
+            saved.check_compatible(space, rule, clock, replace=replace, label=label)
             if story is not None and story.records:
                 saved = cls._replay(saved, story, space, rule, options)
             server = cls._from_checkpoint(saved, space, rule, options)
@@ -376,7 +386,8 @@ class Server:
         cls, checkpoint: LoadedCheckpoint, space: Manifold, rule: Rule, options: Mapping[str, Any]
     ) -> "Server":
         """Build a server with the saved state."""
-        server = cls(space, rule, checkpoint.model, **checkpoint.server_options(options))
+        with renamed_arguments(MODEL_NAMES):
+            server = cls(space, rule, checkpoint.model, **checkpoint.server_options(options))
         state = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
         checkpoint.restore_averaging(server._averaging)
         server._state.update(lambda _: (state, None))
@@ -498,10 +509,10 @@ class Server:
             client: the client that returns it. The server rejects another client than that of the ticket.
 
         Returns:
-            A receipt. With `accepted=False` its `reason` names the field and nothing has changed. The client may try
-            again, unless the ticket is closed because its version is too old, it has expired, or its base was lost.
-            Exceptions of the rule's own code propagate and change nothing. Exceptions of `averaging` are raised after
-            the update.
+            A receipt. With `accepted=False` its `reason` names the field, and nothing has changed; why it is not an
+            exception: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions). The client may retry,
+            unless the ticket is closed because it has expired, its version is too old, or its base was lost. Exceptions
+            of the rule's code propagate and change nothing. Those of `averaging` are raised after the update.
 
         Raises:
             ArgumentError: if it is called from within an update.
@@ -510,8 +521,8 @@ class Server:
                 once the journal can be written. Until then no other update is accepted.
 
         Warns:
-            StabilityWarning: once, if the step is above the stability limit of the concurrency. If the warning is raised as
-                an error, nothing has changed. See [`suggest_rate`][manifoldagg.federated.suggest_rate].
+            StabilityWarning: once, if the step is above the stability limit of the concurrency. If the warning is
+                raised as an error, nothing has changed. See [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
         Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
         matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
@@ -519,9 +530,9 @@ class Server:
 
         def make_payload(_: PendingTicket) -> Any:
             # By its type, because `__class__` of an untrusted object may be wrong or raise.
-            return payload if issubclass(type(payload), Payload | type) or not callable(payload) else payload()
+            return payload if issubclass(type(payload), NOT_CALLED) or not callable(payload) else payload()
 
-        return self._receive(ticket, client, make_payload)
+        return self._receive(ticket, client, make_payload, {})
 
     @no_grad
     def receive_model(
@@ -537,24 +548,23 @@ class Server:
 
         Args:
             ticket: as in `receive`.
-            model: a state dict, or for a curve a sequence of them: the control points, the client's model last, which
-                brings the buffers. Frozen parameters and buffers that are left may be missing and are not read. Or a
-                function that makes either of what came, as in `receive`.
+            model: a state dict, or for a curve a sequence of them: the control points, with the client's model last,
+                which contains the buffers. Frozen parameters and buffers with the policy `"leave"` may be missing. Or a
+                function that returns either, as in `receive`.
             samples: the number of samples that the client trained on.
             client: as in `receive`.
-            scaling: of the client's adapters, where they have other ranks, or it multiplies them with another number
-                than the server's, as in
+            scaling: the scaling of the client's adapters, if it differs from that of the server, as in
                 [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
 
         Returns:
-            A receipt, as `receive`. A `reason` names the tensor that does not fit, and begins with `model`, or where it
-            is none of the parameters, with `buffers`.
+            A receipt, as `receive`. The `reason` of a rejection names `model` and the tensor that is invalid.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
 
         Warns:
-            UserWarning: naming a model that looks like a difference of models. Nothing has changed then.
+            UserWarning: if the model looks like a difference of models. If the warning is raised as an error, nothing
+                has changed.
         """
         if any(extra_fields(self.rule)):
             raise ArgumentError(
@@ -573,11 +583,11 @@ class Server:
                 self._schema, came, samples, state.model_state.current, began, scaling=scaling
             )
 
-        return self._receive(ticket, client, make_payload)
+        return self._receive(ticket, client, make_payload, payload_names(model))
 
-    def _receive(self, ticket: str | Ticket, client: Hashable, make_payload: Callable[[PendingTicket], Any]) -> Receipt:
+    def _receive(self, ticket: str | Ticket, client: Hashable, make_payload: MakePayload, names: Names) -> Receipt:
         try:
-            receipt = self._receive_locked(ticket, client, make_payload)
+            receipt = self._receive_locked(ticket, client, make_payload, names)
             self._flush_journal()
         except Exception:  # and not who is interrupted
             self._dispatch_events()
@@ -586,7 +596,7 @@ class Server:
         return receipt
 
     def _receive_locked(
-        self, ticket: str | Ticket, client: Hashable, make_payload: Callable[[PendingTicket], Any]
+        self, ticket: str | Ticket, client: Hashable, make_payload: MakePayload, names: Names
     ) -> Receipt:
         self._check_process()
         self._expire()
@@ -603,7 +613,7 @@ class Server:
                     data = b"" if self._journal is None else pack_payload(payload)
                     self._update_lock.enqueue(answer)
             except ManifoldAggError as error:
-                return self._reject(ticket_id, error, came)
+                return self._reject(ticket_id, error, came, names)
             else:
                 if isinstance(found, Receipt):
                     self._finish_interrupted()
@@ -614,7 +624,7 @@ class Server:
                     self._notify_average()
                     if self._journal is not None:
                         self._journal.retry_if_failed()
-                    receipt = self._process(ticket_id, client, payload, came, data)
+                    receipt = self._process(ticket_id, client, payload, came, data, names)
                     self._after_update()
                 return receipt
             finally:
@@ -705,6 +715,7 @@ class Server:
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import ParameterSpace
             >>> server = Server.of(torch.nn.BatchNorm1d(1), FedAsync(rate=0.5))
             >>> ParameterSpace.of_spec(server.spec()) == server.space
             True
@@ -878,18 +889,18 @@ class Server:
         return found
 
     def _process(
-        self, ticket_id: str, client: Any, payload: Payload, received_at: float, packed_payload: bytes | bytearray
+        self, ticket_id: str, client: Any, payload: Payload, received_at: float, packed: bytes | bytearray, names: Names
     ) -> Receipt:
         """Process an update that holds the update lock."""
         try:
             found = self._lookup(ticket_id, client, received_at)
             if isinstance(found, Receipt):
                 return found
-            return self._apply(ticket_id, found, payload, received_at, packed_payload)
+            return self._apply(ticket_id, found, payload, received_at, packed)
         except RuleError:
             raise
         except ManifoldAggError as error:
-            return self._reject(ticket_id, error, received_at)
+            return self._reject(ticket_id, error, received_at, names)
 
     def _apply(
         self,
@@ -915,7 +926,12 @@ class Server:
             raise
         if record is None and not self._warned_unstable:
             self._warned_unstable = warn_if_unstable(
-                self.rule, outcome.numbers, update.staleness, num_in_flight=len(state.tickets)
+                self.rule,
+                outcome.numbers,
+                update.staleness,
+                num_in_flight=len(state.tickets),
+                weight=update.weight,
+                num_clients=state.weights.num_clients,
             )
         seconds = time.perf_counter() - begun if state.subscriptions else math.nan
         moved = outcome.model is not None
@@ -936,11 +952,11 @@ class Server:
         self._state.update(lambda now: (now.with_update(ticket_id, update, after, outcome, taken), None))
         return receipt
 
-    def _reject(self, ticket_id: Any, error: ManifoldAggError, received_at: float) -> Receipt:
-        """Count a rejection, and close a ticket whose files were lost."""
+    def _reject(self, ticket_id: Any, error: ManifoldAggError, received_at: float, names: Names) -> Receipt:
+        """Count a rejection under the caller's name of the argument, and close a ticket whose files were lost."""
         if isinstance(error, SpillError) and not error.temporary:
             return self._close_ticket(ticket_id, error, received_at)
-        reason = str(error)
+        reason = rename_argument(str(error), names)
         LOG.warning("rejected: %s", reason)
         return self._state.update(lambda now: now.with_rejection(ticket_id, reason, received_at))
 
@@ -1021,14 +1037,3 @@ class Server:
         self._check_process()
         self._update_lock.check()
         self._check_journal_idle()
-
-
-@contextmanager
-def _locked_journal(journal: Journal) -> Iterator[JournalLock]:
-    """Lock a journal exclusively, and release it if anything fails."""
-    hold = JournalLock(journal)
-    try:
-        yield hold
-    except BaseException:
-        hold.close()
-        raise

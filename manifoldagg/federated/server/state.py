@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from immutables import Map
 
+from manifoldagg._validation import check_count, check_number, other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
@@ -51,14 +52,14 @@ HistoryRow = dict[str, object]
 
 
 class ServerLimits(NamedTuple):
-    """The limits of a server.
+    """The limits of a server; `None` for no limit.
 
     Attributes:
-        max_staleness: of an update, in versions.
-        timeout: of a ticket, in seconds.
-        max_in_flight: the number of tickets in flight at once.
-        history_size: how many of the latest rows are kept.
-        receipt_cache_size: how many of the latest receipts are kept.
+        max_staleness: the largest accepted staleness, in versions.
+        timeout: the seconds after which a ticket expires.
+        max_in_flight: the largest number of tickets in flight.
+        history_size: the number of latest rows that the history stores.
+        receipt_cache_size: the number of latest receipts that are stored.
     """
 
     max_staleness: int | None = None
@@ -66,6 +67,28 @@ class ServerLimits(NamedTuple):
     max_in_flight: int | None = None
     history_size: int | None = None
     receipt_cache_size: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        max_staleness: int | None,
+        timeout: float | None,
+        max_in_flight: int | None,
+        history_size: int | None,
+        receipt_cache_size: int,
+    ) -> "ServerLimits":
+        """Return validated limits.
+
+        Raises:
+            ArgumentError: naming the limit that is out of range.
+        """
+        return cls(
+            max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
+            timeout=None if timeout is None else check_number("timeout", timeout, above=0),
+            max_in_flight=None if max_in_flight is None else check_count("max_in_flight", max_in_flight),
+            history_size=None if history_size is None else check_count("history_size", history_size, at_least=0),
+            receipt_cache_size=check_count("receipt_cache_size", receipt_cache_size, at_least=0),
+        )
 
 
 class PendingTicket(NamedTuple):
@@ -226,7 +249,9 @@ class ServerState(NamedTuple):
         if found is None:
             raise ArgumentError(SERVER_CLOSED if self.is_closed else UNKNOWN_TICKET)
         if client is not ANY_CLIENT and check_client(client) != found.client:
-            raise ArgumentError("client: expected the one that the ticket was issued to")
+            hint = other_type_hint(client, [found.client])
+            given = f"{short_repr(client)}{hint}"
+            raise ArgumentError(f"client: expected the client that the ticket was issued to, got {given}")
         return found if isinstance(found, PendingTicket) else found.receipt
 
     def staleness(self, ticket: PendingTicket) -> int:

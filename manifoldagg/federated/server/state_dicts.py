@@ -18,7 +18,7 @@ from manifoldagg.manifolds.layout import EXTRA_STATE, matches_any
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
-__all__ = ["freeze_policies", "payload_from_state_dict"]
+__all__ = ["freeze_policies", "payload_from_state_dict", "payload_names"]
 
 
 def freeze_policies(model: nn.Module, patterns: BufferPolicy) -> BufferPolicy:
@@ -37,6 +37,12 @@ def freeze_policies(model: nn.Module, patterns: BufferPolicy) -> BufferPolicy:
     return named
 
 
+def payload_names(model: Any) -> dict[str, str]:
+    """Return the fields of a payload, and the argument that contains them if a client returns a state dict."""
+    names = {"points": "model", "buffers": "model"}
+    return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
+
+
 def payload_from_state_dict(
     schema: PayloadSchema,
     model: Any,
@@ -50,20 +56,20 @@ def payload_from_state_dict(
 
     Args:
         schema: of the server's payloads.
-        model: a state dict, or a sequence of them: the control points of a curve, the client's model last. It brings
-            the buffers. What the server has not asked for may be missing and is not read.
-        samples: that the client trained on.
-        current: the server's model (P,), beside which a difference of models is short.
-        load_base: gives the model (P,) that the client started from. A state dict of narrower numbers is rounded: what
-            that took away is given back to what comes of it, which would else carry it into every update. `None` where
-            the client did not start there.
-        scaling: of the client's adapters, where it is not that of the server's.
+        model: a state dict, or a sequence of them: the control points of a curve, with the client's model last. The
+            last one contains the buffers. Entries that the server does not request may be missing and are not read.
+        samples: the number of samples that the client trained on.
+        current: the server's model (P,), for the check that the update is not a difference of models.
+        load_base: returns the model (P,) that the client started from, or `None` if it started from another model. A
+            state dict of a narrower dtype has rounded the base. The function restores the rounding error, because
+            otherwise every update would contain it.
+        scaling: the scaling of the client's adapters, if it differs from that of the server.
 
     Raises:
-        ArgumentError: naming the model, and the tensor in it, that does not fit.
+        ArgumentError: naming the model, and the tensor in it, that is invalid.
 
     Warns:
-        UserWarning: naming a model that looks like a difference of models.
+        UserWarning: if the model looks like a difference of models.
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
@@ -84,8 +90,9 @@ def payload_from_state_dict(
     if start is not None:
         points = _restore_rounding(space, points, start.to(points[0]))
     pieces = [space.gauge_free_norms(_split_by_leaf(space, point)) for point in (points[-1], current)]
-    warn_if_difference(label, space.layout, *pieces)
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
+    hint = "return the model, which is the base plus the difference"
+    warn_if_difference(label, space.layout, *pieces, buffers=buffers.items(), hint=hint)
     return Payload(stack(points), samples, buffers=buffers)
 
 

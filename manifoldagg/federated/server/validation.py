@@ -10,13 +10,22 @@ from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_finite, check_shape, closest_match, one_line, short_repr
+from manifoldagg._validation import (
+    check_choice,
+    check_finite,
+    check_shape,
+    closest_match,
+    one_line,
+    renamed_arguments,
+    short_repr,
+)
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.limits import UpdateLimits
-from manifoldagg.federated.types import Payload, Rule, check_rule_protocol
+from manifoldagg.federated.types import Payload, Point, Rule, State, check_rule_protocol
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
@@ -30,6 +39,7 @@ __all__ = [
     "check_rule",
     "check_samples",
     "check_start",
+    "initial_state",
     "raise_nonfinite",
     "require_dense",
     "validate_payload",
@@ -45,23 +55,59 @@ LAYOUT = attrgetter("layout")
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
+FLOWER_RULES = {
+    "FedAvgM": "Momentum",
+    "FedMedian": "Median",
+    "FedProx": "FedAvg",
+    "FedTrimmedAvg": "TrimmedMean",
+    "MultiKrum": "Krum",
+}
+"""The rules that implement strategies of Flower under another name."""
 T = TypeVar("T")
 
 
-def check_rule(rule: Rule) -> Rule:
+def check_rule(rule: Rule, usage: str = "") -> Rule:
     """Return `rule` if it is an instance of a rule.
 
+    Args:
+        rule: to check.
+        usage: the call with its arguments in the right order. The message contains it if `rule` is a model.
+
     Raises:
-        ArgumentError: if it is a name, naming the class that was probably meant, or if it does not have the methods of
-            a [`Rule`][manifoldagg.federated.Rule].
+        ArgumentError: if `rule` is a name, a strategy of Flower, or lacks methods of a
+            [`Rule`][manifoldagg.federated.Rule]. The message names the closest rule.
     """
-    if isinstance(rule, str):
+    given: object = rule
+    if isinstance(given, str):
         from manifoldagg.federated import rules  # a few dozen modules, which only this message needs
 
-        near = closest_match(rule, rules.__all__)
-        hint = "" if near is None else f": did you mean rules.{near}(...)?"
-        raise ArgumentError(f"rule: expected an instance of one of manifoldagg.federated.rules, got {rule!r}{hint}")
-    return check_rule_protocol(rule)
+        near = closest_match(given, rules.__all__)
+        hint = "" if near is None else f"; did you mean rules.{near}(...)?"
+        raise ArgumentError(f"rule: expected a rule of manifoldagg.federated.rules, got {short_repr(given)}{hint}")
+    _check_no_flower_strategy(given)
+    is_model = isinstance(given, torch.nn.Module | Mapping | Sequence | Tensor | np.ndarray | Manifold)
+    return check_rule_protocol(rule, f"write {usage}" if usage and is_model else "")
+
+
+def _check_no_flower_strategy(given: object) -> None:
+    """Reject a strategy of Flower. The check compares class names, because Flower may not be installed.
+
+    Raises:
+        ArgumentError: naming the equivalent rule, or the table of rules.
+    """
+    kind = given if isinstance(given, type) else type(given)
+    theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "flwr"]
+    if "Strategy" not in theirs:
+        return
+    from manifoldagg.federated import rules
+
+    # Only the nearest class says what the strategy does, because most strategies derive from Flower's FedAvg.
+    name = FLOWER_RULES.get(theirs[0], theirs[0])
+    is_known = name in rules.__all__
+    instead = f"manifoldagg.federated.rules.{name}" if is_known else "a rule of the table in docs/guide/rules.md"
+    raise ArgumentError(
+        f"rule: expected a rule of manifoldagg.federated.rules, got Flower's strategy {kind.__name__}; use {instead}"
+    )
 
 
 @dataclass(frozen=True)
@@ -172,11 +218,15 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     Raises:
         ArgumentError: naming what does not fit.
     """
+    for name, kind, value in (("space", "Manifold", space), ("start", "point", start)):
+        if isinstance(value, Rule):
+            rule = type(value).__name__
+            raise ArgumentError(f"{name}: expected a {kind}, got {rule}; write Server(space, rule, start)")
     check_is_manifold(space, "Server.of(model, rule)")
     given: object = start
     if isinstance(given, torch.nn.Module | Mapping):
         hint = "write Server.of(model, rule), or space.point(model)"
-        raise ArgumentError(f"start: expected a point, got {type(given).__name__}: {hint}")
+        raise ArgumentError(f"start: expected a point, got {short_repr(given)}; {hint}")
     check_finite("start", check_shape("start", start, *space.axes))
     if not start.numel():
         raise ArgumentError("start: expected a model with parameters, got an empty one")
@@ -185,6 +235,22 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     if not space.flat:
         check_point(space, start, name="start")
     return start.detach().clone(memory_format=torch.contiguous_format)
+
+
+def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str, str]) -> State:
+    """Return the state of a rule before the first step.
+
+    Args:
+        rule: to initialise.
+        space: of the models.
+        start: the initial model.
+        names: the arguments of the caller that stand for `space` and `start` in messages.
+
+    Raises:
+        ArgumentError: if the rule does not support the space, or an option of the rule is invalid there.
+    """
+    with renamed_arguments(names, "rule: "):
+        return rule.init(space, start)
 
 
 def _check_points(schema: PayloadSchema, name: str, points: Tensor) -> Tensor:

@@ -264,7 +264,10 @@ def test_doors():
     ticket = server.dispatch("a")
     before = server.model
     for payload, words in (
-        (Payload(draw(1, 1, P), 1, numbers={"batches": 1}), "points: AsyncCurve expects control point and end"),
+        (
+            Payload(draw(1, 1, P), 1, numbers={"batches": 1}),
+            "points: expected control point and end, (2, P), for AsyncCurve, got 1",
+        ),
         (Payload(draw(1, 2, P), 1, numbers={"batches": 0}), "numbers: batches: expected"),
         (Payload(draw(1, 2, P), 1), "numbers: missing: batches"),
         (Payload(1e200 * draw(1, 2, P), 1, numbers={"batches": 1}), "points"),

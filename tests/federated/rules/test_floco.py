@@ -74,8 +74,8 @@ def test_with_one_vertex_it_is_fedavg_and_codebases_with_state_dicts_have_it():
     ours = theirs = start
     for i in range(4):
         update = [draw(i, 3), draw(i + 9, 2, 2)]
-        ours, state, _ = manifoldagg.aggregate(FLOCO(2, 1), state, ours, start, [update], weight=0.3 + i)
-        theirs, other, _ = manifoldagg.aggregate(FedAvg(2), other, theirs, start, update, weight=0.3 + i)
+        ours, state, _ = manifoldagg.aggregate(FLOCO(2, 1), state, ours, start, [update], weight=0.3 + i / 5)
+        theirs, other, _ = manifoldagg.aggregate(FedAvg(2), other, theirs, start, update, weight=0.3 + i / 5)
         assert all(relative(a, b) <= 1e-14 for a, b in zip(ours, theirs, strict=True))
 
 
@@ -309,7 +309,7 @@ def test_doors():
     server = Server(SPACE, FLOCO(2, 3), torch.zeros(P))
     ticket = server.dispatch("a")
     receipt = server.receive(ticket.id, Payload(torch.ones(2, P), 1))
-    assert receipt.reason == "points: FLOCO expects 3 vertices, (3, P); got 2 points"
+    assert receipt.reason == "points: expected 3 vertices, (3, P), for FLOCO, got 2"
     assert server.receive(ticket.id, Payload(torch.full((3, P), 3e38), 1)).accepted
     ticket = server.dispatch("b")
     assert server.receive(ticket.id, Payload(torch.full((3, P), 3e38), 1)).reason.startswith("points: sum over")

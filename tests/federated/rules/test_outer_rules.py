@@ -136,7 +136,7 @@ def radial_directional_is_the_mean_length_of_the_mean_direction(k):
         rule = k.RadialDirectional(count, 0.6)
         model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
         theirs = model
-        weights = [0.5 + 0.25 * i for i in range(count)]
+        weights = [(2 + i) / (2 + count) for i in range(count)]
         for turn in range(2):
             every = list(moves(seed + turn, count))
             base = model

@@ -253,7 +253,7 @@ def descended(rule):
         (lambda: Private(FedBuff(2), math.inf, 1.0), "clip: expected a finite number > 0, got inf"),
         (lambda: Private(FedBuff(2), 1.0, -1.0), "noise: expected a finite number >= 0, got -1.0"),
         (lambda: Private(FedBuff(2), 1.0, 1.0, participations=0), "participations: expected an integer >= 1, got 0"),
-        (lambda: Private("fedbuff", 1.0, 1.0), "rule: str cannot be private"),
+        (lambda: Private("fedbuff", 1.0, 1.0), "rule: expected a rule of manifoldagg.federated.rules, got 'fedbuff'"),
         (
             lambda: Server(Sphere(3), Private(FedBuff(2), 1.0, 1.0), torch.eye(3)[0]),
             r"space: clipping and noise, of Private, need flat leaves; these are curved: .*Sphere",

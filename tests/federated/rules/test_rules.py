@@ -84,6 +84,17 @@ def test_fedasync_at_rate_one_is_the_clients_model_bit_for_bit(seed):
     assert torch.equal(step(FedAsync(1.0), given_)[1].model, given_.points[0])
 
 
+def test_the_share_of_fedasync_is_at_most_one_without_weights():
+    with pytest.raises(ArgumentError) as caught:
+        FedAsync(rate=3.0)
+    assert str(caught.value) == (
+        "rate: expected a share of the way to the client's model, at most 1, got 3; with weighted=True it is multiplied "
+        "by the client's share of the data and may be larger"
+    )
+    assert FedAsync(rate=3.0, weighted=True).rate == 3.0
+    assert FedAsync(rate=lambda version: 3.0).rate(0) == 3.0
+
+
 @given(seeds, st.floats(0.01, 1), st.floats(0.01, 1))
 def test_linear_rules_step_along_the_corrected_displacement(seed, rate, weight):
     given_ = update(seed, weight=weight)
@@ -412,8 +423,8 @@ def update_far():
         (lambda: AsyncBezier(overshoot="jump"), "overshoot: expected one of"),
         (lambda: AsyncBezier(penalty_limit=0.0), "penalty_limit: expected"),
         (lambda: Hinge(a=-1.0), "a: expected"),
-        (lambda: step(FedOrtho(0.5), update(0, n=2)), "points: FedOrtho expects one model"),
-        (lambda: step(AsyncBezier(0.5), update(0, n=0)), "points: AsyncBezier expects at least one"),
+        (lambda: step(FedOrtho(0.5), update(0, n=2)), "points: expected one model, .* for FedOrtho, got 2"),
+        (lambda: step(AsyncBezier(0.5), update(0, n=0)), "points: expected at least one control point, .* for AsyncBezier, got 0"),
         (lambda: FedAsync(0.5).init(type("Curved", (Manifold,), {"shape": (2,)})(), torch.zeros(2)), "needs exp, inner, log, which"),
         (lambda: FedAsync(0.5).init("flat", torch.zeros(2)), "space: expected a Manifold, got 'flat'"),
         (lambda: FedAsync().init(torch.nn.Linear(1, 1), torch.zeros(2)), r"got Linear: write ParameterSpace.of\(model\)"),
@@ -432,7 +443,7 @@ def update_far():
         (lambda: FedAvg(2, -1.0), "rate: expected a finite number > 0"),
         (lambda: FedBuff(2.5), "size: expected an integer >= 1"),
         (lambda: FedBuff(2, staleness=1), "staleness: expected a function of an int"),
-        (lambda: step(FedBuff(2), update(0, n=2)), "points: FedBuff expects one model"),
+        (lambda: step(FedBuff(2), update(0, n=2)), "points: expected one model, .* for FedBuff, got 2"),
         (lambda: step(FedBuff(1, normalise=True, staleness=lambda x: 0.0), update(0)), "weight: sum over the buffer: expected"),
         (lambda: step(FedAvg(1), update(0, weight=math.nan)), "weight: expected a finite number >= 0"),
         (lambda: FedAdam(2, beta1=1.0), r"beta1: expected a number in \[0, 1\)"),

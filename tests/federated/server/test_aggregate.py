@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manifoldagg import aggregate
+from manifoldagg import AsyncAggregator, aggregate
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.rules import (
@@ -176,18 +176,63 @@ def test_an_update_that_looks_like_a_difference_is_named():
     base = {name: t.float() for name, t in model(1).items() if "num" not in name}
     difference = {name: 0.05 * tensor.roll(1, 0) for name, tensor in base.items()}
     out = copy.deepcopy(base)
-    words = r"update: looks like a difference of models, as \S+ has 0.05\d* x the norm of its base"
+    words = (
+        r"^update: expected the model itself, got what looks like a difference of models: \S+ has 0.05\d* x the norm of "
+        r"its base; pass difference=True for a difference$"
+    )
     with pytest.warns(UserWarning, match=words):
         aggregate(FedAsync(0.5), None, base, base, difference)
     with pytest.raises(UserWarning, match=words):
         aggregate(FedAsync(0.5), None, base, base, difference, out=out)
     assert all(torch.equal(out[name], base[name]) for name in base)
-    with pytest.warns(UserWarning, match=r"update\[1\]: looks like"):
+    with pytest.warns(UserWarning, match=r"update\[1\]: expected the model itself"):
         aggregate(AsyncBezier(0.5), None, base, base, [difference, difference])
     # One tensor that has kept its size is enough, wherever in the tensors its numbers are.
     aggregate(FedAsync(0.5), None, base, base, difference | {"2.bias": base["2.bias"]})
     far = torch.cat([torch.ones(5000), torch.full((5000,), 100.0)])
     aggregate(FedAsync(0.5), None, [far], [far], [torch.cat([torch.zeros(5000), far[5000:]])])
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", ["aggregate", "submit"])
+def test_a_difference_with_a_negative_variance_is_rejected_as_a_difference(name):
+    base = model(1)
+    difference = {key: 0.05 * x if x.is_floating_point() else torch.zeros_like(x) for key, x in base.items()}
+    difference["1.running_var"] = -difference["1.running_var"]
+    aggregator = AsyncAggregator(FedAsync(0.5), base)
+    aggregator.checkout("a")
+    calls = {
+        "aggregate": lambda update, **options: aggregate(FedAsync(0.5), None, base, base, update, **options),
+        "submit": lambda update, **options: aggregator.submit("a", update, samples=1, **options),
+    }
+    words = r"^update: expected the model itself, got what looks like .* base; pass difference=True for a difference$"
+    with pytest.raises(ArgumentError, match=words):
+        calls[name](difference)
+    calls[name](difference, difference=True)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_weight_above_one_warns_and_the_weights_of_the_library_do_not():
+    base, update = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    message = (
+        "weight: expected the client's share of the data, at most 1, got 100; pass samples / total samples, and the "
+        "sample count as samples="
+    )
+    out = copy.deepcopy(base)
+    with pytest.raises(UserWarning) as caught:  # tests turn warnings into errors
+        aggregate(FedAsync(0.5), None, base, base, update, weight=100, out=out)
+    assert str(caught.value) == message
+    assert torch.equal(out["w"], base["w"])
+    with pytest.warns(UserWarning, match="^weight: expected the client's share"):
+        aggregate(FedAsync(0.5), None, base, base, update, weight=1.5)
+    aggregate(FedAsync(0.5), None, base, base, update, weight=1.0)
+    with pytest.raises(ArgumentError, match="^weight: expected a finite number > 0, got inf"):
+        aggregate(FedAsync(0.5), None, base, base, update, weight=float("inf"))
+    for weights in ("observed", "uniform", {"a": 10, "b": 1}):
+        aggregator = AsyncAggregator(FedBuff(2), base, weights=weights)
+        for client, samples in (("a", 1), ("b", 10**6), ("a", 10**9), ("b", 1)):
+            aggregator.checkout(client)
+            aggregator.submit(client, update, samples=samples)
 
 
 def test_no_training_looks_like_a_difference():
@@ -364,7 +409,7 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, {"w": torch.tensor([1.0, float("inf")])}, W, W), "current: w: expected finite"),
         (lambda: aggregate(FedAsync(), None, W, W, {"w": torch.ones(2).double()}), "update: w: expected torch.float32"),
         (lambda: aggregate(FedAsync(), None, W, W, []), "update: expected a model or a sequence of models"),
-        (lambda: aggregate(FedAsync(), None, W, W, [W, W]), "update: FedAsync expects one model"),
+        (lambda: aggregate(FedAsync(), None, W, W, [W, W]), r"^update: expected one model, \(1, P\), for FedAsync, got 2$"),
         (lambda: aggregate(AsyncBezier(), None, W, W, [W, {"v": torch.ones(2)}]), r"update\[1\]: missing: w"),
         (lambda: aggregate(FedAsync(), None, "w", W, W), "current: expected a state dict or a list of arrays, got str"),
         (lambda: aggregate(FedAsync(), None, [np.array("a")], W, W), "current: 0: expected a numeric array"),

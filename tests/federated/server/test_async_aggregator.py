@@ -181,7 +181,9 @@ def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
     base = versions.checkout("a")
     assert not torch.equal(base["w"], versions.model["w"])
     step = {"w": torch.ones(3)}
-    words = "difference: expected a model, as OrthoFL let 'a' start from another model"
+    words = (
+        "difference: expected False, as OrthoFL lets client 'a' start from another model than the version's, got True"
+    )
     unchanged(versions, words, versions.submit, "a", step, samples=1, difference=True)
     again = made(OrthoFL(0.5))
     again.load(through_a_file(versions.state()))
@@ -209,20 +211,29 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     update = {"w": torch.ones(3)}
     unchanged(
         versions,
-        "client: 'a' already has a task in flight; cancel it, pass `restart=True`, or name this `task`",
+        "client: expected a client without a task in flight, got 'a'; cancel the task, pass restart=True, or pass another "
+        "name as task=",
         versions.checkout,
         "a",
     )
     unchanged(
         versions,
-        "client: 'b' has no task in flight: it was not started, or is",
+        "client: expected a client with a task in flight, got 'b'",
         versions.submit,
         "b",
         update,
         samples=1,
     )
-    unchanged(versions, "client: 'a' has no task 3 in flight", versions.submit, "a", update, samples=1, task=3)
-    unchanged(versions, "client: 'b' has no task in flight", versions.cancel, "b")
+    unchanged(
+        versions,
+        "task: expected the name of a task of client 'a' in flight, got 3",
+        versions.submit,
+        "a",
+        update,
+        samples=1,
+        task=3,
+    )
+    unchanged(versions, "client: expected a client with a task in flight, got 'b'", versions.cancel, "b")
     unchanged(versions, "client: expected a hashable name", versions.checkout, torch.ones(1))
     unchanged(versions, "^task: expected a hashable name", versions.checkout, "b", [1])
     unchanged(versions, "^task: expected a hashable name", versions.cancel, "a", torch.ones(1))
@@ -233,14 +244,14 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
         unchanged(
             versions, "^samples: expected an integer from 1 to 1000000000", versions.submit, "a", update, samples=odd
         )
-    unchanged(versions, "version: 1 is no longer retained", versions.checkout, "b", version=1)
+    unchanged(versions, "version: expected at most 0, the current version, got 1", versions.checkout, "b", version=1)
     unchanged(versions, "version: expected an integer >= 0", versions.checkout, "b", version=-1)
     for odd in ({"w": torch.ones(2)}, {"v": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, float("nan")])}, [], 3):
         unchanged(versions, "^update: ", versions.submit, "a", odd, samples=1)
     assert versions.submit("a", update, samples=1)["version"] == 1
     unchanged(
         versions,
-        "client: 'a' has no task in flight: it was not started, or is",
+        "client: expected a client with a task in flight, got 'a'",
         versions.submit,
         "a",
         update,
@@ -248,7 +259,7 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     )
     assert torch.equal(base["w"], torch.zeros(3))
     only = made(weights={"a": 3})
-    unchanged(only, "client: 'b' has no entry in the weights", only.checkout, "b")
+    unchanged(only, "client: expected a client of weights, got 'b'", only.checkout, "b")
 
 
 def test_several_tasks_of_a_client_are_told_apart_by_name():
@@ -357,7 +368,7 @@ def test_a_state_of_something_else_is_refused():
     versions.checkout("a")
     saved = versions.state()
     for change, words in [
-        ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got x.Y"),
+        ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got 'x.Y'"),
         ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
         ({"models": {}}, "state: expected the result of AsyncAggregator.state"),
         ({"in_flight": [("a", None, 5, False)]}, "state: in_flight: "),

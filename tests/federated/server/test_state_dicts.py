@@ -1,6 +1,7 @@
 """A server that speaks state dicts: of a module, and of what its clients return by names."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -136,7 +137,7 @@ def test_no_client_can_make_a_variance_negative():
     state = ticket.state_dict()
     state["1.running_var"] = state["1.running_var"] - 5
     reason = server.receive_model(ticket, state, samples=1).reason
-    assert reason.startswith("buffers: 1.running_var: expected finite values >= 0")
+    assert reason.startswith("model: 1.running_var: expected finite values >= 0")
     assert (server.state_dict()["1.running_var"] >= 0).all()
 
 
@@ -146,8 +147,8 @@ def test_modules_that_are_none_are_refused():
     for model, words in (
         (nn.ReLU(), "model: expected floating parameters, got none$"),
         (frozen, "model: expected floating parameters, got none; weight is torch.float32"),
-        ([net()], "model: expected a torch.nn.Module or a state dict, got list"),
-        ({0: torch.ones(2)}, "source: expected names, got 0"),
+        ([net()], "model: expected a torch.nn.Module or a state dict, got list of 1 module"),
+        ({0: torch.ones(2)}, "model: expected names, got 0"),
         ({"steps": torch.tensor(3)}, "model: expected floating parameters, got none; steps is torch.int64"),
     ):
         with pytest.raises(ArgumentError, match=words):
@@ -215,10 +216,10 @@ FREED.untyped_storage().resize_(0)
             "model: 0.weight: expected a dense tensor with values, got one whose storage",
         ),
         ({n: x for n, x in STATE.items() if "1." not in n}, "model: missing: 1.bias, 1.weight"),
-        ({n: x for n, x in STATE.items() if n != "1.running_var"}, "buffers: missing: 1.running_var"),
-        (STATE | {"1.running_var": torch.full((8,), float("nan"))}, "buffers: 1.running_var: expected finite values"),
+        ({n: x for n, x in STATE.items() if n != "1.running_var"}, "model: missing: 1.running_var"),
+        (STATE | {"1.running_var": torch.full((8,), float("nan"))}, "model: 1.running_var: expected finite values"),
         (Hostile(STATE), "model: expected a readable value; its code raised RuntimeError"),
-        ([STATE, STATE], "points: FedAsync expects one model"),
+        ([STATE, STATE], "model: expected one model, (1, P), for FedAsync, got 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_may_be_sent_again(model, words):
@@ -241,11 +242,31 @@ def test_a_model_that_looks_like_a_difference_is_named():
     difference = {name: 0.05 * tensor if tensor.is_floating_point() else tensor for name, tensor in start.items()}
     difference["mask"] = start["mask"]
     before = bits(server.state_dict())
-    with pytest.raises(UserWarning, match="model: looks like a difference of models"):
+    with pytest.raises(UserWarning, match="model: expected the model itself, got what looks like a difference"):
         server.receive_model(ticket, difference, samples=1)
     assert bits(server.state_dict()) == before
-    with pytest.warns(UserWarning, match="model: looks like a difference of models"):
+    with pytest.warns(UserWarning, match="model: expected the model itself, got what looks like a difference"):
         assert server.receive_model(ticket, difference, samples=1).accepted
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_difference_with_a_negative_variance_is_rejected_as_a_difference():
+    server = Server.of(net(), rules.FedAsync(0.5))
+    ticket = server.dispatch("a")
+    start = ticket.state_dict()
+    difference = {name: 0.05 * tensor if tensor.is_floating_point() else tensor for name, tensor in start.items()}
+    difference |= {"mask": start["mask"], "1.running_var": torch.full((8,), -0.1)}
+    before = bits(server.state_dict())
+    reason = server.receive_model(ticket, difference, samples=1).reason
+    assert server.receive_model(ticket, lambda: difference, samples=1).reason == reason  # as from a codec
+    assert re.fullmatch(
+        r"model: expected the model itself, got what looks like a difference of models: \S+ has 0\.05 x the norm of its "
+        r"base; return the model, which is the base plus the difference",
+        reason,
+    )
+    assert server.rejected == {"model": 2}
+    assert bits(server.state_dict()) == before
+    assert server.receive_model(ticket, start, samples=1).accepted
 
 
 def test_state_dicts_are_for_named_tensors_alone():

@@ -5,7 +5,6 @@ import logging
 import platform
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from immutables import Map
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr, warn_caller
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, buffers_from_tree, buffers_to_tree
 from manifoldagg.federated.limits import UpdateLimits
@@ -47,7 +46,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 @dataclass(frozen=True)
-class CheckpointPolicy:
+class CheckpointPolicy(KeywordHints):
     """Policy for automatic checkpoints: after so many updates or seconds, whichever comes first.
 
     Args:
@@ -130,6 +129,11 @@ class ServerSnapshot(NamedTuple):
         """
         state = self.server_state
         now = state.model_state
+        for client in state.weights.reported if set(map(type, state.weights.reported)) - {str, int} else ():
+            try:
+                check_storable_client(client)
+            except ArgumentError as error:
+                raise CheckpointError(str(error)) from None
         kept, lost = _stored_trees(state)
         tickets = [(name, *ticket) for name, ticket in state.tickets.items() if ticket.base_key not in lost]
         return {
@@ -223,16 +227,34 @@ class LoadedCheckpoint:
         clock: str | None = self._tree["clock"]
         return clock
 
-    def check_compatible(self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool) -> None:
-        """Check the space, rule and clock. It warns if a different machine may change bits.
+    @property
+    def buffer_policies(self) -> dict[str, str]:
+        """The policies of the buffers, by name."""
+        policies: dict[str, str] = self._tree["options"]["policies"]
+        return policies
 
-        A rule of the same class resumes with the state of the one that it replaces; another one starts without it.
+    def check_compatible(
+        self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool, label: str = "space"
+    ) -> None:
+        """Check that the space, the rule and the clock equal the saved ones.
+
+        A replaced rule of the same class resumes with the saved state. A rule of another class starts without it.
+
+        Args:
+            space: the space of the models.
+            rule: the aggregation rule.
+            clock: the clock.
+            replace: accept another rule or clock.
+            label: the argument that the caller passed the space as.
 
         Raises:
-            CheckpointError: naming where the two differ.
+            CheckpointError: naming the first difference.
+
+        Warns:
+            RuntimeWarning: if the machine differs, as results may then differ bitwise.
         """
         check_is_manifold(space)
-        told = first_difference("space", self._tree["space"], fingerprint("space", space))
+        told = first_difference(label, self._tree["space"], fingerprint(label, space))
         if told is not None:
             raise CheckpointError(f"{self.path}: {told}")
         was = self._tree["rule"]
@@ -246,10 +268,9 @@ class LoadedCheckpoint:
         here = _machine_info(self.model)
         for name, before in self._tree["machine"].items():
             if before != here[name]:
-                warnings.warn(
+                warn_caller(
                     f"{self.path}: {name}: was {before}, is {here[name]} here: results may differ bitwise",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
 
     def server_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +393,7 @@ class CheckpointWriter:
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
         if not isinstance(policy, CheckpointPolicy):
-            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {policy!r}")
+            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {short_repr(policy)}")
         self._policy = policy
         self._publish = publish
         self.reset(0)
@@ -473,6 +494,20 @@ class CheckpointWriter:
             raise
 
 
+def check_storable(space: Manifold, rule: Rule, weights: Any, clock: Callable[[], float]) -> None:
+    """Check that a file can store these arguments of a server, so that a later checkpoint does not fail.
+
+    Raises:
+        CheckpointError: naming a function without an importable name.
+        ArgumentError: naming a client that is neither a string nor an integer.
+    """
+    fingerprint("space", space)
+    fingerprint("rule", rule)
+    for client in weights if isinstance(weights, Mapping) else ():
+        check_storable_client(client)
+    qualified_name("clock", clock)
+
+
 def check_storable_client(client: Any) -> None:
     """Check that a file can store a client's name.
 
@@ -480,7 +515,9 @@ def check_storable_client(client: Any) -> None:
         ArgumentError: if it is neither a string nor an integer.
     """
     if type(client) is not str and type(client) is not int:
-        raise ArgumentError(f"client: expected a string or an integer, as checkpoints are written; got {client!r}")
+        raise ArgumentError(
+            f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
+        )
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:

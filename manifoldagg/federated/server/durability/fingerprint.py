@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
@@ -46,7 +47,7 @@ def fingerprint(name: str, value: Any) -> Tree:
         >>> fingerprint("rate", lambda version: 0.5)
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.CheckpointError: rate: expected a function of a module, as others can be found by ...
+        manifoldagg.errors.CheckpointError: rate: expected a function of a module, as a file stores its name, got ...
     """
     try:
         return _fingerprint(name, value)
@@ -147,7 +148,9 @@ def _fingerprint(name: str, value: Any) -> Tree:
         )
     if isinstance(value, Mapping):
         return kind | {
-            "items": [[_fingerprint(name, key), _fingerprint(f"{name}[{key!r}]", value[key])] for key in value]
+            "items": [
+                [_fingerprint(name, key), _fingerprint(f"{name}[{short_repr(key)}]", value[key])] for key in value
+            ]
         }
     if isinstance(value, list | tuple):
         return kind | {"items": [_fingerprint(f"{name}[{i}]", part) for i, part in enumerate(value)]}
@@ -175,7 +178,7 @@ def _importable_path(name: str, function: Any) -> str:
         found = None
     if found is not function:
         raise CheckpointError(
-            f"{name}: expected a function of a module, as others can be found by no name; got {function!r}"
+            f"{name}: expected a function of a module, as a file stores its name, got {short_repr(function)}"
         )
     return import_path(function)
 

@@ -10,14 +10,14 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability import tensor_file
@@ -37,7 +37,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 @dataclass(frozen=True)
-class Journal:
+class Journal(KeywordHints):
     """Path and sync policy of a server's journal.
 
     Args:
@@ -75,7 +75,7 @@ class Journal:
         if isinstance(value, str | Path):
             return cls(value)
         if not isinstance(value, Journal):
-            raise ArgumentError(f"journal: expected a path or a Journal, got {value!r}")
+            raise ArgumentError(f"journal: expected a path or a Journal, got {short_repr(value)}")
         return value
 
     def segment_path(self, first_lsn: int) -> Path:
@@ -123,6 +123,17 @@ class JournalLock:
         except BaseException:
             self.close()
             raise
+
+
+@contextmanager
+def locked_journal(journal: Journal) -> Iterator[JournalLock]:
+    """Lock a journal exclusively, and release the lock if the body raises."""
+    lock = JournalLock(journal)
+    try:
+        yield lock
+    except BaseException:
+        lock.close()
+        raise
 
 
 class _Position(NamedTuple):

@@ -7,7 +7,6 @@ the machine stopped, and is cut. Anything else that is bad was altered.
 import logging
 import math
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from immutables import Map
 from torch import Tensor
 
+from manifoldagg._validation import warn_caller
 from manifoldagg.errors import CheckpointError, ManifoldAggError
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
@@ -118,11 +118,10 @@ class JournalReplay:
                     raise CheckpointError(f"{told.path}: record {told.lsn}: {error}") from error
                 if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
                     warned = True
-                    warnings.warn(
+                    warn_caller(
                         f"{told.path}: record {told.lsn}: its receipt was {Receipt(**content['receipt'])}, "
                         f"and is {receipt} now: the rule is not deterministic",
                         RuntimeWarning,
-                        stacklevel=4,
                     )
             else:
                 _apply_record(server, told, models)

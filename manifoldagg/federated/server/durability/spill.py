@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError, SpillError
 from manifoldagg.federated.pytrees import Tree, size_of, tensors, tree_map
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
@@ -64,7 +65,7 @@ class Spill:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None and not (isinstance(folder, str | Path) and Path(folder).is_dir()):
-            raise ArgumentError(f"spill: expected a folder that exists, got {folder!r}")
+            raise ArgumentError(f"spill: expected a folder that exists, got {short_repr(folder)}")
         # The process may change its directory before it writes.
         self._parent = Path(tempfile.gettempdir() if folder is None else folder).absolute()
         self._folder: _SpillDir | None = None

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.events import Callback, Event
@@ -39,7 +40,7 @@ class EventDispatcher:
             ArgumentError: if it cannot be called.
         """
         if not callable(callback):
-            raise ArgumentError(f"callback: expected a function of an event, got {callback!r}")
+            raise ArgumentError(f"callback: expected a function of an event, got {short_repr(callback)}")
 
         def added(now: ServerState) -> tuple[ServerState, Subscription]:
             mine = Subscription(callback, now.pending_events.next_index)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
@@ -113,7 +113,7 @@ def load(path: str | Path, kind: str) -> Tree:
             of this package, or holds another kind. An older file beside it is named, and not read.
     """
     if not isinstance(path, str | Path):
-        raise ArgumentError(f"path: expected a path, got {path!r}")
+        raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
     try:
         with open(path, "rb") as file:
             return load_from(file, kind, os.fstat(file.fileno()).st_size)
@@ -131,10 +131,10 @@ def check_path(path: str | Path) -> Path:
         ArgumentError: if it cannot be that of a file.
     """
     if not isinstance(path, str | Path):
-        raise ArgumentError(f"path: expected a path, got {path!r}")
+        raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir() or place.is_dir():
-        raise ArgumentError(f"path: expected that of a file in a folder that exists, got {str(path)!r}")
+        raise ArgumentError(f"path: expected that of a file in a folder that exists, got {short_repr(str(path))}")
     return place
 
 

@@ -1,0 +1,119 @@
+"""The parameter space of a server that is created or resumed from a module or a state dict."""
+
+import glob
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import renamed_arguments, short_repr
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy
+from manifoldagg.federated.server._aggregate import check_adapter_options, infer_space
+from manifoldagg.federated.server.state_dicts import freeze_policies
+from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.layout import tensors_of
+from manifoldagg.manifolds.lora.scaling import Scaling
+
+__all__ = ["MODEL_NAMES", "initial_model", "model_space", "resumed_space"]
+
+MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
+"""The argument that a caller passes in place of a space and a point of it."""
+
+
+def model_space(
+    model: torch.nn.Module | Mapping[str, Tensor],
+    buffer_policy: BufferPolicy,
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+    *,
+    expected: str = "a torch.nn.Module or a state dict",
+    usage: str = "Server.of(model, rule)",
+) -> tuple[ParameterSpace, BufferPolicy]:
+    """Return the space of a model, and the policies of its buffers. Frozen parameters of a module are left unchanged.
+
+    Args:
+        model: a module or a state dict.
+        buffer_policy: the policies of the buffers.
+        manifolds: name or glob pattern to the space of those parameters.
+        adapters: whether pairs of factors in a state dict are one matrix each.
+        scaling: the factor of their products in the model.
+        expected: the kinds of models, for the message about another object.
+        usage: the call with its arguments in the right order, for the same message.
+
+    Raises:
+        ArgumentError: naming the argument that is invalid.
+    """
+    if not isinstance(model, torch.nn.Module | Mapping):
+        raise ArgumentError(f"model: expected {expected}, got {short_repr(model)}; write {usage}")
+    with renamed_arguments(MODEL_NAMES):
+        if not isinstance(model, torch.nn.Module):
+            policies = check_buffer_policy(buffer_policy)
+            space = infer_space("model", model, manifolds, policies, adapters, scaling)
+        else:
+            check_adapter_options(adapters, scaling)
+            if adapters:
+                raise ArgumentError(
+                    "adapters: expected False for a module, got True; pass the state dict "
+                    "that get_peft_model_state_dict of PEFT returns"
+                )
+            try:
+                space, policies = ParameterSpace.of(model, manifolds), freeze_policies(model, buffer_policy)
+            except StateDictError as error:
+                raise StateDictError(f"model: {error}") from None
+    space.layout.check_parameters("model")
+    return space, policies
+
+
+def initial_model(
+    space: ParameterSpace, model: torch.nn.Module | Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the point of a model and copies of its buffers."""
+    with renamed_arguments(MODEL_NAMES):
+        return space.points({"model: ": space.stack_factors(tensors_of(model))})[0], space.buffers(model)
+
+
+def resumed_space(
+    model: torch.nn.Module | Mapping[str, Tensor] | Manifold,
+    saved_policies: Mapping[str, str],
+    options: dict[str, Any],
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+) -> Manifold:
+    """Return the space of a server that is resumed, and resolve a `buffer_policy` in `options`.
+
+    Args:
+        model: a module or a state dict, or the space itself.
+        saved_policies: the policies of the checkpoint, by the names of the buffers. They apply if `options` has none.
+        options: the keywords of the server. The function replaces `buffer_policy` for a module with frozen parameters.
+        manifolds: as in `model_space`.
+        adapters: as in `model_space`.
+        scaling: as in `model_space`.
+
+    Raises:
+        ArgumentError: naming the argument that is invalid.
+    """
+    if isinstance(model, Manifold):
+        for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
+            default = 1.0 if name == "scaling" else None
+            if not (value is default or (type(value) is float and value == default)):
+                raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
+        return model
+    # The name of a buffer may contain the special characters of a pattern.
+    saved = {glob.escape(name): policy for name, policy in saved_policies.items()}
+    space, policies = model_space(
+        model,
+        options.get("buffer_policy", {} if isinstance(model, torch.nn.Module) else saved),
+        manifolds,
+        adapters,
+        scaling,
+        expected="a torch.nn.Module, a state dict or a Manifold",
+        usage="Server.resume(path, model, rule)",
+    )
+    if "buffer_policy" in options:
+        options["buffer_policy"] = policies
+    return space
