@@ -85,7 +85,7 @@ def compared(case: str, size: int, repetitions: int) -> list[dict[str, Any]]:
     norm = best.values.norm().item()
     floor = apart_by([stacked(best.point.float()), best.point], [1, -1], size) / norm
     calls = {
-        "average_adapters": lambda: average_adapters(states, None, RANK)[0],
+        "average_adapters": lambda: average_adapters(states, None, RANK),
         "average of factors": lambda: {name: torch.stack([x[name] for x in states]).mean(0) for name in (A, B)},
     }
     found = {name: (call(), in_turns({name: call}, repetitions)[name]) for name, call in calls.items()}
@@ -175,10 +175,10 @@ def whole(size: int, layers: int) -> dict[str, Any]:
                 state[f"layers.{layer}.{name}.lora_B.weight"] = torch.randn(m, RANK, generator=generator)
         states.append(state)
     started = time.perf_counter()
-    _, error = average_adapters(states, None, RANK)
+    _, info = average_adapters(states, None, RANK, return_info=True)
     seconds = time.perf_counter() - started
     numbers = sum(x.numel() for x in states[0].values())
-    return {"pairs": len(shapes) * layers, "numbers": numbers, "seconds": seconds, "error": error}
+    return {"pairs": len(shapes) * layers, "numbers": numbers, "seconds": seconds, "error": info.error}
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def picture(found: dict[str, tuple[Late, Subspace]], file: Path) -> None:
                 *fitted.view(theta[None])[0], mark, markersize=size, markeredgecolor="white", zorder=6, label=label
             )
         axes.set_title(f"{name}: {len(late.versions)} late versions and a simplex")
-        axes.legend(loc="best", fontsize="small", framealpha=0.9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize="small", frameon=False)
     figure.savefig(file)
 
 

@@ -154,7 +154,6 @@ def picture(planes: dict[str, Plane], ways: Sequence[Way], file: Path) -> None:
     for axes, (name, drawn) in zip(left, planes.items(), strict=True):
         drawn.plot(axes, label="held-out cross-entropy", ends=("first network", "second network"))
         axes.set_title(f"the plane of the {name} curve")
-        axes.legend(loc="best", fontsize="small", framealpha=0.9)
     for way in ways:
         style = "--" if way.name == "chord" else "-"
         right.plot(way.loss.fraction, way.loss.losses, style, color=COLOURS[way.name], linewidth=1.8, label=way.name)

@@ -406,8 +406,8 @@ def nearest(adapter: State, rank: int) -> tuple[State, State]:
     """The nearest adapter of a rank, and the rest."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "adapters: at .* two singular values are equal")
-        found, _, rest = average_adapters([adapter], None, rank, residual="factors")
-    return found, rest
+        found, info = average_adapters([adapter], None, rank, return_info=True)
+    return found, info.residual
 
 
 def first(adapter: State, rank: int) -> tuple[State, State]:

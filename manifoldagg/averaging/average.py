@@ -3,16 +3,18 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import is_finite
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, is_finite
 from manifoldagg.averaging.karcher import Weights, check_weights, karcher
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList, combine, gram
-from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds import KarcherMean, Manifold, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
@@ -26,10 +28,51 @@ from manifoldagg.manifolds.model_io import (
     open_for_write,
 )
 
-__all__ = ["average"]
+__all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
 
 VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
 """What messages of `karcher` call a model."""
+
+
+@dataclass(frozen=True)
+class AverageInfo:
+    """The weights of an average, and the accuracy of its means on manifolds.
+
+    Attributes:
+        weights: the normalised weights of the models. They add up to 1.
+        residuals: for each entry on a manifold, the norm of the residual of its Karcher mean. Flat entries have a
+            closed-form mean and do not appear.
+        steps: for each entry on a manifold, the number of iterations of its Karcher mean.
+    """
+
+    weights: tuple[float, ...]
+    residuals: Mapping[str, float]
+    steps: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        return format_result(self, weights=self.weights, residuals=self.residuals, steps=self.steps)
+
+
+@overload
+def average(
+    models: Sequence[Model],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: Model | None = ...,
+    return_info: Literal[False] = ...,
+) -> Any: ...
+
+
+@overload
+def average(
+    models: Sequence[Model],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: Model | None = ...,
+    return_info: Literal[True],
+) -> tuple[Any, AverageInfo]: ...
 
 
 @torch.no_grad()
@@ -39,43 +82,51 @@ def average(
     *,
     manifolds: Assignment | None = None,
     out: Model | None = None,
+    return_info: bool = False,
 ) -> Any:
     r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ for flat entries.
 
-    A model is a state dict, or a list of tensors or NumPy arrays; the result is of the kind of the first, in its order,
-    dtypes and devices, another mapping than a `dict` a `dict`. Sums are taken in float64 and rounded once, to bfloat16
-    and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the same memory, shape
-    and strides in the first model are tied, and count once.
+    A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
+    the devices of the first model; a mapping of another type becomes a `dict`. Sums are computed in float64 and rounded
+    once, to bfloat16 and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the
+    first model that share memory, shape and strides are tied, and count once.
 
-    The statistics of batch normalisation, and complex numbers, are averaged as they are; statistics of the averaged
-    model itself takes [`refresh_buffers`][manifoldagg.curves.refresh_buffers]. Single integers and booleans, and
-    counters of batches, are those of the heaviest model, of several the first. Others, such as masks, must be equal.
+    Buffers have their own rules:
+
+    - Statistics of batch normalisation and complex numbers are averaged.
+      [`refresh_buffers`][manifoldagg.curves.refresh_buffers] computes statistics of the averaged model itself.
+    - `num_batches_tracked` is the largest of the models' values.
+    - Other single integers and booleans are those of the model with the largest weight. If several models have that
+      weight, the first of them counts.
+    - Larger integer and boolean tensors, such as masks, must be equal in all models.
 
     Args:
-        models: k of them, with the same names, shapes and dtypes.
-        weights: k numbers, such as how many samples each was trained on: not negative, not all zero; they are
-            normalised. Equal where not given. Of a model without weight the flat parameters are not read.
-        manifolds: name or pattern to the space of those entries, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]; of a list `"0"`, `"1"`
-            and so on.
-        out: a model like the first, one of `models` or another, each entry in memory of its own, to which the result is
-            copied when it is known to be finite.
+        models: k models with the same names, shapes and dtypes.
+        weights: k numbers >= 0, not all zero, such as numbers of training samples. They are normalised. The default is
+            equal weights. The flat parameters of a model with weight 0 are not read.
+        manifolds: a mapping from names or patterns to the space of those entries, as in
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. The entries of a list
+            are called `"0"`, `"1"` and so on.
+        out: a model like the first that receives the result: one of `models` or another. Each entry has memory of its
+            own. `out` is written after the result is known to be finite.
+        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too.
 
     Returns:
-        The mean: a new model, or `out`. Of models that lie farther apart on a manifold than
-        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] says it is a point of rest, and the sum need not be least.
+        The mean: a new model, or `out`. With `return_info=True`, the pair of the mean and its `AverageInfo`. If the
+        models on a manifold are farther apart than [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the
+        mean is a stationary point and perhaps not the minimiser.
 
     Raises:
-        ArgumentError: naming the argument, or the model and the tensor in it, that does not fit; or if models lie so
-            far apart on a manifold that no mean is found. `out` is as it was then.
+        ArgumentError: naming the invalid argument, or the model and its invalid tensor; or if the models on a manifold
+            are so far apart that no mean is found. `out` is then unchanged.
 
     Warns:
-        UserWarning: where there are factors of adapters, which would be averaged apart: that is what
-            [`average_adapters`][manifoldagg.averaging.average_adapters] is for.
+        UserWarning: if a model has the factors of adapters, which would be averaged one by one. Use
+            [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
 
-    Cost: flat entries are read once, and those on spheres of at least k dimensions twice, where they lie; no memory is
-    taken but that of the result. Copied are tensors that are not contiguous or lie on another device than the first,
-    arrays of foreign byte order, and entries on other manifolds.
+    Cost: flat entries are read once, and entries on spheres of at least k dimensions twice, in place. Only the result
+    is allocated. Copies are made of non-contiguous tensors, of tensors on another device than the first model's, of
+    arrays of foreign byte order, and of entries on other manifolds.
 
     Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
 
@@ -89,7 +140,11 @@ def average(
         >>> from manifoldagg.manifolds import Sphere
         >>> average([{"v": torch.tensor([1.0, 0.0])}, {"v": torch.tensor([0.0, 1.0])}], manifolds={"v": Sphere(2)})
         {'v': tensor([0.7071, 0.7071])}
+        >>> mean, info = average([one, two], weights=[30, 10], return_info=True)
+        >>> info.weights
+        (0.75, 0.25)
     """
+    check_choice("return_info", return_info, (False, True))
     given = _named_models(models)
     first, *_ = given.values()
     shares = check_weights(weights, len(given))
@@ -102,15 +157,41 @@ def average(
     if target is not None:
         check_no_overlap(layout, target, given)
     means = _mean_buffers(layout, given, shares)
-    leaves = _mean_parameters(space, given, rows, shares)
-    if not (_is_finite(leaves) and is_finite(*map(_as_real, means.values()))):
+    leaves, curved = _mean_parameters(space, given, rows, shares)
+    carried = [x for x in (*means.values(), *others.values()) if x.is_floating_point() or x.is_complex()]
+    if not (_is_finite(leaves) and is_finite(*map(_as_real, carried))):
         _check_values(layout, given, shares)
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
     new = layout.to_state_dict(leaves, means | others)
     if target is None:
-        return convert_like(models[0], new, first)
-    copy_into(target, new)
-    return out
+        found = convert_like(models[0], new, first)
+    else:
+        copy_into(target, new)
+        found = out
+    if not return_info:
+        return found
+    residuals = {name: float(mean.residual) for name, mean in curved.items()}
+    return found, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
+
+
+def is_batch_counter(name: str) -> bool:
+    """Return whether a tensor's name is that of a counter of batches.
+
+    Example:
+        >>> is_batch_counter("1.num_batches_tracked"), is_batch_counter("1.running_mean")
+        (True, False)
+    """
+    return name.rpartition(".")[2] == "num_batches_tracked"
+
+
+def largest_counter(counters: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise maximum of counters as a new tensor on the device of the first.
+
+    Example:
+        >>> largest_counter([torch.tensor(3), torch.tensor(8)])
+        tensor(8)
+    """
+    return torch.stack([x.detach().to(counters[0].device) for x in counters]).amax(0)
 
 
 def _named_models(models: Any) -> ModelsByPrefix:
@@ -136,11 +217,14 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """What has no mean, and is the same in all models but for counters."""
+    """The entries without a mean: the largest counters of batches, and copies of the heaviest model's entries."""
     found = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
         if _has_mean(entry):
+            continue
+        if is_batch_counter(entry.name):
+            found[entry.name] = largest_counter([model[entry.name] for model in models.values()])
             continue
         chosen = models[label][entry.name]
         for other, model in models.items() if not entry.is_counter else ():
@@ -152,7 +236,7 @@ def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> di
 
 
 def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> dict[str, Tensor]:
-    """Of what is carried: statistics, and complex numbers."""
+    """The means of the buffers that have one: statistics, and complex numbers."""
     entries = [entry for entry in layout.buffers if _has_mean(entry)]
     if not entries:
         return {}
@@ -164,6 +248,10 @@ def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> di
 
 
 def _has_mean(entry: Entry) -> bool:
+    return _is_continuous(entry) and not is_batch_counter(entry.name)
+
+
+def _is_continuous(entry: Entry) -> bool:
     return entry.dtype.is_floating_point or entry.dtype.is_complex
 
 
@@ -173,25 +261,27 @@ def _as_real(x: Tensor) -> Tensor:
 
 def _mean_parameters(
     space: ParameterSpace, models: ModelsByPrefix, rows: Sequence[TensorList], weights: Tensor
-) -> tuple[Tensor, ...]:
-    """The mean of the parameters, new tensors: of a product it is that of each factor."""
+) -> tuple[tuple[Tensor, ...], dict[str, KarcherMean]]:
+    """The means of the parameters as new tensors, and by name the Karcher means of those on manifolds."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
     if not curved:
-        return combine(None, rows, weights)
+        return combine(None, rows, weights), {}
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
     found: dict[int, Tensor] = {}
     if flat:
         found |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], weights), strict=True)
+    means: dict[str, KarcherMean] = {}
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
             points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(models, rows, strict=True)}
-            found[i] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
-    return tuple(found[i] for i in range(len(leaves)))
+            means[leaf.name] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
+            found[i] = means[leaf.name].point
+    return tuple(found[i] for i in range(len(leaves))), means
 
 
-def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-    """The Karcher mean of a leaf, by what messages about each point begin with."""
+def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
+    """The Karcher mean of a leaf. The keys of `points` are the prefixes of messages about each point."""
     labels = [*points]
     try:
         mean = karcher(space, [*points.values()], weights)
@@ -201,7 +291,7 @@ def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tens
     if not mean.converged:
         told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
         raise ArgumentError(f"models: {name}: expected points nearer to one another on {space}; {told}")
-    return mean.point
+    return mean
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
@@ -219,5 +309,5 @@ def _check_values(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> No
     layout.check_values(used)
     for label, model in used.items():
         for entry in layout.buffers:
-            if _has_mean(entry) and not is_finite(_as_real(model[entry.name])):
+            if _is_continuous(entry) and not is_finite(_as_real(model[entry.name])):
                 raise StateDictError(f"{label}{entry.name}: expected finite values, got NaN or infinity")

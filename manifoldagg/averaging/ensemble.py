@@ -8,12 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_count, check_finite, check_shape
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_count, check_finite, check_shape, short_repr
 from manifoldagg.curves import Embedding, refresh_buffers
 from manifoldagg.curves.batchnorm import batch_norm_layers, evaluation_mode
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.manifold import check_not_model
 
 __all__ = ["Ensemble", "Score", "ensemble"]
 
@@ -32,6 +34,9 @@ class Score:
     accuracy: float
     nll: float
 
+    def __repr__(self) -> str:
+        return format_result(self, samples=self.samples, accuracy=self.accuracy, nll=self.nll)
+
 
 @dataclass(frozen=True)
 class Ensemble:
@@ -48,6 +53,9 @@ class Ensemble:
     members: tuple[Score, ...]
     single: Score
     coordinates: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return format_result(self, combined=self.combined, single=self.single, draws=len(self.members))
 
     def __str__(self) -> str:
         rows = [("single", self.single), ("ensemble", self.combined)]
@@ -110,15 +118,16 @@ def ensemble(
         (0.5, 1.0986)
     """
     if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):
-        raise ArgumentError(f"embedding: expected one on a ParameterSpace, got {embedding!r}")
+        raise ArgumentError(f"embedding: expected one on a ParameterSpace, got {short_repr(embedding)}")
     space = embedding.space
     for name, read in (("batches", batches), ("refresh", () if refresh is None else refresh)):
         if not isinstance(read, Iterable):
             raise ArgumentError(f"{name}: expected an iterable of batches, got {type(read).__name__}")
     if not isinstance(generator, torch.Generator):
-        raise ArgumentError(f"generator: expected a torch.Generator, got {generator!r}")
+        raise ArgumentError(f"generator: expected a torch.Generator, got {short_repr(generator)}")
     embedding._check_phi(phi)
     check_finite("phi", phi)
+    check_not_model("single", single)
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
     space.buffers(model)

@@ -1,7 +1,7 @@
 """The weighted Karcher mean of chosen versions of a model, with its certificate."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_finite, check_number, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import KarcherMean, Manifold, check_point, karcher_mean
-from manifoldagg.manifolds.manifold import check_is_manifold
+from manifoldagg.manifolds.manifold import check_is_manifold, check_not_model
 from manifoldagg.manifolds.mean import mean_in_span
 from manifoldagg.manifolds.span import Span
 
@@ -132,8 +132,7 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
     """A model of the shape of the space, alike `like`."""
-    if isinstance(point, torch.nn.Module | Mapping):
-        raise ArgumentError(f"{name}: expected a point, got {type(point).__name__}: write space.point(model)")
+    check_not_model(name, point)
     found = check_shape(name, point, *space.axes)
     if like is not None and (found.shape, found.dtype, found.device) != (like.shape, like.dtype, like.device):
         expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, found))

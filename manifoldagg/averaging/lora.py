@@ -1,8 +1,9 @@
-"""The average of LoRA adapters: the mean of their matrices, which is not that of their factors."""
+"""The average of LoRA adapters: the mean of the products of their factors."""
 
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, overload
 
@@ -10,132 +11,171 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_finite, check_number, check_vector, is_finite
-from manifoldagg.averaging.karcher import check_weights
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_number,
+    check_vector,
+    is_finite,
+    short_repr,
+)
+from manifoldagg.averaging.average import is_batch_counter, largest_counter
+from manifoldagg.averaging.karcher import Weights, check_weights
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.manifolds.layout import check_memory
 from manifoldagg.manifolds.lora.factors import TruncatedSVD, combine_stacks, truncate
 from manifoldagg.manifolds.lora.leaves import trainable_factors
 from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
 
-__all__ = ["average_adapters"]
+__all__ = ["AdapterAverageInfo", "average_adapters"]
 
 Adapter = Mapping[str, Tensor]
 Scaling = float | Sequence[float]
 
 
-@overload
-def average_adapters(
-    adapters: Sequence[Adapter],
-    weights: Sequence[float] | None,
-    rank: int,
-    *,
-    scaling: Scaling = ...,
-    residual: None = ...,
-) -> tuple[dict[str, Tensor], float]: ...
+@dataclass(frozen=True, eq=False)
+class AdapterAverageInfo:
+    r"""The part of an average of adapters that the rank leaves out.
+
+    Attributes:
+        error: $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, for the average $\bar X$ and the returned $\hat X$,
+            before $\hat X$ is rounded to the dtypes of the result. If the rank suffices, this is a rounding error.
+        residual: the factors of $\bar X - \hat X$: a state dict with the same names. Its ranks are those that the
+            difference needs. Pairs without a difference do not appear.
+    """
+
+    error: float
+    residual: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return format_result(self, error=self.error, residual=self.residual)
 
 
 @overload
 def average_adapters(
     adapters: Sequence[Adapter],
-    weights: Sequence[float] | None,
-    rank: int,
+    weights: Weights = ...,
+    rank: int | None = ...,
     *,
+    return_info: Literal[False] = ...,
     scaling: Scaling = ...,
-    residual: Literal["factors"],
-) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]: ...
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def average_adapters(
+    adapters: Sequence[Adapter],
+    weights: Weights = ...,
+    rank: int | None = ...,
+    *,
+    return_info: Literal[True],
+    scaling: Scaling = ...,
+) -> tuple[dict[str, Tensor], AdapterAverageInfo]: ...
 
 
 @torch.no_grad()
 def average_adapters(
     adapters: Sequence[Adapter],
-    weights: Sequence[float] | None,
-    rank: int,
+    weights: Weights = None,
+    rank: int | None = None,
     *,
+    return_info: bool = False,
     scaling: Scaling = 1.0,
-    residual: str | None = None,
-) -> tuple[dict[str, Tensor], float] | tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    r"""Compute the adapter of a rank that is nearest to the average of the adapters' weight changes.
+) -> dict[str, Tensor] | tuple[dict[str, Tensor], AdapterAverageInfo]:
+    r"""Compute the adapter of a given rank that is nearest to the average of the adapters' weight changes.
 
-    An adapter changes a weight by $s B A$, and there the average is $\bar X = \sum_i w_i s_i B_i A_i$. Averages of the
-    $A_i$ and of the $B_i$ do not multiply to that: factors are known up to $B G$, $G^{-1} A$, and not even copies of
-    one adapter in different $G$ come out as what they are. $\bar X$ is never formed. Its factors stand side by
-    side, $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and $[A_1; \dots; A_k]$; two thin QRs and the SVD of their core, in
-    float64, give the best matrix of the rank in Frobenius norm, as $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$:
-    balanced, $B^\top B = A A^\top$, so that the same learning rates mean the same to everyone who goes on from there.
-    Where there is less to keep than the rank, the rest of $B$ is 0 and that of $A$ drawn as PEFT draws it, from a fixed
-    seed: the product is what it is, and all directions go on learning.
+    An adapter changes a weight by $s B A$. The average of these changes is $\bar X = \sum_i w_i s_i B_i A_i$. The
+    product of the averaged $A_i$ and $B_i$ is a different matrix, because the factors are not unique: $B G$ and
+    $G^{-1} A$ have the same product for every invertible $G$.
 
-    Tensors are told apart by the names that PEFT gives them, in a file or in a module: pairs `lora_A`, `lora_B` and
-    `lora_embedding_A`, `lora_embedding_B` are factors, also of convolutions; a bias of `lora_B` is scaled as they are;
-    DoRA's magnitudes, heads and all else are averaged as the vectors that they are, integers must be equal. Time and
-    memory are those of one pair after the other, $O((m + n) \sum_i r_i)$ numbers at once.
+    $\bar X$ is not formed. Its factors are $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and $[A_1; \dots; A_k]$. Two thin QR
+    decompositions and the SVD $U \Sigma V^\top$ of their core, in float64, give the nearest matrix $\hat X$ of the rank
+    in the Frobenius norm. The returned factors $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$ are balanced,
+    $B^\top B = A A^\top$, so the same learning rate suits both. If $\bar X$ has a lower rank than requested, the
+    remaining columns of $B$ are 0. The remaining rows of $A$ are drawn from PEFT's initial distribution with a fixed
+    seed, so training can use them.
+
+    Tensors are classified by the names that PEFT gives them, in a file or in a module:
+
+    - `lora_A` and `lora_B`, or `lora_embedding_A` and `lora_embedding_B`, are a pair of factors, also in a convolution.
+    - A bias of `lora_B` is scaled like the product.
+    - Counters called `num_batches_tracked` become the largest of the adapters' values.
+    - Other integers must be equal in all adapters.
+    - All other tensors, such as heads and the magnitudes of DoRA, are averaged as vectors.
 
     Args:
-        adapters: state dicts, of any ranks, with the same names otherwise.
-        weights: one for each, not negative; they are normalised. `None`: equal.
-        rank: of the result.
-        scaling: what a model multiplies $B_i A_i$ with, $\alpha / r$ or with `use_rslora` $\alpha / \sqrt r$, over what
-            the model that gets the result multiplies with: one number, or one for each. 1 where all are the same.
-        residual: `"factors"` returns what the rank leaves out too.
+        adapters: k state dicts with the same names. Their ranks may differ.
+        weights: k numbers >= 0, not all zero, such as numbers of training samples. They are normalised. The default is
+            equal weights.
+        rank: the rank of every pair of the result. The default for each pair is its largest rank in the adapters.
+        return_info: whether to return an [`AdapterAverageInfo`][manifoldagg.averaging.AdapterAverageInfo] too.
+        scaling: for each adapter, the factor by which its model multiplies $B_i A_i$ ($\alpha / r$, or
+            $\alpha / \sqrt r$ with `use_rslora`), divided by that of the model that receives the result. One number
+            applies to all adapters. The default 1 is right if all factors are equal.
 
     Returns:
-        The adapter, in the dtypes, shapes and order of the first but for the rank; and
-        $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, before the rounding to these dtypes: rounding where the rank
-        allows. With `residual="factors"` also $\bar X - \hat X$, a state dict with the same names and the ranks that it
-        needs, without the pairs of which nothing is left out. It is in the units of the adapter: added to a weight
-        times the $s$ that the receiving model has for the adapter, its $\alpha / r$ whatever rank the rest has, it
-        makes the average exact, $W + s B_{rest} A_{rest} + s \hat X$. `scaling` knows only ratios to this $s$.
+        A state dict with the names, the order, the dtypes and, except for the rank, the shapes of the first adapter.
+        With `return_info=True`, the pair of it and its `AdapterAverageInfo`. The residual has the units of the result:
+        the receiving model multiplies it by its own factor $s$, whatever the rank of the residual. The weights
+        $W + s B_{res} A_{res} + s \hat X$ contain the exact average.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
-        StateDictError: naming the adapter and the tensor that does not fit, or the tensor whose average is not finite
-            in its dtype.
+        ArgumentError: naming the invalid argument.
+        StateDictError: naming the adapter and its invalid tensor, or the tensor whose average overflows its dtype.
 
     Warns:
-        UserWarning: where the last singular value kept equals the first left out: the best matrix is one of many.
+        UserWarning: if the last retained singular value equals the first one left out. The nearest matrix is then not
+            unique.
+
+    Cost: pairs are processed one after the other, in $O((m + n) (\sum_i r_i)^2)$ time and
+    $O((m + n) \sum_i r_i)$ memory each.
 
     Source: Singhal et al. 2025 (FedEx-LoRA) for the residual.
 
     Example:
         >>> one = {"q.lora_A.weight": torch.tensor([[1.0, 0.0]]), "q.lora_B.weight": torch.tensor([[4.0], [0.0]])}
         >>> same = {"q.lora_A.weight": torch.tensor([[-2.0, 0.0]]), "q.lora_B.weight": torch.tensor([[-2.0], [0.0]])}
-        >>> adapter, error = average_adapters([one, same], None, 1)
-        >>> adapter["q.lora_B.weight"] @ adapter["q.lora_A.weight"], round(error, 12)
+        >>> adapter, info = average_adapters([one, same], return_info=True)
+        >>> adapter["q.lora_B.weight"] @ adapter["q.lora_A.weight"], round(info.error, 12)
         (tensor([[4., 0.],
                 [0., 0.]]), 0.0)
     """
     states = _check_adapters(adapters)
     shares = check_weights(weights, len(states))
     factors = _scalings(scaling, len(states)) * shares.numpy()
-    check_count("rank", rank)
-    check_choice("residual", residual, (None, "factors"))
+    if rank is not None:
+        check_count("rank", rank)
+    check_choice("return_info", return_info, (False, True))
     parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
-        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight")
     found: dict[str, Tensor] = {}
-    rest: dict[str, Tensor] = {}
+    residual: dict[str, Tensor] = {}
     left_out, whole, tied = 0.0, 0.0, []
     for pair in parts.pairs:
         cut = _truncate_pair(pair, states, factors, rank)
         values = cut.values.tolist()
-        left_out, whole = math.hypot(left_out, *values[rank:]), math.hypot(whole, *values)
+        left_out, whole = math.hypot(left_out, *values[cut.rank :]), math.hypot(whole, *values)
         if not math.isfinite(whole):
             raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.is_tied):
-            tied.append(pair.module_name)
+            tied.append((pair.module_name, cut.rank))
         found |= _round_pair(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
-        if residual is not None and (kept := _significant_residual(cut)).shape[-1]:
-            rest |= _round_pair(pair, kept, states)
+        if return_info and (kept := _significant_residual(cut)).shape[-1]:
+            residual |= _round_pair(pair, kept, states)
     for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
         found |= {name: _mean_tensor(name, states, coefficients) for name in names}
     if tied:
+        name, size = tied[0]
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
-        told = f"at {tied[0]}{others} two singular values are equal, and the best matrix of rank {rank} is one of many"
+        told = f"at {name}{others} two singular values are equal, and the best matrix of rank {size} is one of many"
         warnings.warn(f"adapters: {told}", UserWarning, stacklevel=2)
     adapter = {name: found[name] for name in states[0]}
-    error = left_out / whole if whole > 0 else 0.0
-    return (adapter, error) if residual is None else (adapter, error, rest)
+    if not return_info:
+        return adapter
+    return adapter, AdapterAverageInfo(left_out / whole if whole > 0 else 0.0, residual)
 
 
 def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -148,7 +188,7 @@ def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
     for i, state in enumerate(adapters):
         for name in state:
             if not isinstance(name, str):
-                raise StateDictError(f"adapters[{i}]: expected names that are strings, got {name!r}")
+                raise StateDictError(f"adapters[{i}]: expected names that are strings, got {short_repr(name)}")
         odd = sorted(map(str, names ^ set(state)))
         if odd:
             listed = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if odd[3:] else "")
@@ -166,8 +206,8 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
     return found
 
 
-def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int) -> TruncatedSVD:
-    """The truncated sum of a pair, whose matrices must be of one size."""
+def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int | None) -> TruncatedSVD:
+    """The truncated sum of a pair, whose matrices must have one size. The default rank is the largest of the states."""
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
@@ -181,13 +221,14 @@ def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndar
             raise StateDictError(f"adapters[{i}]: {pair.first}, {pair.second}: {told}")
     m = states[0][pair.second].shape[0]
     try:
-        return truncate(combine_stacks(factors.tolist(), stacks, m), m, rank)
+        combined = combine_stacks(factors.tolist(), stacks, m)
+        return truncate(combined, m, max(stack.shape[-1] for stack in stacks) if rank is None else rank)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
         raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64) from None
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """The factors of what is left out and is not rounding."""
+    """The factors of the part that is left out, without directions that are rounding errors."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 
@@ -198,7 +239,7 @@ def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> d
 
 
 def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in the dtype of a result, which must hold it."""
+    """`x` in the dtype of a result, which must represent it."""
     found = x.to(dtype)
     if not is_finite(found):
         raise _overflow_error(name, dtype)
@@ -206,11 +247,13 @@ def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
-    return StateDictError(f"adapters: {name}: expected a finite average, {dtype} holds none; is `scaling` too large?")
+    return StateDictError(
+        f"adapters: {name}: expected an average within the range of {dtype}, got an overflow; is `scaling` too large?"
+    )
 
 
 def _mean_tensor(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Tensor:
-    """The sum of a tensor that stands alone, in float64, rounded once; of integers the one that all have."""
+    """The sum of an unpaired tensor in float64, rounded once. Integers must be equal; counters have a maximum."""
     first = states[0][name]
     for i, state in enumerate(states):
         x = state[name]
@@ -219,10 +262,12 @@ def _mean_tensor(name: str, states: Sequence[Adapter], coefficients: np.ndarray)
             given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise StateDictError(f"adapters[{i}]: {name}: expected {expected}, got {given}")
         check_memory({name: x}, f"adapters[{i}]: ")
-        if not x.is_floating_point() and not torch.equal(x, first):
+        if not x.is_floating_point() and not is_batch_counter(name) and not torch.equal(x, first):
             raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0]")
         if x.is_floating_point():
             check_finite(f"adapters[{i}]: {name}", x)
+    if is_batch_counter(name):
+        return largest_counter([state[name] for state in states])
     if not first.is_floating_point():
         return first.detach().clone()
     terms: Iterator[Tensor] = (

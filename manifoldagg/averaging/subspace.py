@@ -9,11 +9,13 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg._io import new_figure
-from manifoldagg._validation import check_choice, check_count, check_number, check_shape
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, check_count, check_number, check_shape, short_repr
 from manifoldagg.averaging._curved_fit import fit_curved
 from manifoldagg.averaging._flat_fit import FitOptions, FitResult, fit_flat
 from manifoldagg.averaging.karcher import check_versions, check_weights, karcher
 from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
+from manifoldagg.curves._legend import legend_below
 from manifoldagg.curves.plane import View
 from manifoldagg.curves.shape import coordinates
 from manifoldagg.errors import ArgumentError
@@ -54,6 +56,11 @@ class Subspace:
     view: View = field(repr=False)
     projected_points: Float64[Tensor, "m 2"] = field(repr=False)
 
+    def __repr__(self) -> str:
+        return format_result(
+            self, embedding=self.embedding, value=self.value, steps=self.steps, converged=self.converged
+        )
+
     @property
     def value(self) -> float:
         """The sum of the residuals."""
@@ -84,7 +91,7 @@ class Subspace:
         """Plot the subspace, the points in their order and their distances.
 
         Args:
-            axes: of matplotlib; those of a new figure where not given.
+            axes: matplotlib axes. The default is the axes of a new figure.
 
         Returns:
             The axes.
@@ -108,11 +115,11 @@ class Subspace:
             zorder=4,
             label="models",
         )
-        axes.figure.colorbar(shades, ax=axes, label="number of the model")
+        axes.figure.colorbar(shades, ax=axes, label="index of the model")
         axes.set_xlabel("longest axis of the models")
-        axes.set_ylabel("second axis")
+        axes.set_ylabel("second longest axis")
         axes.set_aspect("equal", adjustable="datalim")
-        axes.legend(loc="best", fontsize="small")
+        legend_below(axes)
         return axes
 
     def _outlines(self) -> list[Tensor]:
@@ -184,7 +191,7 @@ def fit_subspace(
         0.7071
     """
     if not isinstance(embedding, Bezier | Simplex | Tunnel):
-        raise ArgumentError(f"embedding: expected a Bezier, Simplex or Tunnel, got {embedding!r}")
+        raise ArgumentError(f"embedding: expected a Bezier, Simplex or Tunnel, got {short_repr(embedding)}")
     space = embedding.space
     check_choice("power", power, POWERS)
     check_number("tolerance", tolerance, at_least=0)

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number, check_shape
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, check_count, check_number, check_shape, short_repr
 from manifoldagg.averaging.karcher import check_model, karcher
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import combine
@@ -126,6 +127,9 @@ class SWA:
         self._state = _AverageState()
         self._spare_buffer: Tensor | None = None
         self._cached_mean: tuple[object, KarcherMean] | None = None
+
+    def __repr__(self) -> str:
+        return format_result(self, kind=self.kind, start=self.start, cycle=self.cycle, count=self.count)
 
     def selects(self, version: int) -> bool:
         """Return whether a version is averaged."""
@@ -254,36 +258,40 @@ class SWA:
         """Resume from the return value of `state`.
 
         Raises:
-            ArgumentError: if it is no such tree, that of other options, or its models do not lie on this space. Nothing
-                has changed then.
+            ArgumentError: if `state` has another structure or other options, or if its models are not points of this
+                space. The average is then unchanged.
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
-            raise ArgumentError("state: expected what SWA.state() returned")
+            raise ArgumentError("state: expected the return value of SWA.state()")
         if state["options"] != self._options:
-            raise ArgumentError(f"state: expected that of a SWA with {self._options}, got {state['options']}")
-        last = check_count("last", state["last"], at_least=-1)
-        count = check_count("count", state["count"], at_least=0)
+            raise ArgumentError(
+                f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"
+            )
+        last = check_count("state['last']", state["last"], at_least=-1)
+        count = check_count("state['count']", state["count"], at_least=0)
         like = state["like"]
         mean = state["mean"]
         kept = dict[int, Tensor]()
         if like is not None:
-            like = check_shape("like", like).detach().clone()
-        truncated = check_number("truncated", state["truncated"], at_least=0)
+            like = check_shape("state['like']", like).detach().clone()
+        truncated = check_number("state['truncated']", state["truncated"], at_least=0)
         if isinstance(mean, tuple | list) and like is not None and self.space.ambient:
             point = like.new_empty(self.space.shape, dtype=torch.float64)
-            mean = _clone_mean(AmbientSpace.of(self.space, point).check("mean", mean, point))
+            mean = _clone_mean(AmbientSpace.of(self.space, point).check("state['mean']", mean, point))
         elif mean is not None:
-            mean = check_model(self.space, mean, "mean").clone()
-        for version in sorted(check_count("kept", version, at_least=0) for version in state["kept"]):
-            kept[version] = check_model(self.space, state["kept"][version], f"kept[{version}]").clone()
+            mean = check_model(self.space, mean, "state['mean']").clone()
+        for version in sorted(check_count("state['kept']", version, at_least=0) for version in state["kept"]):
+            kept[version] = check_model(self.space, state["kept"][version], f"state['kept'][{version}]").clone()
         held = [*kept.values()] if mean is None else [mean, *kept.values()]
         exact = self.kind == "exact"
         fits = count == len(kept) if exact else not kept and (count == 0 or mean is not None)
         if not fits or (like is None) == bool(held) or max(kept, default=count - 1) > last:
-            raise ArgumentError(f"state: expected that of a SWA of kind {self.kind}")
+            raise ArgumentError(f"state: expected the state of a SWA of kind {self.kind}")
         shape = next((x.shape for x in held if isinstance(x, Tensor)), self.space.shape)
-        means = [("mean", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None]
-        for name, x, dtype in [*means, *((f"kept[{v}]", x, like.dtype) for v, x in kept.items())]:
+        means = [
+            ("state['mean']", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None
+        ]
+        for name, x, dtype in [*means, *((f"state['kept'][{v}]", x, like.dtype) for v, x in kept.items())]:
             fitting = isinstance(mean, tuple) or x.shape == shape
             if (x.dtype, x.device) != (dtype, like.device) or not fitting:
                 raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_finite
 from manifoldagg.corrections.frame import Frame, Target
 from manifoldagg.corrections.gram import Gram, Matrix, lost_to_cancellation
@@ -44,6 +45,9 @@ class Corrected:
     state: Any
     original_gram: Gram
     auxiliary: Matrix | None = None
+
+    def __repr__(self) -> str:
+        return format_result(self, coefficients=self.coefficients, gram=self.gram)
 
     @cached_property
     def corrected_gram(self) -> Gram:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manifoldagg._validation import check_choice, check_number, check_shape
+from manifoldagg._validation import check_choice, check_number, check_shape, short_repr
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.delay import Tangent
 from manifoldagg.corrections.frame import GRANULARITIES, Frame
@@ -65,7 +65,7 @@ class OrthoDyn(Correction):
 
     def __post_init__(self) -> None:
         if self.schedule is not None and not callable(self.schedule):
-            raise ArgumentError(f"schedule: expected a function of an int, got {self.schedule!r}")
+            raise ArgumentError(f"schedule: expected a function of an int, got {short_repr(self.schedule)}")
         check_number("upper", self.upper, at_least=0, at_most=1)
         check_number("lower", self.lower, at_least=0, at_most=self.upper)
         check_number("hysteresis", self.hysteresis, at_least=0, at_most=1)

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg._validation import check_finite, check_number, check_shape, is_finite
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_finite, check_number, check_shape, is_finite, short_repr
 from manifoldagg.corrections.gram import Gram, Matrix, as_object_array, detach_scalar
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
 from manifoldagg.errors import ArgumentError
@@ -77,6 +78,11 @@ class Frame:
     ambient: AmbientSpace = FLAT_AMBIENT
     is_pseudo_gradient: bool = False
     unmeasured: Mapping[int, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return format_result(
+            self, rows=len(self.rows), extra=self.extra, segments=None if self.segments is None else len(self.segments)
+        )
 
     @staticmethod
     def of_points(
@@ -161,7 +167,7 @@ class Frame:
         check_is_manifold(space)
         if transport is not None and flat is None and space.flat:
             raise ArgumentError(
-                f"transport: expected None on a flat space, where nothing is to be done; got {transport!r}"
+                f"transport: expected None on a flat space, where nothing is to be done; got {short_repr(transport)}"
             )
         check_shape("base", base, *space.axes)
         for name, tensor, lead in (("current", current, ()), ("displacements", displacements, (None,))):
@@ -298,7 +304,9 @@ class Frame:
         """
         apart = granularity == "tensor"
         if granularity not in GRANULARITIES:
-            raise ArgumentError(f"granularity: expected one of {', '.join(GRANULARITIES)}; got {granularity!r}")
+            raise ArgumentError(
+                f"granularity: expected one of {', '.join(GRANULARITIES)}; got {short_repr(granularity)}"
+            )
         every = [*range(len(self.rows))]
         if self.transporter is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None

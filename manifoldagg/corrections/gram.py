@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
 
@@ -48,6 +50,9 @@ class Gram:
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", self.parts[0] if len(self.parts) == 1 else self.parts.sum(0))
 
+    def __repr__(self) -> str:
+        return format_result(self, displacements=self.num_displacements, extra=self.extra, segments=len(self.parts))
+
     @staticmethod
     def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
         """Build the Gram matrix of these numbers: (k, k), or (S, k, k) of segments.
@@ -81,7 +86,7 @@ class Gram:
         """
         if name not in self.extra:
             known = ", ".join(["the displacements", "the drift", *self.extra])
-            raise ArgumentError(f"gram: expected a row {name!r}, which `extend` adds; its rows are {known}")
+            raise ArgumentError(f"gram: expected a row {short_repr(name)}, which `extend` adds; its rows are {known}")
         return self.num_displacements + 1 + self.extra.index(name)
 
     def __getitem__(self, segment: str) -> "Gram":
@@ -92,7 +97,7 @@ class Gram:
         """
         if segment not in self.segments:
             known = ", ".join(map(repr, self.segments)) or "none, which granularity='tensor' reads"
-            raise ArgumentError(f"gram: expected the name of a segment, got {segment!r}; there are {known}")
+            raise ArgumentError(f"gram: expected the name of a segment, got {short_repr(segment)}; there are {known}")
         place = self.segments.index(segment)
         return Gram(self.parts[place : place + 1], self.extra, (segment,))
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_finite, check_number, check_shape
+from manifoldagg._validation import check_choice, check_finite, check_number, check_shape, short_repr
 from manifoldagg.corrections.correction import Correction, by_granularity
 from manifoldagg.corrections.frame import GRANULARITIES, Frame
 from manifoldagg.corrections.gram import Gram, Matrix
@@ -52,7 +52,9 @@ class GradientSurgery(Correction):
         if self.order is not None and (
             not isinstance(self.order, tuple) or sorted(self.order) != list(range(len(self.order)))
         ):
-            raise ArgumentError(f"order: expected a tuple with a permutation of 0, 1, ...; got {self.order!r}")
+            raise ArgumentError(
+                f"order: expected a tuple with a permutation of 0, 1, ...; got {short_repr(self.order)}"
+            )
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:

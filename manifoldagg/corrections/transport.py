@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import gram
@@ -53,6 +54,11 @@ class Transporter:
     current: Tensor
     transport: str | None = None
     rungs: int = DEFAULT_RUNGS
+
+    def __repr__(self) -> str:
+        return format_result(
+            self, space=self.space, base=self.base, current=self.current, transport=self.transport, rungs=self.rungs
+        )
 
     def __post_init__(self) -> None:
         if self.transport is not None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import check_choice, check_count, short_repr
 from manifoldagg.curves.barycentre import check_barycentric, weighted_mean
 from manifoldagg.curves.embedding import Coordinates
 from manifoldagg.curves.simplex import Hull, Simplex
@@ -57,12 +57,14 @@ class Complex(Hull):
     def __post_init__(self) -> None:
         Simplex(self.space, 1)
         if not (isinstance(self.faces, tuple) and self.faces and all(isinstance(f, tuple) and f for f in self.faces)):
-            raise ArgumentError(f"faces: expected tuples of vertices, at least one of each, got {self.faces!r}")
+            raise ArgumentError(
+                f"faces: expected tuples of vertices, at least one of each, got {short_repr(self.faces)}"
+            )
         for face in self.faces:
             for vertex in face:
                 check_count("faces", vertex, at_least=0)
             if len(set(face)) < len(face):
-                raise ArgumentError(f"faces: expected distinct vertices, got {face}")
+                raise ArgumentError(f"faces: expected distinct vertices, got {short_repr(face)}")
         used = set(itertools.chain(*self.faces))
         if len(used) < self.size:
             missing = next(vertex for vertex in itertools.count() if vertex not in used)

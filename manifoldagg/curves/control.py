@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from manifoldagg._validation import check_choice, check_finite, check_number, check_shape
+from manifoldagg._validation import check_choice, check_finite, check_number, check_shape, short_repr
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold, check_point, formulas
+from manifoldagg.manifolds.manifold import check_not_model
 
 __all__ = ["Control", "FreePoints", "initial_points"]
 
@@ -64,7 +65,7 @@ class Control:
         named = isinstance(self.free, Sequence) and all(isinstance(i, int) and -size <= i < size for i in self.free)
         moving = {i % size for i in self.free} if named else set()
         if not moving or len(moving) < len(self.free):
-            raise ArgumentError(f"free: expected different indices of {size} points, got {self.free!r}")
+            raise ArgumentError(f"free: expected different indices of {size} points, got {short_repr(self.free)}")
         return moving
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
@@ -81,7 +82,7 @@ class Control:
         if not embedding.space.flat or embedding.domain or embedding.size < 3:
             raise ArgumentError(f"{name}: needs a curve with inner control points on a flat space, got {embedding}")
         if not self.indices(embedding.size) >= {*range(1, embedding.size - 1)}:
-            raise ArgumentError(f"free: {name} moves all inner points, got {self.free!r}")
+            raise ArgumentError(f"free: {name} moves all inner points, got {short_repr(self.free)}")
         if self.start == "base":
             raise ArgumentError(f"control_start: {name} begins at the chord, got base")
         return True
@@ -186,6 +187,7 @@ def initial_points(
     given = {name: x for name, x in (("start", start), ("end", end), ("phi", phi)) if x is not None}
     first = next(iter(given.values()))
     for name, x in given.items():
+        check_not_model(name, x)
         shape = (embedding.size, *space.axes) if name == "phi" else space.axes
         check_finite(name, check_shape(name, x, *shape))
         if (x.dtype, x.device) != (first.dtype, first.device):

@@ -9,7 +9,9 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from manifoldagg._io import new_figure
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
+from manifoldagg.curves._legend import legend_below
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.path import CurveEmbedding, Phi
@@ -29,20 +31,23 @@ LEFT_OFFSET = 2.0**-48
 
 @dataclass(frozen=True, eq=False)
 class Barrier:
-    r"""Losses $L$ along a curve and along its chord, from the same start to the same end.
+    r"""The losses $L$ along a curve and along its chord, which have the same start and end.
 
     Attributes:
-        t: (m,), where on the curve each loss was taken.
-        fraction: (m,), how much of the way lies before it: `t` itself, or the part of the length. The chord's losses
-            are those at this part of the chord.
-        losses: (m,), along the curve.
-        chord: (m,), along the chord: the straight line, or the geodesic.
+        t: (m,), the parameters of the curve at which the losses are evaluated.
+        fraction: (m,), the fraction of the path before each of these points: `t` itself, or the fraction of the length.
+            The chord's losses are evaluated at the same fractions of the chord.
+        losses: (m,), the losses along the curve.
+        chord: (m,), the losses along the chord, which is a straight line or a geodesic.
     """
 
     t: Float64[Tensor, " m"]
     fraction: Float64[Tensor, " m"]
     losses: Float64[Tensor, " m"]
     chord: Float64[Tensor, " m"]
+
+    def __repr__(self) -> str:
+        return format_result(self, height=self.height, at=self.argmax)
 
     @property
     def height(self) -> float:
@@ -64,14 +69,23 @@ class Barrier:
         """The position on the chord of its barrier."""
         return self.fraction[self._excess(self.chord).argmax()].item()
 
-    def plot(self, axes: Any = None, *, label: str = "loss", name: str = "learned curve", color: str = "black") -> Any:
+    def plot(
+        self,
+        axes: Any = None,
+        *,
+        label: str = "loss",
+        name: str = "learned curve",
+        color: str = "black",
+        legend: bool = True,
+    ) -> Any:
         """Plot both profiles, and the line from which their heights are measured.
 
         Args:
-            axes: of matplotlib; those of a new figure where not given.
-            label: what the values are.
-            name: what the curve is.
-            color: of the curve.
+            axes: matplotlib axes. The default is the axes of a new figure.
+            label: the name of the values.
+            name: the name of the curve.
+            color: the colour of the curve.
+            legend: whether to draw a legend below the plot.
 
         Returns:
             The axes.
@@ -79,10 +93,12 @@ class Barrier:
         axes = new_figure().subplots() if axes is None else axes
         axes.plot(self.fraction, self.chord, "--", color="crimson", linewidth=1.8, label="chord")
         axes.plot(self.fraction, self.losses, color=color, linewidth=2.2, label=name)
-        axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the ends")
+        axes.plot([0, 1], self.losses[[0, -1]], ":", color="grey", linewidth=1, label="between the losses at the ends")
         axes.set_xlim(0, 1)
-        axes.set_xlabel("part of the way")
+        axes.set_xlabel("fraction of the path")
         axes.set_ylabel(label)
+        if legend:
+            legend_below(axes)
         return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
@@ -94,17 +110,20 @@ class Barrier:
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    r"""The curvature of a path, $k$ being the length of its curvature vector.
+    r"""The curvature of a path: the length $k$ of its curvature vector.
 
     Attributes:
-        t: (m,) places.
-        values: (m,), $k(t)$ there, in 1 / units of the space.
-        total: $\int k\, ds$ with the angles at corners, in radians: how far it turns in all.
+        t: (m,), the parameters at which the curvature is evaluated.
+        values: (m,), the curvatures $k(t)$, in 1 / units of the space.
+        total: the total turning $\int k\, ds$ in radians, which includes the angles at corners.
     """
 
     t: Float64[Tensor, " m"]
     values: Float64[Tensor, " m"]
     total: float
+
+    def __repr__(self) -> str:
+        return format_result(self, maximum=self.maximum, at=self.argmax, total=self.total)
 
     @property
     def maximum(self) -> float:
@@ -124,17 +143,17 @@ def barrier(
 
     $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big).$$
 
-    The maximum is over the places looked at, both ends among them, so that no barrier is negative.
+    The maximum is over a grid that contains both ends, so a barrier is never negative.
 
     Args:
-        curve: on any space; on a curved one the chord is the geodesic between the ends.
-        phi: what draws it, (size, *space.shape).
-        function: a point (*space.shape) to a number, such as the loss over a data set.
-        points: how many places of each way to look at.
-        by: whether the places are evenly spaced in t (`"parameter"`) or along the curve (`"length"`).
+        curve: a curve on any space. On a curved space the chord is the geodesic between the ends.
+        phi: the control points of the curve, (size, *space.shape).
+        function: a function from a point (*space.shape) to a number, such as the loss over a data set.
+        points: the number of grid points on the curve and on the chord.
+        by: `"parameter"` for a grid that is uniform in t, or `"length"` for one that is uniform in the length.
 
     Raises:
-        ArgumentError: naming the argument that does not fit; if `function` gives no finite number, saying where.
+        ArgumentError: naming the invalid argument, or the grid point at which `function` is not a finite number.
 
     Source: Frankle et al. 2020, section 2, for two unequal ends; Garipov et al. 2018. Cost: 2 `points` - 2 calls of
         `function`.
@@ -152,7 +171,7 @@ def barrier(
         0.056
     """
     if not isinstance(curve, CurveEmbedding):
-        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
+        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {short_repr(curve)}")
     check_count("points", points, at_least=2)
     check_choice("by", by, PARAMETRISATIONS)
     curve._check_phi(phi)
@@ -235,7 +254,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         (1.570796, 1.0, 0.5)
     """
     if not isinstance(curve, CurveEmbedding):
-        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {curve!r}")
+        raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {short_repr(curve)}")
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
     slow = MIN_RELATIVE_SPEED * curve.length(phi.detach()).item()

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_number, check_shape, is_finite, short_repr
 from manifoldagg.curves.control import Control, FreePoints, initial_points
 from manifoldagg.curves.embedding import Coordinates, Embedding
@@ -59,7 +60,7 @@ class Training:
         check_number("proximal", self.proximal, at_least=0)
         given = self.sharpness
         if given is not None and (isinstance(given, type) or not isinstance(given, Sharpness)):
-            raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {given!r}")
+            raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {short_repr(given)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +68,25 @@ class Fit:
     """A learned embedding.
 
     Attributes:
-        phi: its points (size, *space.shape).
-        losses: of every step, both phases in order of time, without the proximal and volume terms.
-        state: what `resume=` goes on from: a tree of tensors and numbers, which `torch.save` can keep.
-        converged: whether every phase that had steps to take ended on a plateau.
+        phi: the learned points (size, *space.shape).
+        losses: the loss of every step of both phases, in order of time, without the proximal and volume terms.
+        state: the state from which `resume=` continues: a tree of tensors and numbers that `torch.save` can write.
+        converged: whether every phase that had steps ended on a plateau.
     """
 
     phi: Float[Tensor, "size ..."]
     losses: tuple[float, ...]
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     converged: bool = False
+
+    def __repr__(self) -> str:
+        return format_result(
+            self,
+            phi=self.phi,
+            steps=len(self.losses),
+            loss=self.losses[-1] if self.losses else None,
+            converged=self.converged,
+        )
 
 
 def fit(
@@ -114,9 +124,10 @@ def fit(
         loss: `loss(theta, batch)` to a scalar, as from
             [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
         batches: a re-iterable object, such as a list or a `DataLoader`.
-        start: $\Theta^t$ (*space.shape); it is not written. The first point of `phi` where not given.
-        end: where the last point begins; `start` where not given.
-        phi: where all points begin (size, *space.shape), in place of `end` and `control.start`.
+        start: $\Theta^t$ (*space.shape), such as `space.point(model)`. It is not written. The default is the first
+            point of `phi`.
+        end: the initial last point, such as `space.point(model)`. The default is `start`.
+        phi: the initial points (size, *space.shape), which replace `end` and `control.start`.
         phases: how long the two phases take, in which order, and what ends them.
         training: the optimiser, its rate, and what is made small besides the loss.
         control: which points learn in the second phase, and how.
@@ -160,7 +171,7 @@ def fit(
         ("sampling", sampling, Sampling),
     ):
         if not isinstance(given, kind):
-            raise ArgumentError(f"{name}: expected {kind.__name__}, got {given!r}")
+            raise ArgumentError(f"{name}: expected {kind.__name__}, got {short_repr(given)}")
     sampling.check(curve)
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)

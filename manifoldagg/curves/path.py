@@ -9,7 +9,9 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from manifoldagg._io import new_figure
-from manifoldagg._validation import check_number, check_shape
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_number, check_shape, short_repr
+from manifoldagg.curves._legend import legend_below
 from manifoldagg.curves.arc import Speed, arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import find_sign_change
 from manifoldagg.curves.embedding import Embedding, rounding_error
@@ -101,7 +103,7 @@ class CurveEmbedding(Embedding):
         self._check_phi(phi)
         parts = as_parameter(fraction, phi, "fraction")
         if not bool(((parts >= 0) & (parts <= 1)).all()):
-            raise ArgumentError(f"fraction: expected numbers in [0, 1], got {fraction}")
+            raise ArgumentError(f"fraction: expected numbers in [0, 1], got {short_repr(fraction)}")
         return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
@@ -218,6 +220,9 @@ class Path(Generic[C]):
     curve: C
     phi: Tensor
 
+    def __repr__(self) -> str:
+        return format_result(self, curve=self.curve, phi=self.phi)
+
     def __call__(self, t: Parameter) -> Points:
         """The point at `t`: (*batch, *space.shape)."""
         return self.curve(self.phi, t)
@@ -261,9 +266,9 @@ class Path(Generic[C]):
         On a curved space that is a plane of the tangent space at $\varphi_0$, where everything is drawn by its log.
 
         Args:
-            axes: of matplotlib; those of a new figure where not given.
-            function: of a point, such as a loss: its contours are drawn below.
-            resolution: grid points a side, for `function`.
+            axes: matplotlib axes. The default is the axes of a new figure.
+            function: a function of a point, such as a loss. Its contours are drawn below the path.
+            resolution: the number of grid points a side, for `function`.
 
         Returns:
             The axes.
@@ -280,14 +285,17 @@ class Path(Generic[C]):
             axes = new_figure().subplots() if axes is None else axes
             axes.plot(path[:, 0], path[:, 1], color="black", linewidth=2.2, label="path")
             axes.plot(control[:, 0], control[:, 1], ":^", color="black", linewidth=0.8, label="control points")
+            axes.set_xlabel("along the chord")
+            axes.set_ylabel("across the chord")
             axes.set_aspect("equal", adjustable="datalim")
+            legend_below(axes)
             return axes
         if not bool(seen.axes[1].any()):
             raise ArgumentError("phi: its control points lie on one line: there is no plane to draw a function on")
         low, high = torch.cat([control, path]).aminmax(dim=0)
         reach = 0.25 * (high - low).max()
         x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
-        return Plane(x, y, values, control, path).plot(axes, label="function")
+        return Plane(x, y, values, control, path).plot(axes, label="function", ends=("start", "end"))
 
 
 def as_parameter(t: Parameter, phi: Tensor, name: str = "t") -> Float64[Tensor, "*batch"]:

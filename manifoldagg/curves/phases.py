@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 
 __all__ = ["Phases", "Schedule"]
@@ -55,7 +55,7 @@ class Phases:
     def __post_init__(self) -> None:
         for name, pair in (("epochs", self.epochs), ("steps", (0, 0) if self.steps is None else self.steps)):
             if not (isinstance(pair, Sequence) and len(pair) == 2):
-                raise ArgumentError(f"{name}: expected a pair, first and second phase; got {pair!r}")
+                raise ArgumentError(f"{name}: expected a pair, first and second phase; got {short_repr(pair)}")
             for i, amount in enumerate(pair):
                 check_count(f"{name}[{i}]", amount, at_least=0)
         if self.patience is not None:

@@ -9,7 +9,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from manifoldagg._io import new_figure
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_count, check_number, short_repr
+from manifoldagg.curves._legend import legend_below
 from manifoldagg.curves.embedding import Embedding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Manifold
@@ -38,9 +40,9 @@ class Plane:
         x: (columns,) coordinates along the chord, in units of the space.
         y: (rows,) coordinates across it.
         values: (rows, columns), the function at each grid point.
-        control: (n + 1, 2), the control points in the plane (projected, for degree above 2).
+        control: (n + 1, 2), the control points in the plane. For degrees above 2, they are projected onto it.
         path: (m, 2), points of the curve at evenly spaced parameters.
-        others: name to the same of further curves, projected where they leave the plane.
+        others: a mapping from names to the points of further curves, projected onto the plane.
     """
 
     x: Float64[Tensor, " columns"]
@@ -50,6 +52,11 @@ class Plane:
     path: Float64[Tensor, "m 2"]
     others: Mapping[str, Float64[Tensor, "m 2"]] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return format_result(
+            self, values=self.values, minimum=self.values.min(), maximum=self.values.max(), others=[*self.others]
+        )
+
     def plot(
         self,
         axes: Any = None,
@@ -57,14 +64,16 @@ class Plane:
         levels: int = 24,
         label: str = "loss",
         ends: tuple[str, str] = ("base model", "client's model"),
+        legend: bool = True,
     ) -> Any:
-        """Plot contours, curves, chord and control points; `ends` are the labels of the end points.
+        """Plot contours, curves, chord and control points.
 
         Args:
-            axes: of matplotlib; those of a new figure where not given.
-            levels: how many contours.
-            label: what the values are.
-            ends: what start and end are.
+            axes: matplotlib axes. The default is the axes of a new figure.
+            levels: the number of contours.
+            label: the name of the values.
+            ends: the names of the start and the end.
+            legend: whether to draw a legend below the plot.
 
         Returns:
             The axes.
@@ -95,6 +104,8 @@ class Plane:
         axes.set_xlabel("along the chord")
         axes.set_ylabel("across the chord")
         axes.set_aspect("equal")
+        if legend:
+            legend_below(axes)
         return axes
 
 
@@ -109,16 +120,17 @@ def plane(
 ) -> Plane:
     r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
 
-    Coordinates by Gram-Schmidt on the displacements from $\varphi_0$: the first axis is the chord's, the second that of
-    the control point farthest from it.
+    The Gram-Schmidt process, applied to the displacements from $\varphi_0$, computes the coordinates. The first axis is
+    along the chord. The second axis points to the control point farthest from the chord.
 
     Args:
-        curve: with three control points or more, on a flat space.
-        phi: control points (n + 1, *space.shape).
-        function: a point (*space.shape) to a number, such as a loss over a data set.
-        resolution: grid points a side.
-        margin: how far the grid reaches beyond the control points, as a part of their extent.
-        others: name to (curve, control points) of further curves of that space, which are projected onto the plane.
+        curve: a curve with at least three control points on a flat space.
+        phi: the control points (n + 1, *space.shape).
+        function: a function from a point (*space.shape) to a number, such as the loss over a data set.
+        resolution: the number of grid points a side.
+        margin: the width of the margin around the control points, as a fraction of their extent.
+        others: a mapping from names to pairs (curve, control points) of further curves on that space. They are
+            projected onto the plane.
 
     Raises:
         ArgumentError: if the space is curved, the degree is 1, the ends coincide, the control points lie on one line,
@@ -139,7 +151,7 @@ def plane(
     drawn = {"curve": (curve, phi)} | dict(others or {})
     for name, (each, points) in drawn.items():
         if not (isinstance(each, Embedding) and not each.domain and each.space.flat and each.space == curve.space):
-            raise ArgumentError(f"{name}: expected a curve on one flat space, got {each}")
+            raise ArgumentError(f"{name}: expected a curve on one flat space, got {short_repr(each)}")
         each._check_phi(points)
     if curve.size < 3:
         raise ArgumentError("curve: expected degree 2 or more, a line spans no plane")
@@ -171,6 +183,9 @@ class View:
     space: Manifold
     center: Float64[Tensor, "..."]
     axes: Float64[Tensor, "k ..."]
+
+    def __repr__(self) -> str:
+        return format_result(self, space=self.space, axes=self.axes)
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":

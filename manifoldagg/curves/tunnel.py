@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_finite, check_number, check_shape
+from manifoldagg._validation import check_choice, check_count, check_finite, check_number, check_shape, short_repr
 from manifoldagg.curves.arc import arc_length
 from manifoldagg.curves.bernstein import find_sign_change
 from manifoldagg.curves.bezier import Bezier
@@ -90,7 +90,7 @@ class Tunnel(Embedding):
 
     def __post_init__(self) -> None:
         if not isinstance(self.curve, Bezier):
-            raise ArgumentError(f"curve: expected a Bezier, got {self.curve!r}")
+            raise ArgumentError(f"curve: expected a Bezier, got {short_repr(self.curve)}")
         object.__setattr__(self, "radius", check_number("radius", self.radius, at_least=0))
         check_choice("form", self.form, tuple(FORMS))
         check_count("steps", self.steps)
@@ -329,7 +329,7 @@ class Tunnel(Embedding):
 
     def _split(self, x: Coordinates) -> tuple[Tensor, Tensor]:
         if not isinstance(x, Tensor):
-            raise ArgumentError(f"x: expected a tensor of trailing shape {self.domain}, got {x!r}")
+            raise ArgumentError(f"x: expected a tensor of trailing shape {self.domain}, got {short_repr(x)}")
         check_shape("x", x, *self.domain, batch=True)
         return x[..., 0].double(), x[..., 1:]
 

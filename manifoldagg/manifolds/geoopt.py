@@ -102,7 +102,7 @@ def from_geoopt(
     """
     if isinstance(manifold, geoopt.ManifoldTensor):
         if shape is not None and shape != tuple(manifold.shape):
-            raise ArgumentError(f"shape: expected {tuple(manifold.shape)} as the tensor's, got {shape!r}")
+            raise ArgumentError(f"shape: expected {tuple(manifold.shape)} as the tensor's, got {short_repr(shape)}")
         shape = tuple(manifold.shape)
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
@@ -328,9 +328,9 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
     """A manifold that only its author knows."""
     if not isinstance(manifold.ndim, int):
-        raise ArgumentError(f"manifold: expected one with an ndim, got {manifold.ndim!r}")
+        raise ArgumentError(f"manifold: expected one with an ndim, got {short_repr(manifold.ndim)}")
     if not isinstance(capabilities, Collection | None):
-        raise ArgumentError(f"capabilities: expected names of primitives, got {capabilities!r}")
+        raise ArgumentError(f"capabilities: expected names of primitives, got {short_repr(capabilities)}")
     draws = {"random_point"} if type(manifold).random is not geoopt.Manifold.random else set()
     declared = ASSUMED_PRIMITIVES | draws if capabilities is None else frozenset(capabilities)
     if radius is not None:
@@ -373,7 +373,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """`shape`, if points of the manifold, or copies of them, have it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
-        raise ArgumentError(f"{name}: expected a shape of positive integers, got {shape!r}")
+        raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)
     kind = type(manifold)
     ndim = manifold.ndim

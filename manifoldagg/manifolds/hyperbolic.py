@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.manifold import PRIMITIVES, Manifold, Point, Scalar, Tangent
 from manifoldagg.manifolds.smooth import dot, series_or
@@ -69,7 +69,7 @@ class PoincareBall(Manifold):
     def __post_init__(self) -> None:
         check_count("n", self.n)
         if check_number("curvature", self.curvature) >= 0:
-            raise ArgumentError(f"curvature: expected a finite number < 0, got {self.curvature!r}")
+            raise ArgumentError(f"curvature: expected a finite number < 0, got {short_repr(self.curvature)}")
 
     @property
     def shape(self) -> tuple[int, ...]:

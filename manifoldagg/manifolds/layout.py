@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_choice, is_finite
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, is_finite, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.alloc import in_huge_pages
@@ -89,6 +90,11 @@ class Layout:
             if leaf.dtype.itemsize > self.dtype.itemsize:
                 raise StateDictError(f"{leaf.name}: {leaf.dtype} does not fit a float32 point; use dtype=torch.float64")
 
+    def __repr__(self) -> str:
+        return format_result(
+            self, size=self.size, leaves=len(self.leaves), buffers=len(self.buffers), aliases=len(self.aliases)
+        )
+
     @staticmethod
     def of(model: nn.Module, dtype: torch.dtype | None = None) -> "Layout":
         """Return the layout of a module, whose leaves are the parameters that require a gradient."""
@@ -112,7 +118,7 @@ class Layout:
     ) -> "Layout":
         """Return the layout of a state dict: floating tensors are leaves, except statistics and pattern matches."""
         if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
-            raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {buffers!r}")
+            raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {short_repr(buffers)}")
         tensors = tensors_of(state)
         held = tensors.values()
         names, shapes, dtypes = tuple(tensors), tuple(map(_shape, held)), tuple(map(_dtype, held))
@@ -306,7 +312,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in entries.items():
         if not isinstance(name, str):
-            raise StateDictError(f"source: expected names, got {name!r}")
+            raise StateDictError(f"source: expected names, got {short_repr(name)}")
         if name.rpartition(".")[2] == EXTRA_STATE:
             continue
         if not isinstance(tensor, Tensor):

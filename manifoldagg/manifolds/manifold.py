@@ -12,7 +12,7 @@ from torch import Tensor
 from manifoldagg._validation import check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["CHECKED_METHODS", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold"]
+__all__ = ["CHECKED_METHODS", "PRIMITIVES", "Leaf", "Manifold", "check_is_manifold", "check_not_model"]
 
 Point = Float[Tensor, "..."]
 Tangent = Float[Tensor, "..."]
@@ -246,6 +246,26 @@ class Manifold(abc.ABC):
 
     def _not_implemented(self, primitive: str) -> NotImplementedError:
         return NotImplementedError(f"{self} has no {primitive}")
+
+
+def check_not_model(name: str, point: object) -> None:
+    """Check that an argument that expects a point is not a module or a state dict.
+
+    Args:
+        name: the name of the argument.
+        point: the value of the argument.
+
+    Raises:
+        ArgumentError: if it is a model, with its type and size and the call that returns its point.
+
+    Example:
+        >>> check_not_model("end", torch.nn.Linear(2, 3))
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: end: expected a point, got Linear with 9 parameters; write space.point(model)
+    """
+    if isinstance(point, torch.nn.Module | Mapping):
+        raise ArgumentError(f"{name}: expected a point, got {short_repr(point)}; write space.point(model)")
 
 
 def check_is_manifold(space: object, hint: str = "") -> None:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_count, check_finite, check_number, check_shape
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
@@ -34,6 +35,9 @@ class KarcherMean:
     residual: Float[Tensor, "*batch"]
     steps: int
     converged: bool
+
+    def __repr__(self) -> str:
+        return format_result(self, point=self.point, residual=self.residual, steps=self.steps, converged=self.converged)
 
 
 def karcher_mean(
@@ -195,6 +199,9 @@ class RunningMean:
         check_is_manifold(self.space)
         self.space._check({"point": self.point})
         check_number("weight", self.weight, at_least=0)
+
+    def __repr__(self) -> str:
+        return format_result(self, space=self.space, point=self.point, weight=self.weight)
 
     def with_point(self, x: Point, weight: float = 1.0) -> "RunningMean":
         """Return the mean with one more point (*batch, *shape) of this weight.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.operands import check_no_alias
@@ -44,7 +45,7 @@ def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Te
     found = dict(zip(keys, entries.values(), strict=True))
     if len(found) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ArgumentError(f"{name}: expected names that differ as strings, got {twice!r} twice")
+        raise ArgumentError(f"{name}: expected names that differ as strings, got {short_repr(twice)} twice")
     if EXTRA_STATE in "".join(keys):
         found = {key: x for key, x in found.items() if key.rpartition(".")[2] != EXTRA_STATE}
     if not set(map(type, found.values())) <= TENSOR_TYPES:

@@ -174,7 +174,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         retract: bool = False,
     ) -> None:
         if not (isinstance(betas, tuple | list) and len(betas) == 2):
-            raise ArgumentError(f"betas: expected a pair, got {betas!r}")
+            raise ArgumentError(f"betas: expected a pair, got {short_repr(betas)}")
         for i, beta in enumerate(betas):
             check_decay(f"betas[{i}]", beta)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": check_number("eps", eps, at_least=0), "amsgrad": amsgrad}
@@ -294,6 +294,6 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
         raise ArgumentError(f"optimizer: expected {expected}; got {name}")
     unknown = sorted(options.keys() - inspect.signature(twin).parameters.keys())
     if unknown or (bound and args):
-        given = ", ".join(unknown) or f"positional arguments {args!r}"
+        given = ", ".join(unknown) or f"positional arguments {short_repr(args)}"
         raise ArgumentError(f"optimizer: {twin.__name__} takes no {given}, which {name} was bound to")
     return functools.partial(twin, **(options | {"space": space}))

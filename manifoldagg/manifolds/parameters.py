@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_finite, check_shape, is_finite
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_finite, check_shape, is_finite, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds.assign import Assignment, assign_manifolds, declared_manifolds
@@ -62,6 +63,11 @@ class ParameterSpace(Delegate):
     layout: Layout
     manifolds: tuple[tuple[str, Manifold], ...] = ()
     adapters: Adapters | None = None
+
+    def __repr__(self) -> str:
+        return format_result(
+            self, size=self.layout.size, leaves=len(self.layout.leaves), manifolds=dict(self.manifolds)
+        )
 
     @staticmethod
     def of(
@@ -140,7 +146,7 @@ class ParameterSpace(Delegate):
             ((('q.lora.weight', LowRank(m=2, n=3, rank=1, state_rank=None)),), tensor([2., 2., 1., 1., 1.]))
         """
         if not isinstance(adapters, bool):
-            raise ArgumentError(f"adapters: expected True or False, got {adapters!r}")
+            raise ArgumentError(f"adapters: expected True or False, got {short_repr(adapters)}")
         if adapters:
             tensors = tensors_of(state)
             found = Adapters.of(tensors, scaling)
@@ -182,7 +188,7 @@ class ParameterSpace(Delegate):
         shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}
         for name, space in self.manifolds:
             if name not in shapes:
-                raise ArgumentError(f"manifolds: no leaf is called {name!r}")
+                raise ArgumentError(f"manifolds: no leaf is called {short_repr(name)}")
             if not isinstance(space, Manifold) or space.shape != shapes[name]:
                 raise ArgumentError(f"manifolds: {name} has shape {shapes[name]}, which is not that of {space}")
         if self.adapters is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
@@ -50,7 +50,7 @@ class Power(Delegate):
     def __post_init__(self) -> None:
         check_is_manifold(self.space)
         if not isinstance(self.copies, tuple) or not self.copies:
-            raise ArgumentError(f"copies: expected a tuple of positive integers, got {self.copies!r}")
+            raise ArgumentError(f"copies: expected a tuple of positive integers, got {short_repr(self.copies)}")
         for count in self.copies:
             check_count("copies", count)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.flat import Flat
 from manifoldagg.manifolds.grassmann import Grassmann
@@ -81,7 +82,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
         raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
     if type(spec.get("format")) is not int or spec["format"] != FORMAT_VERSION:
         raise ArgumentError(
-            f"spec: expected format {FORMAT_VERSION}, got {spec.get('format')!r}: another version wrote it"
+            f"spec: expected format {FORMAT_VERSION}, got {short_repr(spec.get('format'))}: another version wrote it"
         )
     try:
         leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "buffers"))
@@ -154,7 +155,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _read_dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype is called {name!r}")
+        raise ValueError(f"no dtype is called {short_repr(name)}")
     return dtype
 
 

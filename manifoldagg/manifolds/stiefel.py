@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.embedded import Embedded
@@ -38,6 +39,9 @@ class CertifiedLog:
     tangent: Tangent
     residual: Float[Tensor, "..."]
     converged: Bool[Tensor, "..."]
+
+    def __repr__(self) -> str:
+        return format_result(self, tangent=self.tangent, residual=self.residual, converged=self.converged)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_vector
 from manifoldagg.errors import ArgumentError
 
@@ -66,6 +67,17 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
         raise ArgumentError(f"{name}[{i}]: expected {expected}, got {x[i]}")
     x.flags.writeable = False
     return x
+
+
+class ShortRepr:
+    """Base class of dataclasses with arrays. Their `repr` is one line, with arrays represented by their shapes.
+
+    The dataclass needs `repr=False`.
+    """
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return format_result(self, **{field.name: getattr(self, field.name) for field in fields})
 
 
 class ContentEquality:

@@ -21,7 +21,7 @@ import numpy as np
 
 from manifoldagg._validation import check_count, check_number, check_vector
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.routing._arguments import ContentEquality, positive_vector, rate_vector, routing_vector
+from manifoldagg.routing._arguments import ContentEquality, ShortRepr, positive_vector, rate_vector, routing_vector
 from manifoldagg.routing.mean_values import directional_mean_values, mean_values
 
 __all__ = ["Bound", "TimeBound", "UpdateBound", "softmax"]
@@ -29,8 +29,8 @@ __all__ = ["Bound", "TimeBound", "UpdateBound", "softmax"]
 MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True, eq=False)
-class Bound(ContentEquality):
+@dataclass(frozen=True, eq=False, repr=False)
+class Bound(ContentEquality, ShortRepr):
     """Base class of bounds: the constants of a problem, with the bound as a function of the routing.
 
     Args:
@@ -191,7 +191,7 @@ class Bound(ContentEquality):
         return noise, noise * self.rate * self.smoothness * concurrency
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
     r"""The bound G on an eighth of the mean of $\| \nabla f \|^2$ over the updates, as a function of the routing.
 
@@ -229,7 +229,7 @@ class UpdateBound(Bound):
         return self._error_terms_slope(p, *others)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TimeBound(Bound):
     r"""The bound H on an eighth of the mean of $\| \nabla f \|^2$ times the duration of an update.
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing._arguments import ContentEquality, rate_vector, routing_vector
+from manifoldagg.routing._arguments import ContentEquality, ShortRepr, rate_vector, routing_vector
 from manifoldagg.routing.covariance import covariance, variance
 from manifoldagg.routing.mean_values import mean_values
 from manifoldagg.routing.simulate import Simulation, simulate
@@ -18,8 +18,8 @@ from manifoldagg.routing.simulate import Simulation, simulate
 __all__ = ["ClosedNetwork"]
 
 
-@dataclass(frozen=True, eq=False)
-class ClosedNetwork(ContentEquality):
+@dataclass(frozen=True, eq=False, repr=False)
+class ClosedNetwork(ContentEquality, ShortRepr):
     r"""A closed network of n FIFO clients with rates $\mu$; m tasks are routed to client i with probability $p_i$.
 
     Stationary states have $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, $\rho_i = p_i / \mu_i$, and there are two views:
@@ -153,7 +153,7 @@ class ClosedNetwork(ContentEquality):
         num_updates = check_count("num_updates", num_updates)
         check_choice("start", start, ("cold", "stationary"))
         if not isinstance(generator, np.random.Generator):
-            raise ArgumentError(f"generator: expected a numpy.random.Generator, got {generator!r}")
+            raise ArgumentError(f"generator: expected a numpy.random.Generator, got {short_repr(generator)}")
         utilisation = self._throughputs[self.concurrency - 2] * self._loads if start == "stationary" else None
         return simulate(
             np.asarray(self.routing), np.asarray(self.rates), self.concurrency, num_updates, generator, utilisation

@@ -11,7 +11,7 @@ import numpy as np
 
 from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.routing._arguments import rate_vector, routing_vector
+from manifoldagg.routing._arguments import ShortRepr, rate_vector, routing_vector
 from manifoldagg.routing.bounds import Bound, softmax
 
 __all__ = ["Routing", "balanced", "optimise_concurrency", "optimise_routing", "uniform"]
@@ -26,8 +26,8 @@ MAX_EXPONENT = math.log(sys.float_info.max)
 Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
+@dataclass(frozen=True, eq=False, repr=False)
+class Routing(ShortRepr):
     r"""The result of a minimisation of a bound over routings.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from manifoldagg._io import atomic_write, check_matplotlib, new_figure
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing._arguments import rate_vector
+from manifoldagg.routing._arguments import ShortRepr, rate_vector
 from manifoldagg.routing.bounds import Bound
 from manifoldagg.routing.network import ClosedNetwork
 from manifoldagg.routing.optimise import Routing, balanced, optimise_routing, uniform
@@ -21,8 +21,8 @@ COLOURS = {"optimised": "#0072b2", "uniform": "#e69f00", "balanced": "#009e73"}
 COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "uniform", "balanced")
 
 
-@dataclass(frozen=True)
-class Clients:
+@dataclass(frozen=True, repr=False)
+class Clients(ShortRepr):
     """Names, rates and groups of clients; groups are in the order of first appearance."""
 
     names: tuple[str, ...]
@@ -34,8 +34,8 @@ class Clients:
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
-@dataclass(frozen=True)
-class Group:
+@dataclass(frozen=True, repr=False)
+class Group(ShortRepr):
     """Means over the clients of a group; queue is E[ξ], delay E[D]."""
 
     name: str
@@ -56,6 +56,10 @@ class Plan:
     routings: dict[str, np.ndarray]
     networks: dict[str, ClosedNetwork]
     values: dict[str, float]
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value:.3g}" for name, value in self.values.items())
+        return f"Plan(clients={len(self.clients.names)}, {values})"
 
     def groups(self, routing: str = "optimised") -> list[Group]:
         """Return the table rows of one routing."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manifoldagg.routing._arguments import ShortRepr
+
 __all__ = ["Simulation", "sample_stationary", "simulate"]
 
 BLOCK_SIZE = 4096
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(ShortRepr):
     r"""Means over a simulation of the network, which estimate the exact values of `ClosedNetwork`.
 
     Args:

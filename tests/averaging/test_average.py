@@ -1,6 +1,7 @@
 """The average of models as they are held: the mean in float64 rounded once, in the same kind, from where they lie."""
 
 import copy
+import inspect
 import warnings
 from collections import OrderedDict
 from fractions import Fraction
@@ -95,14 +96,61 @@ def test_it_does_not_depend_on_the_order_but_for_rounding(seed):
         torch.testing.assert_close(there[name], back[name], rtol=1e-14, atol=1e-14)
 
 
-def test_counters_are_those_of_the_heaviest_and_of_a_model_without_weight_nothing_is_read():
+def test_num_batches_tracked_is_the_largest_of_the_inputs():
     models = models_of(3, 3)
-    assert average(models)["1.num_batches_tracked"] == 0
-    assert average(models, [1, 2, 2])["1.num_batches_tracked"] == 100
+    for weights in (None, [1, 2, 2], [5, 1, 1]):
+        found = average(models, weights)["1.num_batches_tracked"]
+        assert (found.dtype, found.item()) == (torch.int64, 200)
+    average(models, out=models[0])
+    assert models[0]["1.num_batches_tracked"] == 200
+    cast = [{"w": torch.ones(2), "num_batches_tracked": torch.tensor(count)} for count in (3.0, 8.0, 1.0)]
+    assert average(cast)["num_batches_tracked"] == 8
+    layers = [{"w": np.ones(2), "num_batches_tracked": np.array(count)} for count in (3, 8)]
+    assert average(layers, [3, 1])["num_batches_tracked"] == 8
+
+
+def test_other_single_integers_are_those_of_the_heaviest_model():
+    models = [{"w": torch.ones(2), "step": torch.tensor(step)} for step in (1, 9, 4)]
+    assert average(models)["step"] == 1
+    assert average(models, [1, 2, 3])["step"] == 4
+
+
+def test_the_parameters_of_a_model_without_weight_are_not_read():
+    models = models_of(3, 2)
     broken = copy.deepcopy(models[1])
     broken["conv"][0] = float("nan")
     found = average([models[0], broken], [1, 0])
     assert torch.equal(found["conv"], models[0]["conv"])
+
+
+def test_the_signature_is_that_of_all_averages():
+    expected = "(models, weights=None, *, manifolds=None, out=None, return_info=False)"
+    signature = inspect.signature(average)
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == expected
+
+
+def test_the_info_has_the_weights_and_the_certificates_of_the_means():
+    models = [{"w": torch.tensor([i]), "v": nn.functional.normalize(torch.tensor([1.0, i]), dim=0)} for i in (0.0, 1.0)]
+    mean, info = average(models, [1, 3], manifolds={"v": Sphere(2)}, return_info=True)
+    assert mean["w"].item() == 0.75
+    assert info.weights == (0.25, 0.75)
+    assert info.residuals.keys() == info.steps.keys() == {"v"}
+    assert info.residuals["v"] < 1e-12
+    assert info.steps["v"] >= 0
+    assert repr(info).startswith("AverageInfo(weights=(0.25, 0.75), residuals={'v': ")
+    flat, info = average([{"w": torch.ones(2)}] * 3, return_info=True)
+    assert flat["w"].tolist() == [1.0, 1.0]
+    assert (dict(info.residuals), dict(info.steps)) == ({}, {})
+    assert repr(info) == "AverageInfo(weights=(0.333, 0.333, 0.333), residuals={}, steps={})"
+    out = {"w": torch.zeros(2)}
+    assert average([{"w": torch.ones(2)}], out=out, return_info=True)[0] is out
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_return_info_must_be_a_bool():
+    with pytest.raises(ArgumentError, match="return_info: expected one of False, True; got 1"):
+        average([{"w": torch.ones(2)}], return_info=1)
 
 
 def test_the_kind_comes_back_as_it_went_in():

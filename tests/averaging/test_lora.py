@@ -1,5 +1,7 @@
 """Averages of adapters against dense matrices and SciPy's SVD, under PEFT's names, in every gauge."""
 
+import inspect
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -39,6 +41,11 @@ def exact(states, weights, scalings):
     return sum(w / total * s * product(x) for x, w, s in zip(states, weights, scalings, strict=True))
 
 
+def average_with_error(states, weights, rank, **options):
+    found, info = average_adapters(states, weights, rank, return_info=True, **options)
+    return found, info.error
+
+
 def best(z, rank):
     u, values, v = scipy.linalg.svd(z.numpy(), full_matrices=False)
     near = torch.from_numpy((u[:, :rank] * values[:rank]) @ v[:rank])
@@ -51,7 +58,8 @@ def test_it_is_the_best_adapter_of_the_rank(seed, sizes, rank):
     weights, scalings = draw(seed, 2, len(states)).abs().add(0.1).tolist()
     mean = exact(states, weights, scalings)
     near, expected = best(mean, rank)
-    found, error, rest = average_adapters(states, weights, rank, scaling=scalings, residual="factors")
+    found, info = average_adapters(states, weights, rank, scaling=scalings, return_info=True)
+    error, rest = info.error, info.residual
     assert [*found] == [*states[0]]
     assert found[A].shape == (rank, 10)
     assert found[B].shape == (8, rank)
@@ -76,12 +84,12 @@ def test_nothing_depends_on_the_gauges(seed, condition):
     states = [adapter(seed + 2 * i, 2) for i in range(3)]
     states = [{A: torch.linalg.qr(x[A].mT).Q.mT, B: torch.linalg.qr(x[B]).Q} for x in states]
     gauged = [turned(x, seed + i, condition) for i, x in enumerate(states)]
-    plain, first = average_adapters(states, [1, 2, 3], 6)
-    other, second = average_adapters(gauged, [1, 2, 3], 6)
+    plain, first = average_with_error(states, [1, 2, 3], 6)
+    other, second = average_with_error(gauged, [1, 2, 3], 6)
     assert (product(plain) - product(other)).norm() <= 100 * EPS * condition
     assert max(first, second) <= 100 * EPS * condition
     assert (
-        abs(average_adapters(gauged, [1, 2, 3], 3)[1] - average_adapters(states, [1, 2, 3], 3)[1])
+        abs(average_with_error(gauged, [1, 2, 3], 3)[1] - average_with_error(states, [1, 2, 3], 3)[1])
         <= 100 * EPS * condition
     )
 
@@ -89,7 +97,7 @@ def test_nothing_depends_on_the_gauges(seed, condition):
 def test_one_adapter_in_ten_gauges_is_itself_and_the_average_of_its_factors_is_not():
     one = adapter(0, 4)
     states = [turned(one, i, 10.0) for i in range(10)]
-    found, error = average_adapters(states, None, 4)
+    found, error = average_with_error(states, None, 4)
     size = product(one).norm()
     assert (product(found) - product(one)).norm() <= 100 * EPS * size
     assert error <= 100 * EPS
@@ -99,7 +107,7 @@ def test_one_adapter_in_ten_gauges_is_itself_and_the_average_of_its_factors_is_n
 
 def test_in_single_precision_it_is_exact_to_the_rounding_of_its_factors():
     states = [adapter(2 * i, 4, m=60, n=80, dtype=torch.float32) for i in range(3)]
-    found, error = average_adapters(states, [1, 1, 2], 12)
+    found, error = average_with_error(states, [1, 1, 2], 12)
     mean = exact(states, [1, 1, 2], [1, 1, 1])
     assert found[A].dtype == torch.float32
     assert error <= 100 * EPS
@@ -109,7 +117,7 @@ def test_in_single_precision_it_is_exact_to_the_rounding_of_its_factors():
 def test_narrow_dtypes_come_back_and_nothing_that_came_in_changes():
     states = [adapter(2 * i, 2, dtype=torch.bfloat16) for i in range(2)]
     before = [{name: x.clone() for name, x in state.items()} for state in states]
-    found, _ = average_adapters(states, None, 4)
+    found = average_adapters(states, None, 4)
     assert {x.dtype for x in found.values()} == {torch.bfloat16}
     mean = exact(states, [1, 1], [1, 1])
     assert (product(found) - mean).norm() <= 2.0**-7 * mean.norm()
@@ -132,7 +140,7 @@ def test_every_kind_of_tensor_is_taken_for_what_it_is():
         }
 
     one, two = state(0, 1), state(10, 2)
-    found, error = average_adapters([one, two], [1, 3], 3, scaling=[2.0, 0.5])
+    found, error = average_with_error([one, two], [1, 3], 3, scaling=[2.0, 0.5])
     assert [*found] == [*one]
     assert error <= 100 * EPS
 
@@ -166,17 +174,17 @@ def test_the_pairs_are_named_by_their_modules():
 
 def test_what_there_is_not_can_be_learned():
     state = adapter(0, 2)
-    found, error = average_adapters([state], None, 12)
+    found = average_adapters([state], None, 12)
     assert found[A].shape == (12, 10)
     assert (product(found) - product(state)).norm() <= 100 * EPS * product(state).norm()
     # As where PEFT begins: B is 0 and A is not, so that B has a derivative; and the same each time.
     assert not found[B][:, 2:].any()
     assert found[A][2:].abs().amax() <= 10**-0.5
     assert torch.linalg.matrix_rank(found[A]) == 10
-    assert torch.equal(average_adapters([state], None, 12)[0][A], found[A])
+    assert torch.equal(average_adapters([state], None, 12)[A], found[A])
     zero = {name: torch.zeros_like(x) for name, x in state.items()}
-    found, error, rest = average_adapters([zero, zero], None, 1, residual="factors")
-    assert (error, rest) == (0.0, {})
+    found, info = average_adapters([zero, zero], None, 1, return_info=True)
+    assert (info.error, info.residual) == (0.0, {})
     assert not product(found).any()
     assert found[A].all()
 
@@ -184,9 +192,48 @@ def test_what_there_is_not_can_be_learned():
 def test_a_start_of_a_fine_tuning_is_an_adapter_too():
     state = adapter(0, 2)
     start = state | {B: torch.zeros(8, 2).double()}
-    found, error = average_adapters([start, state], [3, 1], 2)
+    found, error = average_with_error([start, state], [3, 1], 2)
     assert (product(found) - product(state) / 4).norm() <= 100 * EPS
     assert error <= 100 * EPS
+
+
+def test_the_signature_is_that_of_all_averages():
+    """The arguments that follow the common ones are keyword-only."""
+    parameters = inspect.signature(average_adapters).parameters.values()
+    bare = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters])
+    assert str(bare) == "(adapters, weights=None, rank=None, *, return_info=False, scaling=1.0)"
+
+
+def test_without_a_rank_every_pair_gets_its_largest_rank():
+    q, k = "q.lora_{}.weight", "k.lora_{}.weight"
+
+    def state(seed, *ranks):
+        pairs = zip((q, k), ranks, strict=True)
+        return {
+            name.format(x): y for name, rank in pairs for x, y in zip("AB", adapter(seed, rank).values(), strict=True)
+        }
+
+    states = [state(0, 4, 2), state(2, 3, 3)]
+    for ordered in (states, states[::-1]):
+        found = average_adapters(ordered)
+        assert [len(found[name.format("A")]) for name in (q, k)] == [4, 3]
+    one = average_adapters(states[:1])
+    assert {name: x.shape for name, x in one.items()} == {name: x.shape for name, x in states[0].items()}
+    expected = average_adapters(states, None, 4)
+    found, info = average_adapters(states, return_info=True)
+    assert torch.equal(found[q.format("B")], expected[q.format("B")])
+    assert info.error > 0
+
+
+def test_the_info_has_a_short_repr():
+    states = [adapter(2 * i, 2) for i in range(2)]
+    _, info = average_adapters(states, None, 2, return_info=True)
+    assert repr(info) == f"AdapterAverageInfo(error={info.error:.3g}, residual=dict of 2 tensors)"
+
+
+def test_num_batches_tracked_is_the_largest_of_the_inputs():
+    states = [adapter(0, 1) | {"norm.num_batches_tracked": torch.tensor(count)} for count in (3, 8, 1)]
+    assert average_adapters(states)["norm.num_batches_tracked"] == 8
 
 
 def test_a_tie_at_the_cut_is_told():
@@ -197,7 +244,7 @@ def test_a_tie_at_the_cut_is_told():
 
 def test_weights_are_shares_and_none_may_have_all():
     one, two = adapter(0, 2), adapter(2, 2)
-    found, _ = average_adapters([one, two], [0, 5], 2)
+    found = average_adapters([one, two], [0, 5], 2)
     assert (product(found) - product(two)).norm() <= 100 * EPS * product(two).norm()
 
 
@@ -206,8 +253,8 @@ def test_the_residual_makes_the_weights_exact_times_the_scaling_of_who_gets_it(s
     states = [adapter(seed, 1), adapter(seed + 2, 2), adapter(seed + 4, 3)]
     own = [8.0, 4.0, 8 / 3]  # lora_alpha / r
     weight = draw(seed + 6, 8, 10)
-    found, _, rest = average_adapters(states, None, 2, scaling=[s / receiver for s in own], residual="factors")
-    changed = weight + receiver * product(rest) + receiver * product(found)
+    found, info = average_adapters(states, None, 2, scaling=[s / receiver for s in own], return_info=True)
+    changed = weight + receiver * product(info.residual) + receiver * product(found)
     mean = exact(states, [1, 1, 1], own)
     assert (changed - (weight + mean)).norm() <= 100 * EPS * (mean.norm() + weight.norm())
 
@@ -219,14 +266,14 @@ def test_factors_of_different_dtypes_are_not_rounded_to_each_other(a, b):
     mixed = adapter(2, 2)
     mixed = {A: mixed[A].to(a), B: mixed[B].to(b)}
     states = [adapter(0, 2), mixed]
-    found, _ = average_adapters(states, None, 4)
+    found = average_adapters(states, None, 4)
     mean = exact(states, [1, 1], [1, 1])
     assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
 
 
 def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
     wide = {A: torch.full((1, 10), 1e5), B: torch.ones(8, 1, dtype=torch.float16)}
-    found, _ = average_adapters([adapter(0, 1), wide], None, 2)
+    found = average_adapters([adapter(0, 1), wide], None, 2)
     mean = exact([adapter(0, 1), wide], [1, 1], [1, 1])
     assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
 
@@ -235,7 +282,7 @@ def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
 def test_the_error_is_that_of_any_size(size):
     states = [adapter(2 * i, 2) for i in range(2)]
     grown = [{name: size * x for name, x in state.items()} for state in states]
-    assert abs(average_adapters(grown, None, 2)[1] - average_adapters(states, None, 2)[1]) <= 100 * EPS
+    assert abs(average_with_error(grown, None, 2)[1] - average_with_error(states, None, 2)[1]) <= 100 * EPS
 
 
 BIAS = "model.q_proj.lora_B.bias"
@@ -244,9 +291,9 @@ BIAS = "model.q_proj.lora_B.bias"
 @pytest.mark.parametrize(
     ("states", "scaling", "words"),
     [
-        ([adapter(0, 2, dtype=torch.float16)] * 2, 1e12, f"{A}: expected a finite average, torch.float16 .* `scaling`"),
+        ([adapter(0, 2, dtype=torch.float16)] * 2, 1e12, f"{A}: expected an average within .*torch.float16, .* `scaling`"),
         ([adapter(0, 2, dtype=torch.float16) | {BIAS: torch.full((8,), 6e4).half()}], 2.0, f"{BIAS}: .*torch.float16"),
-        ([adapter(0, 2, dtype=torch.float32)] * 3, [1e308] * 3, f"{A}.*: expected a finite average, .* `scaling`"),
+        ([adapter(0, 2, dtype=torch.float32)] * 3, [1e308] * 3, f"{A}.*: expected an average within .* `scaling`"),
         ([{name: 1e200 * x for name, x in adapter(0, 2).items()}], 1.0, f"{A}, {B}: .*torch.float64"),
         ([adapter(0, 2) | {BIAS: torch.full((8,), 1e308, dtype=torch.float64)}], 2.0, f"{BIAS}: .*torch.float64"),
         ([adapter(0, 2, dtype=torch.float16), {A: torch.full((1, 10), 1e9), B: torch.full((8, 1), 1e9)}], 1.0, f"{A}: "),
@@ -286,7 +333,7 @@ def test_memory_that_was_freed_is_named(name):
 def test_nothing_has_the_size_of_a_weight():
     states = [adapter(2 * i, 2, m=3000, n=2000, dtype=torch.float32) for i in range(3)]
     with Largest() as seen:
-        average_adapters(states, None, 2, residual="factors")
+        average_adapters(states, None, 2, return_info=True)
     assert seen.numel == (3000 + 2000) * 6
 
 
@@ -328,7 +375,7 @@ def test_bad_input_is_refused_by_name(arguments, error, words):
         ({"scaling": "2"}, "scaling: expected a finite number, got '2'"),
         ({"scaling": [1.0, 2.0]}, "scaling: expected one number, or one for each of 1 adapters, got 2"),
         ({"scaling": [float("nan")]}, r"scaling\[0\]: expected a finite number"),
-        ({"residual": "merged"}, "residual: expected one of None, factors; got 'merged'"),
+        ({"return_info": "factors"}, "return_info: expected one of False, True; got 'factors'"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, words):

@@ -123,10 +123,10 @@ def test_an_average_that_overwrites_begins_anew():
 @pytest.mark.parametrize(
     ("mean", "words"),
     [
-        (lambda mean: mean[:1], "mean: expected a tensor for each of 2 leaves"),
-        (lambda mean: (mean[0][:-1], mean[1]), r"mean\[0\]"),
-        (lambda mean: (mean[0] / 0, mean[1]), r"mean\[0\]"),
-        (lambda mean: (mean[0], mean[1].float()), "mean: expected a tensor torch.float64"),
+        (lambda mean: mean[:1], r"state\['mean'\]: expected a tensor for each of 2 leaves"),
+        (lambda mean: (mean[0][:-1], mean[1]), r"state\['mean'\]\[0\]"),
+        (lambda mean: (mean[0] / 0, mean[1]), r"state\['mean'\]\[0\]"),
+        (lambda mean: (mean[0], mean[1].float()), r"state\['mean'\]: expected a tensor torch.float64"),
     ],
 )
 def test_a_state_that_is_none_is_refused(mean, words):

@@ -257,7 +257,7 @@ def test_it_draws():
     found = barrier(Bezier(Flat(4)), draw(0, 3, 4), waves, points=5)
     axes = Figure().subplots()
     found.plot(axes, label="cross-entropy", name="quadratic")
-    assert [line.get_label() for line in axes.lines] == ["chord", "quadratic", "between the ends"]
+    assert [line.get_label() for line in axes.lines] == ["chord", "quadratic", "between the losses at the ends"]
     assert axes.lines[1].get_ydata().tolist() == found.losses.tolist()
     assert axes.get_ylabel() == "cross-entropy"
 

@@ -356,6 +356,14 @@ EYE = torch.eye(3)
         (lambda: {"end": torch.ones(2)}, "end: expected shape"),
         (lambda: {"end": torch.ones(3).double()}, "end: expected torch.float32"),
         (lambda: {"phi": torch.ones(2, 3)}, r"phi: expected shape \(3, 3\)"),
+        (
+            lambda: {"start": torch.nn.Linear(8, 8)},
+            r"^start: expected a point, got Linear with 72 parameters; write space.point\(model\)$",
+        ),
+        (
+            lambda: {"end": torch.nn.Linear(8, 8).state_dict()},
+            r"^end: expected a point, got OrderedDict of 2 tensors; write space.point\(model\)$",
+        ),
         (lambda: {"phi": EYE, "end": EYE[0]}, "end: phi has its own last point"),
         (lambda: {"phi": EYE * torch.inf}, "phi: expected finite"),
         (lambda: {"control": Control(free=[3])}, "free: expected different indices of 3 points"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from manifoldagg.curves import Bezier, plane
+from manifoldagg.curves import Bezier, barrier, plane
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat, Power, Sphere
@@ -51,6 +51,33 @@ def test_it_draws():
     assert {"chord", "learned curve", "base model", "client's model", "control point"} <= {
         line.get_label() for line in axes.lines
     }
+
+
+@pytest.mark.parametrize("kind", ["plane", "barrier", "path", "path with a function"])
+def test_the_legend_is_below_the_plot_and_covers_no_data(kind):
+    curve, phi = Bezier(Flat(4)), draw(0, 3, 4)
+    axes = {
+        "plane": lambda: plane(curve, phi, squared_norm, resolution=3).plot(),
+        "barrier": lambda: barrier(curve, phi, squared_norm, points=5).plot(),
+        "path": lambda: curve.at(phi).plot(),
+        "path with a function": lambda: curve.at(phi).plot(function=squared_norm, resolution=3),
+    }[kind]()
+    figure = axes.figure
+    figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    label = axes.xaxis.label.get_window_extent()
+    assert axes.get_xlabel()
+    assert axes.get_ylabel()
+    assert legend.y1 <= label.y0
+    assert legend.y0 >= 0
+    named = {line.get_label() for line in axes.lines if not line.get_label().startswith("_")}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == named
+
+
+def test_a_plot_can_omit_its_legend():
+    curve, phi = Bezier(Flat(4)), draw(0, 3, 4)
+    assert plane(curve, phi, squared_norm, resolution=3).plot(legend=False).get_legend() is None
+    assert barrier(curve, phi, squared_norm, points=5).plot(legend=False).get_legend() is None
 
 
 @given(seeds, st.integers(1, 3), st.integers(1, 2))

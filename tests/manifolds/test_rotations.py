@@ -231,7 +231,8 @@ def test_at_half_a_turn_log_has_no_value_and_a_mean_is_none(n):
     near = space.exp(x, space.log(x, space.project(x + 0.1 * draw(0, n, n))))
     logs = space.log(x.expand(2, n, n), torch.stack([turned, near]))
     assert logs[0].isnan().all()
-    assert torch.equal(logs[1], space.log(x, near))
+    # In a batch of the same size, because the rounding of matrix products may depend on the batch size.
+    assert torch.equal(logs[1], space.log(x.expand(2, n, n), torch.stack([near, near]))[1])
     mean = karcher_mean(space, torch.stack([x, turned]))
     assert mean.residual.isnan()
     assert not mean.converged

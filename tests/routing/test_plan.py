@@ -33,6 +33,30 @@ def test_rates_are_read_with_names_and_groups(tmp_path):
     assert {group: members.tolist() for group, members in clients.members().items()} == {"x": [0, 2], "y": [1]}
 
 
+def test_results_are_represented_by_one_short_line(plan):
+    network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
+    found = {
+        "network": (
+            network,
+            "ClosedNetwork(routing=ndarray of shape (2,), rates=ndarray of shape (2,), concurrency=5)",
+        ),
+        "bound": (
+            TimeBound([1.0, 2.0], 12, **CONSTANTS),
+            "TimeBound(rates=ndarray of shape (2,), concurrency=12, rate=0.01, smoothness=1, noise=209, gap=15)",
+        ),
+        "simulation": (network.simulate(10, np.random.default_rng(0)), "Simulation(num_updates=10, time="),
+        "routing": (plan.optimum, "Routing(p=ndarray of shape (12,), value="),
+        "plan": (plan, "Plan(clients=12, optimised="),
+        "clients": (plan.clients, "Clients(names=tuple of 12 entries, rates=ndarray of shape (12,), "),
+        "group": (plan.groups("uniform")[0], "Group(name='rate 0.01', clients=4, rate=0.01, share=0.0833, queue="),
+    }
+    for name, (result, start) in found.items():
+        text = repr(result)
+        assert text.startswith(start), name
+        assert len(text) < 300, name
+        assert text.isprintable(), name
+
+
 def test_a_column_of_rates_is_enough(tmp_path):
     clients = read_rates(write(tmp_path / "rates.csv", "\ufeffrate\n1\n2\n1\n"))
     assert clients.names == ("0", "1", "2")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from manifoldagg._validation import check_number
+from manifoldagg._validation import check_number, short_repr
 from manifoldagg.errors import ArgumentError
 
 __all__ = ["ScaledModule", "Scaling", "resolve_scalings"]
@@ -105,5 +105,5 @@ def _find_pattern(patterns: Iterable[Any], name: str, prefix: str) -> str | None
             if re.match(rf"(.*\.)?({pattern})$", name.removeprefix(PEFT_PREFIX)):
                 return str(pattern)
         except (re.error, TypeError) as error:
-            raise ArgumentError(f"{prefix}: expected regular expressions, got {pattern!r}: {error}") from None
+            raise ArgumentError(f"{prefix}: expected regular expressions, got {short_repr(pattern)}: {error}") from None
     return None
