@@ -15,10 +15,12 @@ from manifoldagg.cli._console import UsageError
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.datasets import DATASETS, load_dataset
+from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.run_report import read_report
 from manifoldagg.experiments.tuning import with_rate
 from manifoldagg.simulation import registry
+from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.run_metadata import referenced_files, versions
 from manifoldagg.simulation.spec_parser import Spec, error_context, parse_literal, parse_spec
 from manifoldagg.simulation.stable_repr import stable_repr
@@ -134,7 +136,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         tuning = settings["tuning"]
         if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
             return None
-        chosen = methods(params["methods"], list(params["rate"] or ()))
+        chosen = _methods(params)
         for place, method in enumerate(chosen if params["tune"] else ()):
             tried = tuning["methods"][method.name]
             if isinstance(tried, dict):
@@ -154,8 +156,18 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
     return found if same and versions().items() <= then.items() else None
 
 
+def _methods(params: dict[str, Any]) -> list[Method]:
+    """Build the methods as the command does: with scaled default rates unless it searches for rates."""
+    rates = list(params["rate"] or ())
+    if params["tune"]:
+        return methods(params["methods"], rates)
+    return methods_with_scaled_rates(
+        params["methods"], rates, clients=params["clients"], concurrency=params["concurrency"]
+    )[0]
+
+
 def _check_names(params: dict[str, Any]) -> None:
     """See that names mean something, before anything is run."""
-    methods(params["methods"], list(params["rate"] or ()))
+    _methods(params)
     registry.partition(params["partition"])
     registry.parse_workload(params["scheduler"], params["delays"], params["availability"])

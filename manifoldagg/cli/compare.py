@@ -5,8 +5,9 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,14 @@ from rich.text import Text
 
 from manifoldagg._io import check_matplotlib
 from manifoldagg._signals import graceful_shutdown
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, renamed_arguments
 from manifoldagg.cli._config_runner import run_config
 from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import fold_names, new_table
+from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments.compare import Comparison, compare
 from manifoldagg.experiments.datasets import load_dataset
+from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
@@ -33,6 +36,9 @@ from manifoldagg.simulation.executors.executor import processes
 from manifoldagg.simulation.stable_repr import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
+
+OPTION_NAMES = {"num_updates": "updates", "eval_every": "eval-every", "task_cost": "task-cost"}
+"""The options whose names differ from those of the arguments of `compare`."""
 
 
 def compare_command(
@@ -60,9 +66,10 @@ def compare_command(
         str,
         typer.Option(
             help="What to compare, separated by commas: rules in lower case, with options, such as "
-            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value`, a rule of your own."
+            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value`, a rule of your own. An "
+            "object of your own is the value of an option: `asynccorrected:correction=my_module:MyCorrection`."
         ),
-    ] = "fedasync,fedortho,asynckrylov,asyncbezier",
+    ] = "fedasync:weighted=True,fedortho,asynckrylov,asyncbezier",
     rate: Annotated[
         list[str] | None,
         typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
@@ -73,7 +80,7 @@ def compare_command(
     holdout: Annotated[
         float | None,
         typer.Option(
-            help="Which part of each client's samples is the test set.  [default: the data's test split, or 0.2]",
+            help="The part of each client's samples in the test set.  [default: the data's test split, or 0.2]",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +90,7 @@ def compare_command(
             help="Test on this part of the training samples instead, to choose settings without the test set."
         ),
     ] = 0.0,
-    batch: Annotated[int, typer.Option(help="Samples a minibatch.")] = 16,
+    batch: Annotated[int, typer.Option(help="The number of samples in a minibatch.")] = 16,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -109,21 +116,23 @@ def compare_command(
     ] = "fixed",
     concurrency: Annotated[
         int | None,
-        typer.Option(help="How many clients train at the same time.  [default: all of them]", show_default=False),
+        typer.Option(
+            help="The number of clients that train at the same time.  [default: all of them]", show_default=False
+        ),
     ] = None,
     tune: Annotated[
         bool,
         typer.Option(
             "--tune",
-            help="Search each method's global rate first, alike for all, on other seeds and validation samples. What "
-            "is tried is kept in --out, in `.tuned`.",
+            help="Search each method's global rate first, in the same way for all, on other seeds and validation "
+            "samples. Finished runs are stored in --out, in `.tuned`.",
         ),
     ] = False,
     tune_seeds: Annotated[int, typer.Option(help="Repetitions of each rate that --tune tries.")] = 3,
-    jobs: Annotated[
-        int, typer.Option(help="Processes that train. The results are the same, however many there are.")
+    jobs: Annotated[int, typer.Option(help="The number of processes that train. The results do not depend on it.")] = 1,
+    eval_every: Annotated[
+        int, typer.Option(help="Evaluate the model after this many updates, and after the last.")
     ] = 1,
-    eval_every: Annotated[int, typer.Option(help="Evaluate the model after so many updates, and after the last.")] = 1,
     target: Annotated[
         float | None,
         typer.Option(
@@ -141,9 +150,7 @@ def compare_command(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on where a comparison of the same settings was interrupted, with the same results."
-        ),
+        typer.Option("--resume", help="Resume an interrupted comparison of the same settings, with the same results."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -155,23 +162,30 @@ def compare_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A TOML file with a table for each comparison, and `[defaults]`: options by their long names. Those "
-            "of the command line go before. Reports are named after the tables.",
+            help="A TOML file with a table for each comparison, and `[defaults]`: options by their long names. Options "
+            "on the command line override the file. Reports are named after the tables.",
             show_default=False,
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Which tables of --config, separated by commas; may be repeated.")
+        list[str] | None, typer.Option(help="The tables of --config to run, separated by commas; may be repeated.")
     ] = None,
 ) -> None:
     """Compare methods in virtual time, on equal terms.
 
-    Every method sees the same split and the same initial model, and those that ask clients in the same way see the same
-    order of events. By default two workers train the clients' models, out of a queue that favours clients with little
-    data; a client starts again from the server's model as soon as it has returned its update. Its new task waits in
-    the queue, which causes staleness.
+    Every method has the same split and the same initial model. Methods with the same sampler have the same order of
+    events. By default, two workers train the clients' models, from a queue that favours clients with little data. A
+    client gets the server's model again as soon as it has returned its update. Its new task waits in the queue, which
+    causes staleness.
 
-    Names take options, `name:option=value,option=value`; an error message suggests the nearest valid name.
+    Names accept options, `name:option=value,option=value`. The error for an unknown name suggests the nearest one.
+
+    A value that has a name may also be an object of your own, `module:name`: a rule, a correction (`correction=`), a
+    trainer (`trainer=`), delays, a scheduler, an availability trace, a partition or a data set.
+
+    Default rates were tuned with 30 clients in flight. For other numbers, the command scales them in proportion to the
+    stability limit and prints the scaled rates. It does not scale rates that --rate or --methods set, and --tune begins
+    at the unscaled rates.
 
     Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
     bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
@@ -182,12 +196,16 @@ def compare_command(
     if config is not None:
         return run_config(context, config, only or [])
     if only:
-        raise typer.BadParameter("it chooses tables of --config, which is not given", param_hint="--only")
+        raise ArgumentError("only: expected --config, whose tables it selects")
     # Where a module of the user's is looked for, as by `python -m`.
     sys.path.insert(0, "")
-    chosen = methods_by_name(methods, rate or [])
+    scaled: list[str] = []
+    if tune:
+        chosen = methods_by_name(methods, rate or [])
+    else:
+        chosen, scaled = methods_with_scaled_rates(methods, rate or [], clients=clients, concurrency=concurrency)
     if name is not None and (os.sep in name or name in ("", ".", "..")):
-        raise typer.BadParameter(f"expected the name of a folder, got {name!r}", param_hint="--name")
+        raise ArgumentError(f"name: expected the name of a folder in --out, got {name!r}")
     problem = load_dataset(data, model)
     check_matplotlib()
     settings: dict[str, Any] = {
@@ -222,7 +240,9 @@ def compare_command(
         for line in _resume_notices(unfinished, resume):
             say.print(line, highlight=False, markup=False, soft_wrap=True)
         with ExitStack() as shown:
-            advance = _progress_bars(say, num_updates, shown)
+            shown.enter_context(_stability_warnings())
+            shown.enter_context(renamed_arguments(OPTION_NAMES))
+            advance = _progress_bars(say, num_updates, shown, scaled)
             comparison = compare(
                 problem,
                 chosen,
@@ -260,8 +280,32 @@ def _resume_notices(progress_folder: Path, resume: bool) -> list[str]:
     return [f"{progress_folder} is started anew; --resume would continue it"] if progress_folder.exists() else []
 
 
-def _progress_bars(console: Console, num_updates: int, stack: ExitStack) -> Callable[[str, int], None]:
-    """What moves a bar on for each method and seed; there are bars, until `stack` closes, once one of them moves."""
+@contextmanager
+def _stability_warnings() -> Iterator[None]:
+    """Print each different `StabilityWarning` once, as one line on stderr."""
+    printed: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **others: Any) -> None:
+        if not issubclass(category, StabilityWarning):
+            show_other(message, category, *place, **others)
+        elif str(message) not in printed:
+            printed.add(str(message))
+            error_console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", StabilityWarning)
+        show_other, warnings.showwarning = warnings.showwarning, show
+        yield
+
+
+def _progress_bars(
+    console: Console, num_updates: int, stack: ExitStack, notices: Sequence[str]
+) -> Callable[[str, int], None]:
+    """Return a callback that advances the bar of a method and a seed.
+
+    The first call prints the notices and shows the bars, until `stack` closes: an invalid setting prints its error
+    alone.
+    """
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
         progress.BarColumn(),
@@ -274,6 +318,8 @@ def _progress_bars(console: Console, num_updates: int, stack: ExitStack) -> Call
 
     def advance(method: str, seed: int) -> None:
         if not tracks:
+            for line in notices:
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
             stack.enter_context(bars)
         if (method, seed) not in tracks:
             tracks[method, seed] = bars.add_task(f"{method}, seed {seed}", total=num_updates)

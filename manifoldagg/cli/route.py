@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manifoldagg._signals import graceful_shutdown
-from manifoldagg._validation import check_choice
+from manifoldagg._validation import check_choice, check_count
 from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import new_table
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
@@ -49,6 +49,7 @@ def route_command(
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
     with graceful_shutdown():
         check_output_path(out)
+        check_count("updates", num_updates)
         clients = read_rates(rates)
         bound = objective_bound(objective, clients.rates, concurrency, num_updates=num_updates, **constants)
         plan = make_plan(clients, bound)

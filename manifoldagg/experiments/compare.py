@@ -1,6 +1,7 @@
 """Comparison of methods on the same federations: equal data, initial models and event order for each seed."""
 
 import statistics
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
 from manifoldagg.curves import Bezier, Plane, plane
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.federated import Server
@@ -61,14 +63,25 @@ class Comparison:
     """The results of `compare`.
 
     Attributes:
-        settings: everything that the results follow from.
-        runs: by method, one run a seed.
-        landscape: of the first method that learns curves; `None` if none does.
+        settings: all settings that determine the results.
+        runs: the runs of each method, one for each seed.
+        landscape: the loss over the planes of a curve, for the first method that learns curves; else `None`.
     """
 
     settings: dict[str, Any]
     runs: dict[str, list[RunResult]]
     landscape: Landscape | None = field(compare=False)
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return format_result(
+            self,
+            data=settings["data"]["name"],
+            clients=settings["clients"],
+            updates=settings["num_updates"],
+            seeds=len(settings["seeds"]),
+            final_accuracy={name: row["final_mean"] for name, row in self.summary().items()},
+        )
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
         """Return a table row for each method, with means and sample standard deviations over the seeds."""
@@ -157,8 +170,11 @@ def compare(
 
     Raises:
         ArgumentError: naming the argument that does not fit.
-        CheckpointError: if what is in `folder` is of other settings or versions, naming the first difference, or is not
-            what was kept.
+        CheckpointError: if `folder` has another comparison, other versions or a damaged file, naming the first
+            difference.
+
+    Warns:
+        StabilityWarning: once for each run with a step above the stability limit, but not with `tuning`.
     """
     check_count("seeds", seeds)
     check_count("num_updates", num_updates)
@@ -260,6 +276,10 @@ def compare(
             return over
 
         with ExitStack() as held:
+            if tuning is not None:
+                # A tuned rate is the best that was tried with this concurrency.
+                held.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", StabilityWarning)
             kept = (
                 None
                 if folder is None

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.spec_parser import choose
 
@@ -60,7 +61,7 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArgumentError(f"config: {path} cannot be read: {error}") from None
+        raise ArgumentError(f"config: {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
     for name, table in tree.items():
@@ -112,5 +113,5 @@ def _format_value(where: str, option: Option, value: Any) -> str:
         if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
             return ",".join(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ArgumentError(f"{where}: expected {expected}, got {value!r}")
+        raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}")
     return str(value)

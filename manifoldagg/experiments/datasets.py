@@ -19,6 +19,7 @@ from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
 from manifoldagg.simulation.dataset import LabelledDataset, Signature
 from manifoldagg.simulation.spec_parser import (
+    MODULE_NAME,
     Reader,
     Spec,
     choose,
@@ -34,6 +35,16 @@ __all__ = ["digits", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 NPZ_ARRAYS = ("inputs", "labels", "user_ids", "test_mask")
 SHAKESPEARE_FILES = ("input.txt", "shakespeare.txt")
 """Names that a text of plays has in a folder."""
+IDX_NAMES = ("mnist", "fashion-mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmnist")
+"""Names of data sets in the IDX format that a user may expect to exist."""
+USAGE = {
+    "idx": "idx:FOLDER, with the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
+    "t10k-labels-idx1-ubyte (gzipped or not) in FOLDER",
+    "shakespeare": "shakespeare:FILE, where FILE is a text of plays, such as input.txt of tiny Shakespeare",
+    "leaf": "leaf:FOLDER, with the folders train and test of LEAF's JSON files in FOLDER",
+    "npz": "npz:FILE, where FILE has the arrays inputs and labels",
+}
+"""The usage of the data sets that are read from files."""
 MAX_CLASSES = 2**31
 """Labels and tokens are smaller."""
 
@@ -134,7 +145,7 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
     if place.is_dir():
         names = [name for name in SHAKESPEARE_FILES if (place / name).is_file()]
         if not names:
-            raise ArgumentError(f"path: {place}: expected {' or '.join(SHAKESPEARE_FILES)} in it; none is there")
+            raise ArgumentError(f"path: {place}: expected a file {' or '.join(SHAKESPEARE_FILES)} in it")
         place = place / names[0]
     text = _read_text(place)
     said: dict[str, list[str]] = {}
@@ -338,10 +349,16 @@ def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
     chosen = parse_spec("data", source)
     if chosen.name in DATASETS:
         read = DATASETS[chosen.name]
+        if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
+            raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
         return partial(read, f"data: {chosen.name}", chosen.options)
     if list(chosen.options) == [""]:
         return partial(_user_dataset, chosen)
-    choose("data", "data set", chosen.name, DATASETS)
+    if chosen.name.lower() in IDX_NAMES:
+        raise ArgumentError(f"data: expected {USAGE['idx']}, got {source!r}; the library does not download data")
+    if chosen.name.lower() == "femnist":
+        raise ArgumentError(f"data: expected {USAGE['leaf']}, got {source!r}; the library does not download data")
+    choose("data", "data set", chosen.name, [*DATASETS, MODULE_NAME])
     raise AssertionError
 
 

@@ -55,7 +55,8 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
     check_count("dense", dense)
     if len(signature.shape) != 3 or min(signature.shape[1:]) < 4:
         raise ArgumentError(
-            f"signature: expected images (channels, height, width) from 4 x 4 on, got {signature.shape}"
+            "expected a data set of images (channels, height, width) of at least 4 x 4 pixels, got inputs of shape "
+            f"{signature.shape}; use mlp"
         )
     channels, height, across = signature.shape
     layers: list[nn.Module] = []
@@ -167,9 +168,11 @@ class _Transformer(nn.Module):
 
 def _check_numbers(signature: Signature) -> None:
     if signature.tokens:
-        raise ArgumentError("signature: expected inputs of numbers, got tokens; gru and transformer take these")
+        raise ArgumentError("expected a data set of numbers, got a data set of tokens; use gru or transformer")
 
 
 def _check_tokens(signature: Signature) -> None:
     if not signature.tokens or len(signature.shape) != 1:
-        raise ArgumentError(f"signature: expected sequences of tokens, got numbers {signature.shape}; mlp takes these")
+        raise ArgumentError(
+            f"expected a data set of token sequences, got inputs of shape {signature.shape}; use mlp or cnn"
+        )

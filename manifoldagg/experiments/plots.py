@@ -182,14 +182,12 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """Draw the planes of one curve below one another, each with its own scale."""
+    """Draw the planes of one curve below one another, each with its own scale, and one legend below the last."""
     figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
         said, drawn = plane
-        drawn.plot(axes, label="cross-entropy")
+        drawn.plot(axes, label="cross-entropy", legend=i == len(planes) - 1)
         axes.set_title(f"({chr(97 + i)}) {_escape_math(said)}", fontsize="medium")
-        if i == 0:
-            axes.legend(loc="best", fontsize="small", framealpha=0.9)
     figure.suptitle(_label(title, 2 * LABEL_WIDTH), fontsize="medium")
     # Where axes are equal the layout does not know how wide a plot will be.
     figure.savefig(path, bbox_inches="tight")

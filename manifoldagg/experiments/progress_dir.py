@@ -83,7 +83,7 @@ class ComparisonProgress:
                 self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
                 self._resources = held.pop_all()
         except OSError as error:
-            raise ArgumentError(f"folder: {folder} cannot be written: {error}") from error
+            raise ArgumentError(f"folder: {folder} cannot be written: {error.strerror or error}") from error
 
     def __enter__(self) -> "ComparisonProgress":
         return self

@@ -107,7 +107,7 @@ def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
     for name in names:
         if (folder / name).is_file():
             return read_idx(folder / name), folder / name
-    raise ArgumentError(f"folder: {folder}: expected one of {', '.join(names)}; none is there")
+    raise ArgumentError(f"folder: {folder}: expected one of the files {', '.join(names)} in it")
 
 
 def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from manifoldagg import corrections, curves
-from manifoldagg._validation import check_number
+from manifoldagg._validation import check_number, short_repr
 from manifoldagg.corrections import Correction
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness
 from manifoldagg.federated import clients as trainers
 from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.spec_parser import (
+    MODULE_NAME,
     OptionReaders,
     Reader,
     Spec,
@@ -28,13 +29,16 @@ from manifoldagg.simulation.spec_parser import (
     choose,
     error_context,
     import_object,
+    merge_module_name,
     parse_kwargs,
+    parse_literal,
     parse_spec,
     parse_specs,
     reader,
+    user_object,
 )
 
-__all__ = ["RULES", "TRAINERS", "MethodDefaults", "method", "methods"]
+__all__ = ["RULES", "TRAINERS", "MethodDefaults", "method", "methods", "parse_methods"]
 
 TRIAL_CLIENTS = range(10_000)
 """The number of clients in a trial construction of a rule."""
@@ -166,21 +170,23 @@ RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate
 def method(text: str, rate: float | None = None) -> Method:
     """Build the named method with its options: fields of the rule or of its trainer.
 
-    An option of both is the rule's; `trainer.rate` is the trainer's. `trainer=` chooses another. Options whose values
-    are objects take their names in lower case, and theirs with a dot: `staleness=hinge,staleness.a=5`,
-    `rate=cosine,rate.start=3`, `correction=orthodyn`, `optimizer=sgd,optimizer.momentum=0.9`, `sharpness=sam`,
-    `dominance=true`, `routing=uniform`, `rule=fedbuff` of momentum.
+    An option that both have is the rule's option. `trainer.rate` is an option of the trainer, and `trainer=` selects
+    another trainer. An option whose value is an object accepts the name of the object in lower case. Options of the
+    object have a dot: `staleness=hinge,staleness.a=5`, `rate=cosine,rate.start=3`, `correction=orthodyn`,
+    `optimizer=sgd,optimizer.momentum=0.9`, `sharpness=sam`, `dominance=true`, `routing=uniform`.
 
-    `module:name` is a rule in a Python module of your own, a class or a function that makes one, or a
-    [`Method`][manifoldagg.simulation.Method]; its options come after another colon. Where nothing else is said, its
-    trainer is that of `fedasync`.
+    `module:name` is an object in a Python module of your own. As a method, it is a rule, a class or a function that
+    makes a rule, or a [`Method`][manifoldagg.simulation.Method]; its options come after another colon, and its default
+    trainer is that of `fedasync`. As the value of an option, it is an instance, a class, or a function that makes an
+    instance: `correction=my_module:MyCorrection,correction.strength=2`. A function of one required argument is itself
+    the value of `staleness`, `rate` and `steps`.
 
     Args:
         text: such as `"fedortho"`, `"asyncbezier:threshold=auto,degree=3"` or `"my_module:Signs:rate=0.1"`.
-        rate: the global rate, where `text` has none.
+        rate: the global rate, if `text` does not set one.
 
     Raises:
-        ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
+        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> method("fedortho", rate=3.0).rule.rate
@@ -191,7 +197,7 @@ def method(text: str, rate: float | None = None) -> Method:
         >>> method("manifoldagg.federated.rules:FedAsync:rate=0.5").name
         'FedAsync(rate=0.5)'
     """
-    chosen = _merge_module_name(parse_spec("methods", text))
+    (chosen,) = parse_methods([text])
     given = {} if rate is None else {_rate_option(chosen): repr(check_number("rate", rate, above=0))}
     return _build_method(chosen, {**given, **chosen.options})
 
@@ -211,8 +217,7 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
         >>> [method.name for method in methods("fedasync,asyncbezier:threshold=auto,degree=3,fedgs")]
         ['FedAsync', 'AsyncBezier(threshold=auto, degree=3)', 'FedGS']
     """
-    given = parse_specs("methods", names) if isinstance(names, str) else [parse_spec("methods", name) for name in names]
-    listed = list(map(_merge_module_name, given))
+    listed = parse_methods(names)
     if not listed:
         raise ArgumentError(f"methods: expected some of {', '.join(_rule_classes())}; got none")
     found = {}
@@ -237,24 +242,21 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
     return list(found.values())
 
 
+def parse_methods(names: Sequence[str] | str) -> list[Spec]:
+    """Split the names of methods, as `methods` takes them, into names and options.
+
+    Example:
+        >>> [spec.name for spec in parse_methods("fedasync:rate=0.5,my_module:Signs:rate=0.1")]
+        ['fedasync', 'my_module:Signs']
+    """
+    given = parse_specs("methods", names) if isinstance(names, str) else [parse_spec("methods", name) for name in names]
+    known = _rule_classes()
+    return [spec if spec.name in known else merge_module_name("methods", spec) for spec in given]
+
+
 def _defaults(name: str) -> MethodDefaults:
     """What a rule has where nothing is said; one that nobody has tried on the digits, plain local training."""
     return RULES.get(name, MethodDefaults("local"))
-
-
-def _merge_module_name(chosen: Spec) -> Spec:
-    """With the whole of `module:name` as the name, and what comes after another colon as the options."""
-    if chosen.name in _rule_classes() or not chosen.options:
-        return chosen
-    (option, text), *others = chosen.options.items()
-    name, colon, rest = map(str.strip, (option or text).partition(":"))
-    if option and not colon:
-        return chosen
-    whole = f"{chosen.name}:{name}"
-    first = {rest: text} if option else {"": rest} if rest else {}
-    if twice := first.keys() & dict(others):
-        raise ArgumentError(f"methods: {whole}: {twice.pop()} is given twice")
-    return Spec(whole, first | dict(others))
 
 
 def _template(name: str, options: Mapping[str, str]) -> MethodTemplate:
@@ -292,7 +294,11 @@ def _rebuild(value: Any) -> Factory:
 
 
 def _trainer_factory(where: str, name: str, trainer_options: Mapping[str, Any] | None = None) -> Factory:
-    """How the trainer of a name is made."""
+    """Return the factory of a named trainer, or of `module:name`: a class, a function that makes one, or a trainer."""
+    module, colon, own = map(str.strip, name.partition(":"))
+    if colon and module not in TRAINERS:
+        found = import_object(f"{where}: trainer", module, own, "a trainer")
+        return Factory(found, {}) if isinstance(found, type) or inspect.isroutine(found) else _rebuild(found)
     choose(where, "trainer", name, TRAINERS)
     return Factory(_trainer_classes()[name], {**TRAINERS[name], **(trainer_options or {})})
 
@@ -310,7 +316,7 @@ def _build_method(chosen: Spec, options: Mapping[str, str]) -> Method:
             if not tail:
                 raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
             parts["trainer"][tail] = text
-        elif choose(where, "option", head, ["trainer", *mine, *theirs]) in mine:
+        elif choose(where, "option", head, dict.fromkeys(["trainer", *mine, *theirs])) in mine:
             parts["rule"][option] = text
         else:
             parts["trainer"][option] = text
@@ -325,18 +331,31 @@ def _build_method(chosen: Spec, options: Mapping[str, str]) -> Method:
         by_hand = False
     else:
         by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
-    rule = _build_per_clients(where, base.rule.make, parts["rule"], base.rule.options)
+    defaults = dict(base.rule.options)
+    weighted = parts["rule"].get("weighted", "")
+    if "weighted" in defaults and weighted and parse_literal(weighted) != defaults["weighted"] and not by_hand:
+        # The tuned rate belongs to the tuned weighting: without weights it would be N times too large.
+        defaults.pop(rate, None)
+    rule = _build_per_clients(where, base.rule.make, parts["rule"], defaults)
     if not (callable(rule) or isinstance(rule, Rule)):
-        raise ArgumentError(f"{where}: expected a rule, what makes one, or a Method; got {type(rule).__name__}")
+        raise ArgumentError(
+            f"{where}: expected a rule, a class or function that makes one, or a Method, got {short_repr(rule)}"
+        )
     trainer: Trainer = build(
         where, base.trainer.make, parts["trainer"], option_readers=OPTION_READERS, defaults=base.trainer.options
     )
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(
+            f"{where}: trainer: expected a trainer, or a class or function that makes one, got {short_repr(trainer)}"
+        )
     return Method(label, rule, trainer, None if by_hand else rate or None)
 
 
 def _trainer_name(name: str, options: Mapping[str, str]) -> str:
     """The name of the trainer that a rule has where none is named."""
     if "rule" in options:
+        if options["rule"].partition(":")[0] not in _rule_classes() and ":" in options["rule"]:
+            return "local"
         return _trainer_name(choose(f"methods: {name}", "rule", options["rule"], _rule_classes()), {})
     return "calibrated" if options.get("protocol") == "client" else _defaults(name).trainer
 
@@ -394,7 +413,7 @@ def _read_shares(path: str) -> dict[int, float]:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             return {int(row["client"]): float(row["share"]) for row in csv.DictReader(file)}
     except OSError as error:
-        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+        raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ArgumentError(f"path: {path}: expected numbers in the columns client and share: {error}") from None
 
@@ -416,13 +435,56 @@ def _correction_classes() -> dict[str, Any]:
     return found
 
 
+def _user_reader(noun: str, kind: Any = None, num_arguments: int = 0) -> dict[str, Reader]:
+    """Return the reader of `module:name` for an option.
+
+    Args:
+        noun: the meaning of the option.
+        kind: the class of its values; `None` if the rule or the trainer checks them.
+        num_arguments: the number of arguments of a function that is a value itself; 0 if functions make values.
+    """
+
+    def read(where: str, options: Mapping[str, str]) -> Any:
+        given = dict(options)
+        text = given.pop("")
+        made = user_object(where, text, given, noun=noun, num_arguments=num_arguments, option_readers=OPTION_READERS)
+        if kind is not None and not isinstance(made, kind):
+            raise ArgumentError(f"{where}: expected {noun}, or a class or function that makes one, got {_made(made)}")
+        return made
+
+    return {MODULE_NAME: read}
+
+
+def _made(value: Any) -> str:
+    """Describe a value for a message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else short_repr(value)
+
+
+def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
+    given = dict(options)
+    module, _, name = given.pop("").partition(":")
+    found = import_object(where, module.strip(), name.strip(), "an optimizer")
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ArgumentError(f"{where}: expected a class of optimizers, got {_made(found)}")
+    return _build_optimizer(found, where, given)
+
+
 OPTION_READERS: OptionReaders = {
-    **dict.fromkeys(("rate", "steps"), _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine})),
-    "staleness": _readers({name: getattr(staleness, name) for name in staleness.__all__}),
-    "correction": _readers(_correction_classes()),
+    **dict.fromkeys(
+        ("rate", "steps"),
+        _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine})
+        | _user_reader("a schedule", num_arguments=1),
+    ),
+    "staleness": _readers({name: getattr(staleness, name) for name in staleness.__all__})
+    | _user_reader("a function of the staleness", num_arguments=1),
+    "correction": _readers(_correction_classes()) | _user_reader("a correction", Correction),
     "dominance": {"true": _build_dominance},
-    "routing": {"uniform": lambda where, options: build(where, UniformShares, options), "file": reader(_read_shares)},
-    "rule": {name: partial(_build_rule, name) for name in _rule_classes()},
+    "routing": {
+        "uniform": lambda where, options: build(where, UniformShares, options),
+        "file": reader(_read_shares),
+        **_user_reader("a mapping from clients to shares", Mapping),
+    },
+    "rule": {name: partial(_build_rule, name) for name in _rule_classes()} | _user_reader("a rule", Rule),
     "optimizer": {
         name: partial(_build_optimizer, make)
         for name, make in (
@@ -432,10 +494,12 @@ OPTION_READERS: OptionReaders = {
             ("rmsprop", torch.optim.RMSprop),
             ("adagrad", torch.optim.Adagrad),
         )
-    },
-    "sharpness": _readers({"SAM": curves.SAM, "ASAM": curves.ASAM}),
-    "proximal": _readers({"LorentzProximal": trainers.LorentzProximal}),
-    "local": {name: partial(_build_trainer, name) for name in ("local", "proximal", "trajectory")},
-    "trainer": {name: partial(_build_trainer, name) for name in TRAINERS},
+    }
+    | {MODULE_NAME: _user_optimizer},
+    "sharpness": _readers({"SAM": curves.SAM, "ASAM": curves.ASAM}) | _user_reader("a perturbation such as SAM"),
+    "proximal": _readers({"LorentzProximal": trainers.LorentzProximal}) | _user_reader("a proximal term"),
+    "local": {name: partial(_build_trainer, name) for name in ("local", "proximal", "trajectory")}
+    | _user_reader("a trainer", Trainer),
+    "trainer": {name: partial(_build_trainer, name) for name in TRAINERS} | _user_reader("a trainer", Trainer),
 }
-"""What the names mean that some options have."""
+"""The readers of the options whose values are objects, by the names of the values."""

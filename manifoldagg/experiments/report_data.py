@@ -325,7 +325,7 @@ def _read_log(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"folders: {path} cannot be read: {error}") from None
+        raise ArgumentError(f"folders: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):
         try:
             tree = json.loads(line)

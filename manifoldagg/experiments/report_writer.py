@@ -70,7 +70,7 @@ def write_combined_report(
             _draw(combined, draft, axis)
             names = sorted(file.name for file in draft.iterdir())
     except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
     first = [name for name in FILES if name in names]
     return [folder / name for name in [*first, *(name for name in names if name not in first)]]
 

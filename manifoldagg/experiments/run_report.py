@@ -45,7 +45,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
             _write_json(draft / FILES[2], comparison.timing() | environment_info())
             _draw(comparison, draft)
     except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error}") from error
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
     return [folder / file for file in FILES if (folder / file).exists()]
 
 
@@ -81,7 +81,7 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
             pass
     except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error}") from None
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from None
 
 
 def _is_report(folder: Path, files: Sequence[str]) -> bool:

@@ -2,14 +2,16 @@
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_number
-from manifoldagg.errors import ArgumentError, DivergenceError, RuleError
+from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, StabilityWarning
 from manifoldagg.experiments.registry import Factory
 from manifoldagg.experiments.tuning_cache import TuningCache, cache_key, cache_path
 from manifoldagg.federated.clients.determinism import single_threaded
@@ -22,7 +24,7 @@ from manifoldagg.simulation.run import Method, RunResult, check_method, run
 from manifoldagg.simulation.schedulers import SchedulerFactory
 from manifoldagg.simulation.spec_parser import error_context
 
-__all__ = ["Search", "Tuning", "line_search", "tail_accuracy", "tune", "with_rate"]
+__all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_rate"]
 
 MAX_DOUBLINGS = 5
 """So many doublings away from where it begins a search ends."""
@@ -94,6 +96,9 @@ class Search:
 
     start: float
     scores: Mapping[int, Sequence[float]]
+
+    def __repr__(self) -> str:
+        return format_result(self, best_rate=self.best_rate, rates=[self.start * 2.0**power for power in self.scores])
 
     @property
     def best_power(self) -> int:
@@ -221,7 +226,7 @@ def tune(
         raise ArgumentError("federations: expected at least one, got none")
     clients = federations[0].trainable_clients
     with error_context(f"methods: {method.name}"):
-        start = _find_rate(method.bind(clients).rule, method.rate_field)
+        start = find_rate(method.bind(clients).rule, method.rate_field)
     if start is None:
         return None
     options: dict[str, Any] = {
@@ -243,7 +248,10 @@ def tune(
         except ValueError:
             return 0.0
         try:
-            return tail_accuracy(run(federation, rated, **options, **scenario, executor=workers, progress=told))
+            with warnings.catch_warnings():
+                # The search goes beyond the stability limit on purpose.
+                warnings.simplefilter("ignore", StabilityWarning)
+                return tail_accuracy(run(federation, rated, **options, **scenario, executor=workers, progress=told))
         except (DivergenceError, RuleError):
             return 0.0
 
@@ -266,7 +274,7 @@ def with_rate(method: Method, rate: float) -> Method:
         2.0
     """
     if method.rate_field is None:
-        raise ArgumentError(f"method: expected one with a rate, got {method!r}")
+        raise ArgumentError(f"method: expected a method with a rate, got {method.name}, whose rate is fixed")
     rule: Any = method.rule
     if callable(rule) and not (isinstance(rule, Factory) or hasattr(rule, "step")):
         return replace(method, rule=RateOverride(rule, method.rate_field, rate))
@@ -285,11 +293,15 @@ class RateOverride:
         return _with_option(self.factory(clients), self.rate_field, self.rate)
 
 
-def _find_rate(rule: Any, rate_field: str | None) -> float | None:
-    """The global rate of a rule, if it is a positive number that can be replaced.
+def find_rate(rule: Any, rate_field: str | None) -> float | None:
+    """Return the global rate of a rule, or `None` if it is not a positive number.
+
+    Args:
+        rule: the rule.
+        rate_field: the path of the field with the rate, such as `"rate"` or `"rule.rate"`; `None` for a fixed rate.
 
     Raises:
-        ArgumentError: if it has no such field; but a rule need not have one that is called `rate`.
+        ArgumentError: if the rule has no such field. A rule without a field called `rate` has no rate.
     """
     if rate_field is None:
         return None

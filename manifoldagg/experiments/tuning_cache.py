@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manifoldagg import __version__
 from manifoldagg._io import atomic_write
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.simulation.federated_dataset import FederatedDataset
@@ -23,7 +24,9 @@ def cache_key(
     """Return all settings but the rate that determine the runs of a search."""
     for name, given in specs.items():
         if given is not None and not isinstance(given, str):
-            raise ArgumentError(f"cache: expected a name for {name}, as functions cannot be identified; got {given!r}")
+            raise ArgumentError(
+                f"cache: expected a name for {name}, as functions cannot be identified; got {short_repr(given)}"
+            )
     task = federations[0].dataset
     return {
         "manifoldagg": __version__,
@@ -70,7 +73,7 @@ class TuningCache:
             if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
                 raise ValueError
         except OSError as error:
-            raise ArgumentError(f"cache: {path} cannot be read: {error}") from error
+            raise ArgumentError(f"cache: {path} cannot be read: {error.strerror or error}") from error
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ArgumentError(f"cache: {path} is not what a search left there; delete it to search anew") from None
         return late
@@ -86,7 +89,7 @@ class TuningCache:
                     + "\n"
                 )
         except OSError as error:
-            raise ArgumentError(f"cache: {self._path} cannot be written: {error}") from error
+            raise ArgumentError(f"cache: {self._path} cannot be written: {error.strerror or error}") from error
 
 
 def _digest(federation: FederatedDataset) -> str:

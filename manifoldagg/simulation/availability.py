@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from manifoldagg._validation import check_choice, check_number
+from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, set_fields
@@ -89,7 +89,7 @@ class AvailabilityTrace(Resumable, Generic[C]):
         changes = list(changes)
         for i, change in enumerate(changes):
             if not isinstance(change, AvailabilityChange):
-                raise ArgumentError(f"changes[{i}]: expected an AvailabilityChange, got {change!r}")
+                raise ArgumentError(f"changes[{i}]: expected an AvailabilityChange, got {short_repr(change)}")
         self._scheduler = scheduler
         self._changes = sorted(changes, key=lambda change: change.time)
         first = {change.client: change.kind for change in reversed(self._changes)}
@@ -242,7 +242,7 @@ def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
                 except ValueError as error:
                     raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+        raise ArgumentError(f"path: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return changes
 
 

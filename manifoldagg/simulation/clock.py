@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.resumable import Resumable
 
@@ -108,7 +108,7 @@ class VirtualClock(Resumable, Generic[T]):
             ArgumentError: if it has happened already, was taken back, or is none.
         """
         if check_count("event_id", event_id, at_least=0) not in self._pending:
-            raise ArgumentError(f"event_id: expected an identifier of a scheduled event, got {event_id!r}")
+            raise ArgumentError(f"event_id: expected an identifier of a scheduled event, got {short_repr(event_id)}")
         self._pending.remove(event_id)
         self._pop_cancelled()
         if len(self._events) > 2 * len(self):

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from manifoldagg._validation import check_number, check_vector
+from manifoldagg._validation import check_number, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
 
 __all__ = [
@@ -65,7 +65,7 @@ class Delay(ABC):
             ArgumentError: if `probability` is outside.
         """
         if check_number("probability", probability, at_least=0, at_most=1) == 1:
-            raise ArgumentError(f"probability: expected a number below 1, got {probability!r}")
+            raise ArgumentError(f"probability: expected a number below 1, got {short_repr(probability)}")
         return self._invert(float(probability))
 
     def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
@@ -193,7 +193,9 @@ class LogNormal(Delay):
         try:
             self._invert(MAX_PROBABILITY)
         except OverflowError:
-            raise ArgumentError(f"mean: expected delays that are finite, got {mean!r} +- {deviation!r}") from None
+            raise ArgumentError(
+                f"mean: expected delays that are finite, got {short_repr(mean)} +- {short_repr(deviation)}"
+            ) from None
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":

@@ -115,7 +115,7 @@ class Empirical(Delay):
                         _parse_round(f"path: {path}, line {rows.line_num}", computation, whole)
                     )
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+            raise ArgumentError(f"path: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if not rounds:
             raise ArgumentError(f"path: {path} has no tasks")
         return {

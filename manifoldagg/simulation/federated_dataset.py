@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from manifoldagg._validation import check_count, check_instance, check_number
+from manifoldagg._validation import check_count, check_instance, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import seeded_model, task_generator
 from manifoldagg.simulation import registry
@@ -100,7 +100,9 @@ class FederatedDataset:
         """
         given = check_dataset(dataset).test_mask is not None
         if given and holdout is not None:
-            raise ArgumentError(f"holdout: expected None, as {dataset.name} has a test split; got {holdout!r}")
+            raise ArgumentError(
+                f"holdout: expected None, as {dataset.name} has a test split; got {short_repr(holdout)}"
+            )
         part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
         check_number("validation", validation, at_least=0, at_most=0.9)
         check_count("batch", batch)
@@ -204,7 +206,7 @@ def _resolve_partition(partition: Partition | str) -> Partition:
     if isinstance(partition, str):
         return registry.partition(partition)
     if not callable(partition):
-        raise ArgumentError(f"partition: expected a function or its name, such as 'iid'; got {partition!r}")
+        raise ArgumentError(f"partition: expected a function or its name, such as 'iid'; got {short_repr(partition)}")
     return partition
 
 

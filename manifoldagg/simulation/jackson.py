@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from manifoldagg._validation import check_count, check_vector
+from manifoldagg._validation import check_count, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.delays import MAX_PROBABILITY, Exponential
 from manifoldagg.simulation.schedulers import Job, Scheduler
@@ -106,7 +106,7 @@ class JacksonNetwork(Scheduler[int]):
     def _service(self, client: int) -> Exponential:
         service = self._services.get(client)
         if service is None:
-            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {client!r}")
+            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {short_repr(client)}")
         return service
 
     def _max_seconds(self, client: int, work: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
@@ -56,7 +57,7 @@ def _rebuild(pickled_factory: bytes, checksum_of: Callable[[Any], int], expected
         value = factory()
     if checksum_of(value) != expected:
         raise ArgumentError(
-            f"dataset: {factory!r} made other data in another process: expected a "
+            f"dataset: {short_repr(factory)} made other data in another process: expected a "
             "deterministic function, and data that is never modified"
         )
     return value

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from manifoldagg._validation import check_choice, check_count
+from manifoldagg._validation import check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
 
@@ -276,7 +276,7 @@ def check_concentration(value: float) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not number >= 0:
-        raise ArgumentError(f"concentration: expected a number >= 0, got {value!r}")
+        raise ArgumentError(f"concentration: expected a number >= 0, got {short_repr(value)}")
     return number
 
 

@@ -1,13 +1,14 @@
 """Registry of schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from manifoldagg._validation import closest_match, renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing.plan import read_rates
 from manifoldagg.simulation import delays as distributions
@@ -26,7 +27,21 @@ from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerFactory
-from manifoldagg.simulation.spec_parser import OptionReaders, Reader, build, choose, parse_kwargs, parse_spec, reader
+from manifoldagg.simulation.spec_parser import (
+    MODULE_NAME,
+    OptionReaders,
+    Reader,
+    Spec,
+    build,
+    choose,
+    import_object,
+    is_importable,
+    merge_module_name,
+    parse_kwargs,
+    parse_spec,
+    reader,
+    user_object,
+)
 from manifoldagg.simulation.trace import read_trace
 
 __all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
@@ -34,6 +49,7 @@ __all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
 UNBOUNDED = 2**62
+CLIENT_FUNCTION = "a function of the clients and a generator that makes it"
 
 
 def scheduler(text: str) -> SchedulerFactory:
@@ -45,6 +61,7 @@ def scheduler(text: str) -> SchedulerFactory:
     | `independent` | `delays`, as of the function below, with a dot before theirs: one second a minibatch by default |
     | `jackson` | `rates`, a number or a CSV file as `manifoldagg route` takes; `tasks`, the most in flight |
     | `replay` | `path` of a trace |
+    | `module:name` | those of a function of your own, beside the clients and the generator |
 
     Raises:
         ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
@@ -64,16 +81,17 @@ def delays(text: str) -> Delay | DelayFactory:
     """Return the named delay for all clients, or with `csv` a function that assigns a measured device to each client.
 
     The distributions of `manifoldagg.simulation.delays` in lower case, with their options; `csv` has those of
-    [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
+    [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is a delay of your own, a class or
+    a function that makes one, or a function of the clients and a generator.
 
     Raises:
-        ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
+        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
     """
-    made: Delay | DelayFactory = _parse("delays", text, DELAY_READERS | {"csv": reader(_empirical)})
+    made: Delay | DelayFactory = _parse("delays", text, DELAY_READERS | {"csv": reader(_empirical)} | USER_DELAYS)
     return made
 
 
@@ -98,20 +116,26 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 def partition(text: str) -> Partition:
     """Return the named partition with its options, for `FederatedDataset.split`.
 
-    They are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`,
-    `cyclic`, `disjoint`.
+    The names are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`,
+    `disjoint`; or `module:name`, a function of your own with the same arguments.
 
     Raises:
-        ArgumentError: naming what is not known, with the nearest right word.
+        ArgumentError: if the name or an option is unknown, with the nearest known name.
 
     Example:
         >>> split = partition("shards:shards_per_client=2")
         >>> [len(part) for part in split([0, 0, 1, 1, 2, 2], 3, generator=np.random.default_rng(0))]
         [2, 2, 2]
     """
-    chosen = parse_spec("partition", text)
     known = {name.removesuffix(SUFFIX): name for name in partitions.__all__ if name.endswith(SUFFIX)}
-    split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
+    chosen = _parse_name("partition", text, known)
+    if ":" in chosen.name:
+        module, _, own = chosen.name.partition(":")
+        split = import_object(f"partition: {chosen.name}", module, own, f"a partition ({', '.join(known)})")
+        if not inspect.isroutine(split):
+            raise ArgumentError(f"partition: {chosen.name}: expected a function, got {short_repr(split)}")
+    else:
+        split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
     taken = ("labels", "clients", "generator", "user_ids")
     return partial(split, **parse_kwargs(f"partition: {chosen.name}", split, chosen.options, excluded=taken))
 
@@ -133,8 +157,32 @@ def parse_workload(
 
 
 def _parse(where: str, text: str, readers: Mapping[str, Reader]) -> Any:
-    chosen = parse_spec(where, text)
+    chosen = _parse_name(where, text, readers)
+    if ":" in chosen.name:
+        return readers[MODULE_NAME](f"{where}: {chosen.name}", {"": chosen.name, **chosen.options})
     return readers[choose(where, where, chosen.name, readers)](f"{where}: {chosen.name}", chosen.options)
+
+
+def _parse_name(where: str, text: str, known: Collection[str]) -> Spec:
+    """Parse a known name or `module:name`, with options."""
+    chosen = parse_spec(where, text)
+    if chosen.name in known or (closest_match(chosen.name, known) is not None and not is_importable(chosen.name)):
+        return chosen
+    return merge_module_name(where, chosen)
+
+
+def _user_reader(noun: str, kind: Any) -> dict[str, Reader]:
+    """Return the reader of `module:name`: an instance, a class, or a function of the clients and a generator."""
+
+    def read(where: str, options: Mapping[str, str]) -> Any:
+        given = dict(options)
+        made = user_object(where, given.pop(""), given, noun=noun or "a known name", num_arguments=2)
+        if not (isinstance(made, kind) or (callable(made) and not isinstance(made, type))):
+            expected = f"{noun}, or {CLIENT_FUNCTION}" if noun else CLIENT_FUNCTION
+            raise ArgumentError(f"{where}: expected {expected}, got {short_repr(made)}")
+        return made
+
+    return {MODULE_NAME: read}
 
 
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
@@ -149,7 +197,7 @@ def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
 
 def _independent(delays: Delay | DelayFactory = Deterministic(1.0)) -> SchedulerFactory:  # noqa: B008
     if not (isinstance(delays, Delay) or callable(delays)):
-        raise ArgumentError(f"delays: expected one by name, such as exponential; got {delays!r}")
+        raise ArgumentError(f"delays: expected one by name, such as exponential; got {short_repr(delays)}")
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         return IndependentClients(delays(clients, generator) if callable(delays) else delays, generator)
@@ -200,7 +248,10 @@ def _empirical(path: str, work: float = 1.0, size_ratio: float = 1.0) -> DelayFa
 
 
 def _churn(up: float | Delay, down: float | Delay, until: float) -> AvailabilityFactory:
-    here, gone = (stay if isinstance(stay, Delay) else Exponential(stay) for stay in (up, down))
+    with renamed_arguments({"mean": "up"}):
+        here = up if isinstance(up, Delay) else Exponential(up)
+    with renamed_arguments({"mean": "down"}):
+        gone = down if isinstance(down, Delay) else Exponential(down)
 
     def make(clients: Clients, generator: np.random.Generator) -> Iterable[AvailabilityChange[int]]:
         return churn(clients, here, gone, until, generator)
@@ -220,15 +271,21 @@ def _delay_readers() -> dict[str, Reader]:
 
 
 DELAY_READERS = _delay_readers()
-DURATION_READERS: OptionReaders = {"up": DELAY_READERS, "down": DELAY_READERS}
+USER_DELAYS = _user_reader("a Delay", Delay)
+DURATION_READERS: OptionReaders = dict.fromkeys(("up", "down"), DELAY_READERS | USER_DELAYS)
 SCHEDULER_READERS: Mapping[str, Reader] = {
     "priority": _priority,
-    "independent": reader(_independent, option_readers={"delays": DELAY_READERS | {"csv": reader(_empirical)}}),
+    "independent": reader(
+        _independent, option_readers={"delays": DELAY_READERS | {"csv": reader(_empirical)} | USER_DELAYS}
+    ),
     "jackson": reader(_jackson),
     "replay": reader(_replay),
+    # A run changes its scheduler, so an instance cannot serve several runs.
+    **_user_reader("", ()),
 }
 AVAILABILITY_READERS: Mapping[str, Reader] = {
     "churn": reader(_churn, option_readers=DURATION_READERS),
     "file": reader(read_changes),
+    **_user_reader("a list of AvailabilityChanges", list | tuple),
 }
 WORKLOAD_READERS = {"scheduler": scheduler, "delays": delays, "availability": availability}

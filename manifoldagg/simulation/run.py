@@ -8,7 +8,8 @@ from typing import Any
 
 from immutables import Map
 
-from manifoldagg._validation import check_choice, check_count, check_instance
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, check_count, check_instance, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy, Rule, Server, Trainer
 from manifoldagg.federated.server.durability.fingerprint import fingerprint
@@ -93,10 +94,10 @@ class RunResult:
 
     Attributes:
         evaluations: the log, in order; the first is before update 1, the last after all updates.
-        trace: (updates), the task of each update; staleness as the server counts it.
-        client_accuracy: of the best model that was evaluated, one for each client with held-out samples.
-        seconds: of wall-clock time, evaluation apart.
-        evaluation_seconds: likewise, of evaluation.
+        trace: (updates), the task of each update, with its staleness as the server counts it.
+        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
+        seconds: the wall-clock time without evaluation.
+        evaluation_seconds: the wall-clock time of evaluation.
     """
 
     evaluations: list[Evaluation]
@@ -104,6 +105,15 @@ class RunResult:
     client_accuracy: list[float]
     seconds: float = field(compare=False)
     evaluation_seconds: float = field(compare=False)
+
+    def __repr__(self) -> str:
+        return format_result(
+            self,
+            updates=len(self.trace),
+            accuracy=self.evaluations[-1].accuracy if self.evaluations else None,
+            evaluations=len(self.evaluations),
+            seconds=self.seconds,
+        )
 
     @property
     def accuracy(self) -> list[float]:
@@ -210,6 +220,9 @@ def run(
         CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
             run, naming the first difference, or scheduler or availability go otherwise than they went.
 
+    Warns:
+        StabilityWarning: once, if the step of an average client is above the stability limit.
+
     Example:
         >>> from manifoldagg.federated import rules, clients
         >>> from manifoldagg.experiments import load_dataset
@@ -225,7 +238,7 @@ def run(
     check_choice("task_cost", task_cost, TASK_COSTS)
     for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
-            raise ArgumentError(f"{name}: expected a function, got {told!r}")
+            raise ArgumentError(f"{name}: expected a function, got {short_repr(told)}")
     check_method("method", method)
     if resume and checkpoint is None:
         raise ArgumentError("resume: expected a `checkpoint` to resume from")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MAX_PROBABILITY, Delay
@@ -209,7 +209,8 @@ class Scheduler(Resumable, Generic[C]):
         """Refuse what would overflow when it is taken up, which may be long after it was dispatched."""
         if not self._max_seconds(client, work) <= MAX_TASK_SECONDS:
             raise ArgumentError(
-                f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got {work!r}"
+                f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got "
+                f"{short_repr(work)}"
             )
 
     def _set_fast_bound(self, slowest: float) -> None:
@@ -281,7 +282,7 @@ class IndependentClients(Scheduler[C]):
         self._delays = {} if isinstance(delays, Delay) else dict(delays)
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
-                raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {delay!r}")
+                raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {short_repr(delay)}")
         # What the clock knows a client's task by.
         self._running: dict[C, int] = {}
         given = [delays] if isinstance(delays, Delay) else self._delays.values()
@@ -321,7 +322,7 @@ def normalize_client(client: Any) -> Any:
         return client
     if isinstance(client, np.integer):
         return int(client)
-    raise ArgumentError(f"client: expected an int or a str, got {client!r}")
+    raise ArgumentError(f"client: expected an int or a str, got {short_repr(client)}")
 
 
 def parse_client(text: str) -> int | str:

@@ -1,11 +1,12 @@
 """A parser of specs, `name:option=value,option=value`, for everything that has a name."""
 
-import importlib
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,6 +14,7 @@ from manifoldagg._validation import closest_match
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = [
+    "MODULE_NAME",
     "OptionReaders",
     "Reader",
     "Spec",
@@ -20,14 +22,19 @@ __all__ = [
     "choose",
     "error_context",
     "import_object",
+    "is_importable",
+    "merge_module_name",
     "parse_kwargs",
     "parse_literal",
     "parse_spec",
     "parse_specs",
     "reader",
+    "user_object",
 ]
 
 T = TypeVar("T")
+MODULE_NAME = "module:name"
+"""The key of the reader for objects in a module of the user, which reads the text itself as the option `""`."""
 LITERALS = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
@@ -141,8 +148,8 @@ def parse_kwargs(
 ) -> dict[str, Any]:
     """Parse options into keyword arguments for `factory`.
 
-    An option with a dot, `staleness.a=0.9`, is one of the value of `staleness`: of the one that is named beside it, or
-    of the default.
+    An option with a dot, `staleness.a=0.9`, is an option of the value of `staleness`: of the named value, or of the
+    default. If the readers of an option include `MODULE_NAME`, its value may also be `module:name`.
 
     Args:
         where: what a complaint begins with.
@@ -195,12 +202,14 @@ def parse_kwargs(
             before: Any = given.get(option)
             if not hasattr(before, "__dataclass_fields__"):
                 raise ArgumentError(f"{here}: expected its name")
-            changed = parse_kwargs(here, type(before), inner, option_readers=option_readers)
+            changed = _replaced_fields(here, before, inner, option_readers)
             with error_context(here):
-                result[option] = replace(before, **changed)
+                result[option] = type(before)(**changed)
             continue
         text = written[option]
-        if text in readers:
+        if ":" in text and MODULE_NAME in readers:
+            result[option] = _read_with_colon(here, text, inner, readers)
+        elif text in readers:
             result[option] = readers[text](here, inner)
         elif inner:
             raise ArgumentError(f"{here}: {text} has no options of its own")
@@ -274,13 +283,13 @@ def import_object(where: str, module: str, name: str, alternative: str) -> Any:
     """Import an object from a user's module by name.
 
     Args:
-        where: what a complaint begins with.
-        module: that can be imported.
-        name: in it.
-        alternative: what has a name without a module.
+        where: the start of an error message.
+        module: the name of the module.
+        name: the name in the module.
+        alternative: what a name without a module means.
 
     Raises:
-        ArgumentError: if there is no such module, it imports one that is not there, or has nothing of that name.
+        ArgumentError: if the module or one of its imports does not exist, or the module does not define the name.
 
     Example:
         >>> import_object("data", "math", "tau", "a data set")
@@ -288,23 +297,117 @@ def import_object(where: str, module: str, name: str, alternative: str) -> Any:
         >>> import_object("data", "maths", "tau", "a data set")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: data: neither a data set nor a module that can be imported
+        manifoldagg.errors.ArgumentError: data: expected a data set or an importable module, got 'maths'
     """
     try:
-        # One with a dot in front is relative to nothing, such as the path of a file.
+        # The name of a relative import, such as the path of a file, begins with a dot.
         found = None if module.startswith(".") else importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
+        if error.name != module and not module.startswith(f"{error.name}."):
             raise ArgumentError(f"{where}: {error}") from error
         found = None
     if found is None:
-        raise ArgumentError(f"{where}: neither {alternative} nor a module that can be imported")
+        raise ArgumentError(f"{where}: expected {alternative} or an importable module, got {module!r}")
     if not hasattr(found, name):
         near = closest_match(name, vars(found))
-        raise ArgumentError(
-            f"{where}: the module has nothing of that name" + (f"; did you mean {near}?" if near else "")
-        )
+        hint = f"; did you mean {near}?" if near else ""
+        raise ArgumentError(f"{where}: expected a name that the module {module} defines, got {name!r}{hint}")
     return getattr(found, name)
+
+
+def is_importable(module: str) -> bool:
+    """Return whether a module of that name exists.
+
+    Example:
+        >>> is_importable("math"), is_importable("maths"), is_importable("./math")
+        (True, False, False)
+    """
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def merge_module_name(where: str, chosen: Spec) -> Spec:
+    """Return `module:name` as the name of a spec, with the options after another colon.
+
+    A spec without a name after the colon is unchanged.
+
+    Raises:
+        ArgumentError: if an option is given twice.
+
+    Example:
+        >>> merge_module_name("methods", parse_spec("methods", "my_module:Signs:rate=0.1"))
+        Spec(name='my_module:Signs', options={'rate': '0.1'})
+    """
+    if not chosen.options:
+        return chosen
+    (option, text), *others = chosen.options.items()
+    name, colon, rest = map(str.strip, (option or text).partition(":"))
+    if option and not colon:
+        return chosen
+    whole = f"{chosen.name}:{name}"
+    first = {rest: text} if option else {"": rest} if rest else {}
+    if twice := first.keys() & dict(others):
+        raise ArgumentError(f"{where}: {whole}: {twice.pop()} is given twice")
+    return Spec(whole, first | dict(others))
+
+
+def user_object(
+    where: str,
+    text: str,
+    options: Mapping[str, str],
+    *,
+    noun: str,
+    num_arguments: int = 0,
+    option_readers: OptionReaders | None = None,
+) -> Any:
+    """Return the object `module:name` in a module of the user, with options.
+
+    | the object | the result |
+    | --- | --- |
+    | a class, or a function that makes an object | its result with the options as keyword arguments |
+    | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
+    | any other object | the object; the options replace fields of a dataclass |
+
+    Args:
+        where: the start of an error message.
+        text: `module:name`.
+        options: the options as text.
+        noun: what the object is, such as `"a correction"`.
+        num_arguments: the number of arguments with which the library calls a function.
+        option_readers: as in [`parse_kwargs`][manifoldagg.simulation.spec_parser.parse_kwargs].
+
+    Raises:
+        ArgumentError: as `import_object` and `build`; if the object rejects the options.
+
+    Example:
+        >>> user_object("staleness", "manifoldagg.federated.staleness:Hinge", {"a": "5"}, noun="a weight")
+        Hinge(a=5, b=4.0)
+    """
+    module, _, name = text.partition(":")
+    found = import_object(where, module.strip(), name.strip(), noun)
+    if not (isinstance(found, type | partial) or inspect.isroutine(found)):
+        kind: Any = type(found)
+        if not options:
+            return found
+        if not is_dataclass(found):
+            raise ArgumentError(f"{where}: expected no options, as {text} is neither a class nor a dataclass")
+        given = _replaced_fields(where, found, options, option_readers)
+        with error_context(where, TypeError, ValueError):
+            return kind(**given)
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:
+        raise ArgumentError(f"{where}: expected a class or a function with a signature, got {text}") from None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one.name for one in parameters if one.default is one.empty and one.kind in kinds]
+    if num_arguments and not isinstance(found, type) and len(required) == num_arguments:
+        bound = parse_kwargs(where, found, options, option_readers=option_readers, excluded=required)
+        return partial(found, **bound) if bound else found
+    given = parse_kwargs(where, found, options, option_readers=option_readers)
+    with error_context(where, TypeError, ValueError):
+        return found(**given)
 
 
 @contextmanager
@@ -315,6 +418,24 @@ def error_context(where: str, *others: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise ArgumentError(f"{where}: {error}") from error
+
+
+def _replaced_fields(
+    where: str, instance: Any, options: Mapping[str, str], option_readers: OptionReaders | None
+) -> dict[str, Any]:
+    """Return the fields of a dataclass as keyword arguments, with options in place of some of them."""
+    before = {one.name: getattr(instance, one.name) for one in fields(instance) if one.init}
+    return parse_kwargs(where, type(instance), options, option_readers=option_readers, defaults=before)
+
+
+def _read_with_colon(where: str, text: str, options: Mapping[str, str], readers: Mapping[str, Reader]) -> Any:
+    """Read `module:name`, or a known name with its first option, such as `csv:measured.csv`."""
+    name, _, first = map(str.strip, text.partition(":"))
+    if name in readers:
+        return readers[name](where, {"": first, **options})
+    if closest_match(name, readers) is not None and not is_importable(name):
+        choose(where, "name", name, readers)
+    return readers[MODULE_NAME](where, {"": text, **options})
 
 
 def _default_arguments(factory: Callable[..., Any]) -> dict[str, Any]:

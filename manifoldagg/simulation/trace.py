@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from manifoldagg._io import atomic_write
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.delays import set_fields
 from manifoldagg.simulation.schedulers import Completion, normalize_client, parse_client
@@ -89,7 +89,7 @@ def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
                         )
                     table.writerow(astuple(record))
     except (OSError, UnicodeEncodeError) as error:
-        raise ArgumentError(f"path: {path} cannot be written: {error}") from None
+        raise ArgumentError(f"path: {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
@@ -126,7 +126,7 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
                         TaskRecord(parse_client(client), work, dispatched, started, finished, int(staleness))
                     )
     except OSError as error:
-        raise ArgumentError(f"path: {path} cannot be read: {error}") from None
+        raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
     except csv.Error as error:
         raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -143,7 +143,7 @@ def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
     records = list(records)
     for i, record in enumerate(records):
         if not isinstance(record, TaskRecord):
-            raise ArgumentError(f"records[{i}]: expected a TaskRecord, got {record!r}")
+            raise ArgumentError(f"records[{i}]: expected a TaskRecord, got {short_repr(record)}")
     return records
 
 

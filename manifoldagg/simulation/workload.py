@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.client_sampling import sampler_for, shorten
@@ -45,7 +46,7 @@ def build_event_loop(
 
     who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM))
     if scheduler is not None and delays is not None:
-        raise ArgumentError("scheduler, delays: expected one of them; delays are those of clients that work alone")
+        raise ArgumentError("delays: expected either a scheduler or delays, got both")
     if delays is not None:
         made: object = IndependentClients(
             _resolve_delays(delays, clients, stream(DELAY_STREAM)), stream(SCHEDULER_STREAM)
@@ -55,12 +56,12 @@ def build_event_loop(
     else:
         made = scheduler(clients, stream(SCHEDULER_STREAM)) if callable(scheduler) else scheduler
     if not isinstance(made, Scheduler):
-        raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {made!r}")
+        raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {short_repr(made)}")
     changes = availability(clients, stream(AVAILABILITY_STREAM)) if callable(availability) else availability or ()
     given: object = changes
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(
-            f"availability: expected AvailabilityChanges, or a function that makes them, got {changes!r}"
+            f"availability: expected AvailabilityChanges, or a function that makes them, got {short_repr(changes)}"
         )
     idle = set(range(len(federation.train))).difference(clients)
     return EventLoop(
@@ -76,7 +77,7 @@ def _resolve_delays(delays: Delays, clients: Clients, generator: np.random.Gener
     if isinstance(made, Delay):
         return made
     if not isinstance(made, Mapping):
-        raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {made!r}")
+        raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {short_repr(made)}")
     missing = [client for client in clients if client not in made]
     if missing:
         raise ArgumentError(f"delays: expected one for each client that takes part; missing for {shorten(missing)}")

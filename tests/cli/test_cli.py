@@ -83,17 +83,62 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
         assert words in done.stderr
 
 
+MINE = """
+from dataclasses import dataclass
+
+from manifoldagg.corrections import Correction
+
+
+@dataclass(frozen=True)
+class Shrink(Correction):
+    strength: float = 1.0
+
+    def coefficients(self, gram, state=None):
+        return gram.identity() / self.strength, state
+"""
+
+
+def test_a_correction_of_a_user_runs_and_default_rates_are_scaled(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    names = "asynccorrected:correction=mine:Shrink,correction.strength=2"
+    done = call("compare", *SMALL, "--methods", names, "--name", "one", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    name = "AsyncCorrected(correction=mine:Shrink, correction.strength=2)"
+    assert f"{name}: default rate 3 scaled to 1.34 for 5 clients and a concurrency of 5" in done.stdout
+    table = f'[one]\nclients = 5\nupdates = 4\nseeds = 2\nmodel = "mlp"\nmethods = "{names}"\n'
+    (tmp_path / "file.toml").write_text(table)
+    again = call("compare", "--config", "file.toml", "--resume", folder=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "is finished" in again.stdout  # settings with the scaled rate are those of the report
+    like = ("--name", "two", "--jobs", "2", "--rate", "1.34", "--json")
+    two = call("compare", *SMALL, "--methods", names, *like, folder=tmp_path)
+    assert two.returncode == 0
+    assert "scaled" not in two.stderr
+    first, second = ((tmp_path / "runs" / one / "results.json").read_bytes() for one in ("one", "two"))
+    assert first == second
+    assert json.loads(first)["settings"]["methods"][name]["rule"].count("Shrink(strength=2)") == 1
+
+
+def test_a_rate_above_the_stability_limit_is_one_line_on_stderr(tmp_path):
+    done = call("compare", *SMALL, "--methods", "fedortho:rate=9,fedasync", "--name", "one", folder=tmp_path)
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: rate: FedOrtho takes a step of size 1, above the stability limit of ")
+
+
 WRONG = [
     (["--methods", "fedasync,sgd"], "methods: no method 'sgd'; did you mean asgd?"),
     (["--methods", "asyncbezier:degre=3"], "methods: asyncbezier: no option 'degre'; did you mean degree?"),
     (["--jobs", "0"], "jobs: expected an integer >= 1, got 0"),
     (["--data", "imagenet"], "data: no data set 'imagenet'; there are digits"),
+    (["--data", "mnist"], "data: expected idx:FOLDER, with the files train-images-idx3-ubyte, "),
+    (["--data", "shakespeare"], "data: expected shakespeare:FILE, where FILE is a text of plays"),
     (["--rate", "-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--rate", "fedasync=-1"], "rate: expected a finite number > 0, got -1.0"),
     (["--clients", "2000"], "error: clients: expected at most one for each of 1797 samples, got 2000"),
     (["--clients", "0"], "clients: expected an integer >= 1, got 0"),
-    (["--updates", "0"], "num_updates: expected an integer >= 1, got 0"),
-    (["--eval-every", "0", "--json"], "eval_every: expected an integer >= 1, got 0"),
+    (["--updates", "0"], "error: updates: expected an integer >= 1, got 0"),
+    (["--eval-every", "0", "--json"], "error: eval-every: expected an integer >= 1, got 0"),
     (["--seeds", "-1"], "seeds: expected an integer >= 1, got -1"),
     (
         ["--partition", "dirichlet:concentration=-0.5"],
@@ -102,7 +147,7 @@ WRONG = [
     (["--partition", "natural"], "error: partition: user_ids: expected the owner of each sample"),
     (
         ["--methods", "fedasync:rate=abc"],
-        "methods: fedasync: rate: expected a number, or one of cyclic, cosine; got 'abc'",
+        "methods: fedasync: rate: expected a number, or one of cyclic, cosine, module:name; got 'abc'",
     ),
     (["--methods", "fedasync:rate=cosin"], "methods: fedasync: no rate 'cosin'; did you mean cosine?"),
     (
@@ -114,7 +159,10 @@ WRONG = [
         "methods: fedgs: optimizer: Invalid momentum value: -3",
     ),
     (["--methods", "fedasync,fedavg:trainer=normalised"], "methods: FedAvg(trainer=normalised): message: expected one"),
-    (["--methods", "fedasync,nowhere:Signs:rate=1"], "methods: nowhere:Signs: neither a method nor a module"),
+    (
+        ["--methods", "fedasync,nowhere:Signs:rate=1"],
+        "methods: nowhere:Signs: expected a method or an importable module",
+    ),
     (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected none in the second phase"),
     (["--methods", "fedasync:trainer.=3"], "methods: fedasync: expected an option of the trainer behind the dot"),
     (["--methods", "fedasync:staleness.=3"], "methods: fedasync: staleness: expected one of its options behind"),
@@ -129,9 +177,17 @@ WRONG = [
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
     (["--availability", "file:nowhere.csv"], "nowhere.csv"),
     (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
-    (["--task-cost", "date"], "task_cost: expected one of fixed, trainer; got 'date'"),
+    (["--task-cost", "date"], "error: task-cost: expected one of fixed, trainer; got 'date'"),
     (["--target", "2"], "target: expected"),
-    (["--name", "a/b"], "--name"),
+    (["--name", "a/b"], "name: expected the name of a folder in --out, got 'a/b'"),
+    (["--only", "digits"], "only: expected --config, whose tables it selects"),
+    (["--concurrency", "0"], "error: concurrency: expected an integer >= 1, got 0"),
+    (
+        ["--methods", "asynccorrected:correction=nowhere:X"],
+        "methods: asynccorrected: correction: expected a correction",
+    ),
+    (["--delays", "exponental:10"], "delays: no delays 'exponental'; did you mean exponential?"),
+    (["--model", "gru"], "model: gru: expected a data set of token sequences"),
     (["--updates", "many"], "--updates"),
     (["--colour", "red"], "--colour"),
 ]

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from torch import nn
 
 from manifoldagg.cli.compare import rejection_lines
-from manifoldagg.errors import ArgumentError
+from manifoldagg.curves import Bezier, plane
+from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments import draw_trace
 from manifoldagg.experiments.compare import compare
-from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_traces
+from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_planes, draw_traces
 from manifoldagg.experiments.registry import method, methods
 from manifoldagg.experiments.run_report import write_report
+from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     AvailabilityChange,
     Exponential,
@@ -82,6 +85,40 @@ def test_lines_that_are_the_same_all_the_way_take_turns(comparison, drawn):
     assert {offset % (3 * on) for offset in offsets} == {0, on, 2 * on}
     # The legend shows what they are elsewhere.
     assert all(handle.get_linestyle() == "-" for handle in drawn[0].legends[0].get_lines())
+
+
+def test_the_planes_of_a_curve_have_a_legend(drawn):
+    flat = plane(
+        Bezier(Flat(2), 2), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]), lambda point: float(point @ point)
+    )
+    draw_planes(Path("plane.png"), {"training data": flat, "held-out data": flat}, title="clusters")
+    first, last = drawn[0].axes
+    assert first.get_legend() is None
+    labels = {text.get_text() for text in last.get_legend().get_texts()}
+    assert {"base model", "client's model", "control point", "learned curve", "chord"} <= labels
+
+
+def test_results_have_a_short_representation(comparison):
+    assert re.fullmatch(
+        r"Comparison\(data='clusters', clients=6, updates=10, seeds=2, final_accuracy=\{'FedAsync': [\d.]+\}\)",
+        repr(comparison),
+    )
+    (one, _) = comparison.runs["FedAsync"]
+    assert re.fullmatch(r"RunResult\(updates=10, accuracy=[\d.]+, evaluations=11, seconds=[\d.e+-]+\)", repr(one))
+
+
+def test_a_run_above_the_stability_limit_warns_once_with_a_lower_rate():
+    options = {"clients": 6, "num_updates": 12, "seeds": 1, "partition": "iid"}
+    with pytest.warns(StabilityWarning) as caught:
+        compare(clusters(), methods("fedortho:rate=5"), **options)
+    (warning,) = caught
+    assert re.fullmatch(
+        r"rate: FedOrtho takes a step of size 0\.8\d+, above the stability limit of 0\.\d+ at a concurrency of [456], so "
+        r"training may diverge; use a lower rate, such as 0\.857, or a lower concurrency",
+        str(warning.message),
+    )
+    # The limit is higher for fewer tasks in flight, and no share of the way to a client's model is above it.
+    compare(clusters(), methods("fedortho:rate=5,fedasync:rate=9"), **options, concurrency=2)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -165,11 +202,12 @@ def test_a_comparison_passes_on_what_its_runs_are_like():
         "task_cost": "trainer",
         "eval_every": 4,
     }
-    found = compare(clusters(), methods(["fedasync", "fedortho"]), clients=6, num_updates=10, seeds=2, **options)
+    chosen = methods(["fedasync", "fedortho"], ["fedortho=0.8"])  # below the stability limit of six clients
+    found = compare(clusters(), chosen, clients=6, num_updates=10, seeds=2, **options)
     split = {"partition": dirichlet(0.5), "seed": 1}
     options["availability"] = [AvailabilityChange(5.0, 1, "leave")]
     assert found.runs["FedOrtho"][1] == run(
-        FederatedDataset.split(clusters(), 6, **split), method("fedortho"), num_updates=10, **options
+        FederatedDataset.split(clusters(), 6, **split), method("fedortho", 0.8), num_updates=10, **options
     )
     assert found.runs["FedAsync"][0].evaluated_at == [0, 4, 8, 10]
     assert (found.settings["eval_every"], found.settings["task_cost"]) == (4, "trainer")

@@ -307,7 +307,7 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
         (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
         (["--config", "two.toml", "--name", "x"], "name: expected no name with --config"),
         (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
-        (["--only", "first"], "--only: it chooses tables of --config"),
+        (["--only", "first"], "only: expected --config, whose tables it selects"),
     ],
 )
 def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, monkeypatch):

@@ -277,7 +277,10 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         assert found.name == "points"
         assert pickle.loads(pickle.dumps(found)).labels.tolist() == found.labels.tolist()
     assert sys.modules["my_data"].made.factory is None
-    for name, said in (("number", "got int"), ("other", "has nothing of that name")):
+    for name, said in (
+        ("number", "got int"),
+        ("other", "expected a name that the module my_data defines, got 'other'"),
+    ):
         with pytest.raises(ArgumentError, match=f"data: my_data:{name}: .*{said}"):
             load_dataset(f"my_data:{name}")
 
@@ -286,15 +289,23 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
     ("source", "model", "said"),
     [
         ("digitz", None, "no data set 'digitz'; did you mean digits"),
-        ("nowhere:task", None, "neither a data set"),
-        ("idx", None, "expected folder="),
-        ("idx:/nowhere", None, "none is there"),
+        ("nowhere:task", None, "or an importable module, got 'nowhere'"),
+        ("idx", None, "^data: expected idx:FOLDER, .* got 'idx'"),
+        (
+            "mnist",
+            None,
+            "^data: expected idx:FOLDER, with the files train-images-idx3-ubyte, .* does not download data",
+        ),
+        ("Fashion-MNIST", None, "^data: expected idx:FOLDER, "),
+        ("femnist", None, "^data: expected leaf:FOLDER, "),
+        ("shakespeare", None, "^data: expected shakespeare:FILE, .* got 'shakespeare'"),
+        ("idx:/nowhere", None, "expected one of the files"),
         ("idx:/nowhere,part=test", None, "part: expected one of"),
         ("npz:/nowhere.npz", None, "cannot be read"),
         ("leaf:/nowhere", None, "it contains no such file"),
         ("shakespeare:/nowhere", None, "cannot be read"),
         ("digits", "cnm", "no model 'cnm'; did you mean cnn"),
-        ("digits", "gru", "model: gru: signature: expected sequences of tokens"),
+        ("digits", "gru", "model: gru: expected a data set of token sequences"),
         ("digits", "cnn:norm=layer", "model: cnn: norm: expected one of"),
         ("digits", "mlp:hidden=0", "model: mlp: hidden"),
         ("digits", "mlp:signature=3", "no option 'signature'"),

@@ -18,6 +18,7 @@ from manifoldagg.experiments.tuning import Tuning, line_search, tail_accuracy, t
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated import rules
 from manifoldagg.federated.schedules import Cosine
+from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.simulation import Exponential, FederatedDataset, Method, iid_partition, run
 from tests.simulation.custom import Plain, Signs
 from tests.simulation.test_run import clusters
@@ -115,13 +116,13 @@ def test_the_last_quarter_counts_however_few_rounds_there_are(federations):
 def test_every_rate_that_there_is_can_be_changed(name):
     chosen = method(name)
     clients = range(6)
-    start = tuning._find_rate(chosen.bind(clients).rule, chosen.rate_field)
+    start = tuning.find_rate(chosen.bind(clients).rule, chosen.rate_field)
     if name == "floco":
         assert start is None
         return
     assert start > 0
     changed = with_rate(chosen, start / 2)
-    assert tuning._find_rate(changed.bind(clients).rule, changed.rate_field) == start / 2
+    assert tuning.find_rate(changed.bind(clients).rule, changed.rate_field) == start / 2
     assert with_rate(changed, start).bind(clients).rule == with_rate(chosen, start).bind(clients).rule
     by_name = method(name, rate=start / 2)
     assert by_name.bind(clients).rule == changed.bind(clients).rule
@@ -207,7 +208,7 @@ def test_what_fails_scores_nothing(federations):
 
 
 def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
-    fedasync = Method("FedAsync(a/b)", rules.FedAsync(2.0), LOCAL)
+    fedasync = Method("FedAsync(a/b)", rules.FedAsync(2.0, weighted=True), LOCAL)
     plain = tune(fedasync, federations, num_updates=6)
     first = tune(fedasync, federations, num_updates=6, cache=tmp_path / "new" / "tuned")
     (file,) = (tmp_path / "new" / "tuned").iterdir()
@@ -218,7 +219,7 @@ def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [1, 7, 30])
 def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatch):
-    fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
+    fedasync = Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)
     left = iter(range(rounds))
     done = []
 
@@ -244,9 +245,9 @@ CHANGES = {
     "scheduler": {"scheduler": "priority:workers=1"},
     "delays": {"delays": "exponential:mean=10"},
     "availability": {"availability": "file:changes.csv"},
-    "rate": {"method": Method("FedAsync", rules.FedAsync(1.0), LOCAL)},
-    "rule": {"method": Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)},
-    "trainer": {"method": Method("FedAsync", rules.FedAsync(2.0), replace(LOCAL, rate=0.02))},
+    "rate": {"method": Method("FedAsync", rules.FedAsync(1.0, weighted=True), LOCAL)},
+    "rule": {"method": Method("FedAsync", rules.FedAsync(2.0, staleness=Polynomial(0.5), weighted=True), LOCAL)},
+    "trainer": {"method": Method("FedAsync", rules.FedAsync(2.0, weighted=True), replace(LOCAL, rate=0.02))},
     "seeds": {"federations": [split(seed=102)]},
     "more seeds": {"federations": [split(), split(seed=102)]},
     "partition": {"partition": "other"},
@@ -267,7 +268,11 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = tmp_path / "changes.csv"
     changes.write_text("time,client,kind\n900,1,leave\n")
-    plain = {"method": Method("FedAsync", rules.FedAsync(2.0), LOCAL), "federations": [split()], "num_updates": 1}
+    plain = {
+        "method": Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL),
+        "federations": [split()],
+        "num_updates": 1,
+    }
 
     def files(**options):
         merged = plain | options
@@ -301,7 +306,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
     ids=["empty", "cut", "list", "key", "other", "number", "word", "tree"],
 )
 def test_a_damaged_file_is_refused(damage, federations, tmp_path):
-    fedasync = Method("FedAsync", rules.FedAsync(2.0), LOCAL)
+    fedasync = Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)
     tune(fedasync, federations[:1], num_updates=1, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(damage(file.read_text()))
@@ -370,7 +375,7 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
             lambda path: tune(method("fedgs"), [split()], num_updates=3, cache=path / "file" / "cache"),
             "cache: .* cannot be written: ",
         ),
-        (lambda path: with_rate(method("fedgs:rate=2"), 2.0), "method: expected one with a rate"),
+        (lambda path: with_rate(method("fedgs:rate=2"), 2.0), "method: expected a method with a rate, got FedGS"),
         (
             lambda path: compare(
                 clusters(), [method("fedgs")], clients=4, num_updates=2, seeds=2, tuning=Tuning(seeds=(1,))

@@ -1,10 +1,14 @@
-"""Rules of one's own, in a module that is called by its name."""
+"""Rules, corrections and other objects of a user, in a module that is named on the command line."""
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from manifoldagg.corrections import Correction
 from manifoldagg.federated import Message, Outcome
 from manifoldagg.federated import clients as trainers
-from manifoldagg.simulation import Method
+from manifoldagg.simulation import AvailabilityChange, Exponential, Method, PriorityScheduler
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,61 @@ signs = Signs(0.2)
 ready = Method("Ready", Signs(0.4), trainers.Local(epochs=3))
 bound = Method("Bound", lambda clients: Signs(1 / len(clients)), trainers.Local(epochs=1))
 number = 3
+
+
+@dataclass(frozen=True)
+class Shrink(Correction):
+    """Divides each displacement by a number, and adds a part of the drift."""
+
+    strength: float = 1.0
+    drift: float = 0.0
+
+    def __post_init__(self):
+        if self.strength <= 0:
+            raise ValueError(f"strength: expected a number > 0, got {self.strength}")
+
+    def coefficients(self, gram, state=None):
+        rows = gram.identity() / self.strength
+        rows[:, gram.num_displacements] = self.drift
+        return rows, state
+
+
+def make_shrink(strength=1.0, *, twice=False):
+    return Shrink(strength * (1 + twice))
+
+
+shrink = Shrink(3.0)
+
+
+def age(staleness, power=0.5):
+    return (1 + staleness) ** -power
+
+
+class SlowSGD(torch.optim.SGD):
+    """An optimizer of a user."""
+
+
+@dataclass(frozen=True)
+class Fixed(trainers.Local):
+    """A trainer of a user."""
+
+    epochs: int = 2
+
+
+def device_delays(clients, generator, mean=2.0):
+    return {client: Exponential(mean * (1 + client)) for client in clients}
+
+
+slow_delay = Exponential(5.0)
+
+
+def one_worker(clients, generator, workers=1):
+    return PriorityScheduler(len(clients), generator, workers=workers)
+
+
+leaves = [AvailabilityChange(5.0, 1, "leave")]
+
+
+def halves(labels, clients, *, generator, first=0.5):
+    count = int(first * len(labels))
+    return [np.arange(count), np.arange(count, len(labels))]

@@ -156,7 +156,7 @@ def test_partitions_have_the_names_of_their_functions():
         (lambda: registry.delays("exponential:mean=-3"), "delays: exponential: mean: expected a finite number > 0, got -3"),
         (lambda: registry.delays("csv:no.csv"), "delays: csv: path: no.csv cannot be read: .*"),
         (lambda: registry.availability("churn:up=1"), "availability: churn: expected down=..., until=..."),
-        (lambda: registry.availability("churn:up=1,down=-1,until=9"), "availability: churn: mean: expected a finite number > 0, got -1"),
+        (lambda: registry.availability("churn:up=1,down=-1,until=9"), "availability: churn: down: expected a finite number > 0, got -1"),
         (lambda: registry.availability("churn:up=1,down=1,until=soon"), "availability: churn: until: .*"),
         (lambda: registry.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
         (lambda: registry.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),

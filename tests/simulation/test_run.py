@@ -32,7 +32,6 @@ from manifoldagg.simulation import (
 )
 from tests.support import draw
 
-
 # The default rates of the methods are tuned for 30 clients, and these tests have fewer.
 pytestmark = pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
 

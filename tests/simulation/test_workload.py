@@ -273,7 +273,7 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ({"progress": 3}, "progress: expected a function, got 3"),
         (
             {"scheduler": lambda c, g: IndependentClients(Deterministic(1.0), g), "delays": Deterministic(1.0)},
-            "scheduler, delays: expected one of them",
+            "delays: expected either a scheduler or delays, got both",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.executors.task_transport import TaskEnvelope, TaskResult, execute
 
@@ -42,7 +42,9 @@ class RestartingExecutor:
 
     def __init__(self, source: Executor | Callable[[], Executor]) -> None:
         if isinstance(source, type) or not (isinstance(source, Executor) or callable(source)):
-            raise ArgumentError(f"executor: expected an Executor, or a function that makes one, got {source!r}")
+            raise ArgumentError(
+                f"executor: expected an Executor, or a function that makes one, got {short_repr(source)}"
+            )
         self._factory = None if isinstance(source, Executor) else source
         self._executor = source if isinstance(source, Executor) else None
         self.num_consecutive_failures = 0
@@ -116,7 +118,7 @@ class RestartingExecutor:
             assert self._factory is not None
             made = self._factory()
             if not isinstance(made, Executor):
-                raise ArgumentError(f"executor: expected a function that makes an Executor, it made {made!r}")
+                raise ArgumentError(f"executor: expected a function that makes an Executor, it made {short_repr(made)}")
             self._executor = made
         return self._executor
 

@@ -1,0 +1,88 @@
+"""Default learning rates of named methods, scaled to the number of clients and the concurrency."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from manifoldagg._validation import check_count
+from manifoldagg.experiments.registry import methods, parse_methods
+from manifoldagg.experiments.tuning import find_rate, with_rate
+from manifoldagg.federated import stability_limit
+from manifoldagg.simulation.run import Method
+
+__all__ = ["methods_with_scaled_rates"]
+
+TUNED_CLIENTS = 30
+"""The number of clients, and the concurrency, with which the rates in `defaults.toml` were tuned."""
+MAX_STEP_SIZE = 0.5
+"""The largest scaled step size. Without staleness the stability limit is 2, but a step size of 1 replaces the model by
+that of one client. In `benchmarks/stability.py`, with two clients in flight, this costs 2 to 16 percentage points."""
+
+
+def methods_with_scaled_rates(
+    names: Sequence[str] | str, rates: Sequence[str] = (), *, clients: int, concurrency: int | None = None
+) -> tuple[list[Method], list[str]]:
+    r"""Build the named methods with default rates scaled to the clients, and return a line for each scaled rate.
+
+    The default rates were tuned with 30 clients in flight. A rule whose rate is multiplied by the weight of a client
+    has the step size $\rho = \text{rate} / N$. The scaled step size is the same part of
+    [`stability_limit`][manifoldagg.federated.stability_limit] as the tuned one, and at most 0.5. The rate of a rule
+    with a buffer is its step size. It is scaled to the same part of the limit if the tuned rate is a larger part.
+
+    These rates are unchanged: rates that `names` or `rates` set, rates of other units, and the rates of user modules.
+
+    Args:
+        names: as in [`methods`][manifoldagg.experiments.registry.methods].
+        rates: as in `methods`.
+        clients: $N$, the number of clients.
+        concurrency: the number of clients that train at the same time; `None` for all.
+
+    Raises:
+        ArgumentError: as `methods`; if `clients` or `concurrency` is not a positive integer.
+
+    Example:
+        >>> chosen, lines = methods_with_scaled_rates("fedortho,fedavg", clients=10)
+        >>> [method.rule.rate for method in chosen]
+        [3.03, 1.0]
+        >>> lines
+        ['FedOrtho: default rate 5 scaled to 3.03 for 10 clients and a concurrency of 10']
+    """
+    chosen = methods(names, rates)
+    check_count("clients", clients)
+    in_flight = clients if concurrency is None else min(check_count("concurrency", concurrency), clients)
+    lines = []
+    for place, (spec, made) in enumerate(zip(parse_methods(names), chosen, strict=True)):
+        # A name with a colon is a rule in a module of the user, whose rate is the user's choice.
+        found = None if ":" in spec.name else _scale_rate(made, clients, in_flight)
+        if found is not None and found[0] != found[1]:
+            chosen[place] = with_rate(made, found[1])
+            lines.append(
+                f"{made.name}: default rate {found[0]:g} scaled to {found[1]:g} for {clients} clients and a "
+                f"concurrency of {in_flight}"
+            )
+    return chosen, lines
+
+
+def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, float] | None:
+    """Return the default and the scaled rate of a method; `None` if its rate is not a multiple of an update."""
+    rule: Any = method.bind(range(clients)).rule
+    rate = find_rate(rule, method.rate_field)
+    while hasattr(rule, "rule"):
+        rule = rule.rule
+    kind = getattr(rule, "rate_kind", "")
+    if rate is None:
+        return None
+    if kind == "step" or (kind == "share" and rule.weighted):
+        part = rate / TUNED_CLIENTS / stability_limit(TUNED_CLIENTS)
+        return rate, _round(clients * min(part * stability_limit(concurrency), MAX_STEP_SIZE))
+    is_synchronous = rule.cohort > 1 and not hasattr(rule, "draw")
+    if kind == "mean" and not is_synchronous:
+        size = getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1
+        # A rate of 1 is the mean of the buffer, so a higher limit is no reason for a higher rate.
+        part = rate / stability_limit(TUNED_CLIENTS, size)
+        return rate, min(rate, _round(part * stability_limit(concurrency, size)))
+    return None
+
+
+def _round(rate: float) -> float:
+    """Round a rate to three significant digits."""
+    return float(f"{rate:.3g}")
