@@ -214,7 +214,7 @@ def test_screenshots_are_not_blank(server, tmp_path):
         ("aggregate", "guide/training_loop/"),
         ("flower", "guide/flower/"),
         ("checkpoint", "guide/fault_tolerance/"),
-        ("rate", "guide/choosing_a_rule/"),
+        ("rate", "guide/rate_and_concurrency/"),
         ("geoopt", "guide/geoopt/"),
         ("install", "guide/install/"),
     ],
