@@ -18,7 +18,7 @@ from torch import nn
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload
-from manifoldagg.federated.rules import AsyncBezier, FedAsync
+from manifoldagg.federated.rules import AsyncKrylov, FedAsync
 
 FOLDER = Path(__file__).parent.parent / "examples" / "http"
 Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
@@ -341,8 +341,8 @@ def test_three_processes_on_the_loopback(tmp_path):
             assert http.get("/status").json() == {"version": 6, "rejected": {}}
         server.end()
         assert server.lines[1:] == ["stopped at version 6"]
-        space = ParameterSpace.of(load_dataset("digits").model())
-        assert Server.resume(file, space, AsyncBezier(rate=0.5)).version == 6
+        model = load_dataset("digits").model()
+        assert Server.resume(file, model, AsyncKrylov(rate=0.75)).version == 6
     finally:
         for process in running:
             process.end()

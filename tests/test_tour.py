@@ -47,5 +47,5 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^(\w+) +(\d\.\d+) on average", done.stdout, flags=re.M)
-    assert [name for name, _ in shown] == ["FedAsync", "FedOrtho", "AsyncBezier"]
+    assert [name for name, _ in shown] == ["FedAsync", "FedOrtho", "AsyncKrylov"]
     assert all(float(value) > 0.5 for _, value in shown)

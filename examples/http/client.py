@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digits = load_dataset("digits")
     batches = Batches(digits.inputs[part::parts], digits.labels[part::parts], 32, np.random.default_rng(part))
-    model, trainer, client_state = digits.model(), clients.Curve(degree=2, epochs=(1, 1), rate=0.01), None
+    model, trainer, client_state = digits.model(), clients.Trajectory(pieces=4, epochs=1, rate=0.01), None
     generator = torch.Generator().manual_seed(part)
     with httpx.Client(base_url=options.url, timeout=30.0) as http:
         space = ParameterSpace.of_spec(ask(http, "GET", "/spec").raise_for_status().json())

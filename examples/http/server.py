@@ -23,10 +23,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg import Server, wire
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated import suggest_rate
+from manifoldagg.federated.rules import AsyncKrylov
 
 
 class Door:
@@ -187,14 +188,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rule = AsyncBezier(rate=0.5)
+    rule = AsyncKrylov(rate=suggest_rate(AsyncKrylov(), num_clients=3, concurrency=3))
     limits: dict[str, Any] = {"timeout": 600.0, "max_in_flight": 100, "max_queued_updates": 4}
     if options.checkpoint and options.checkpoint.exists():
-        server = Server.resume(options.checkpoint, ParameterSpace.of(load_dataset("digits").model()), rule)
+        server = Server.resume(options.checkpoint, load_dataset("digits").model(), rule)
     else:
         server = Server.of(load_dataset("digits").model(), rule, **limits)
-    # Two control points, and as much again for names and for numbers of 64 bits.
-    door = Door(server, limit=16 * server.space.layout.size + 2**16, checkpoint=options.checkpoint)
+    # A path of four float32 models has 16 bytes for each parameter. The rest is a reserve for names and for float64.
+    door = Door(server, limit=32 * server.space.layout.size + 2**16, checkpoint=options.checkpoint)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", options.port))
