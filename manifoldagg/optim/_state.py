@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import short_repr
 from manifoldagg.corrections.frame import PendingSum
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
@@ -139,7 +140,9 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
     elif tree is None or isinstance(tree, str):
         yield name + STRING_SUFFIX, _encode_string(tree or "")
     else:
-        raise RuleError(f"rule: state: {name}: expected numbers, words and what is as long as a model, got {tree!r}")
+        raise RuleError(
+            f"rule: state: {name}: expected a number, a string or a vector of a model, got {short_repr(tree)}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,7 +83,9 @@ class Outer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], rule: Rule, *, lr: float = 1.0) -> None:
         if not getattr(check_rule(rule), "accepts_tensor_lists", False) or any(extra_fields(rule)):
-            raise ArgumentError(f"rule: expected one that works on rows and asks for models alone, got {rule!r}")
+            raise ArgumentError(
+                f"rule: expected one that accepts tensor lists and needs only models, got {type(rule).__name__}"
+            )
         check_number("lr", float(lr), at_least=0)
         self.rule = rule
         self._norm_bounds: dict[Tensor, dict[str, NormBound]] = {}

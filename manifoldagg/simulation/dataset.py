@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_instance
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.lazy_pickle import checksum, reduce_by_factory
@@ -62,6 +63,9 @@ class LabelledDataset:
     user_ids: Tensor | None = None
     test_mask: Tensor | None = None
     factory: "Callable[[], LabelledDataset] | None" = field(init=False, default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return format_result(self, name=self.name, inputs=self.inputs, labels=self.labels, target=self.target)
 
     def __post_init__(self) -> None:
         samples = len(self.inputs)

@@ -387,8 +387,8 @@ def late(rule, **known):
     ("call", "words"),
     [
         (lambda: Outer(parameters(), ASGD), "rule: expected an instance"),
-        (lambda: Outer(parameters(), FedAdam(2)), "rule: expected one that works on rows"),
-        (lambda: Outer(parameters(), AsyncBezier(normalise=True)), "rule: expected one that works on rows"),
+        (lambda: Outer(parameters(), FedAdam(2)), "rule: expected one that accepts tensor lists"),
+        (lambda: Outer(parameters(), AsyncBezier(normalise=True)), "rule: expected one that accepts tensor lists"),
         (lambda: Outer(parameters(), ASGD(), lr=-1.0), "lr: expected"),
         (lambda: Outer(named(), ASGD()), "params: odd: expected a dense floating tensor, got torch.complex64"),
         (lambda: Outer([], ASGD()), "empty parameter list"),
