@@ -6,7 +6,7 @@ from typing import Any
 from manifoldagg._validation import check_count
 from manifoldagg.experiments.registry import methods, parse_methods
 from manifoldagg.experiments.tuning import find_rate, with_rate
-from manifoldagg.federated import stability_limit
+from manifoldagg.federated.stability import is_synchronous, stability_limit, updates_per_step
 from manifoldagg.simulation.run import Method
 
 __all__ = ["methods_with_scaled_rates"]
@@ -74,9 +74,8 @@ def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, 
     if kind == "step" or (kind == "share" and rule.weighted):
         part = rate / TUNED_CLIENTS / stability_limit(TUNED_CLIENTS)
         return rate, _round(clients * min(part * stability_limit(concurrency), MAX_STEP_SIZE))
-    is_synchronous = rule.cohort > 1 and not hasattr(rule, "draw")
-    if kind == "mean" and not is_synchronous:
-        size = getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1
+    if kind == "mean" and not is_synchronous(rule):
+        size = updates_per_step(rule)
         # A rate of 1 is the mean of the buffer, so a higher limit is no reason for a higher rate.
         part = rate / stability_limit(TUNED_CLIENTS, size)
         return rate, min(rate, _round(part * stability_limit(concurrency, size)))

@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.federated.schedules import weight_at
 from manifoldagg.federated.types import check_rule_protocol
 
-__all__ = ["stability_limit", "suggest_rate", "warn_if_unstable"]
+__all__ = ["is_synchronous", "stability_limit", "suggest_rate", "updates_per_step", "warn_if_unstable"]
 
 RATE_KINDS = ("share", "step", "mean")
 """The kinds of rates that are multiples of an update; the others are, for example, lengths of Adam's steps."""
@@ -114,8 +114,7 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
             f"{type(inner).__name__}; search its rate with `manifoldagg compare --tune`"
         )
     if kind == "mean":
-        is_synchronous = inner.cohort > 1 and not hasattr(inner, "draw")
-        return factor * (1.0 if is_synchronous else min(1.0, _buffer_size(inner) / m))
+        return factor * (1.0 if is_synchronous(inner) else min(1.0, updates_per_step(inner) / m))
     if kind == "step":
         return factor * n / (m + 1)
     size = n if inner.weighted else 1
@@ -158,7 +157,7 @@ def warn_if_unstable(
         rho /= weight * num_clients
     if getattr(rule, "overshoot", None) == "clamp":
         rho = min(rho, 1.0)
-    k = _buffer_size(rule)
+    k = updates_per_step(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
     limit = stability_limit(m, k)
     # The mean weight has rounding errors.
@@ -173,6 +172,23 @@ def warn_if_unstable(
     return True
 
 
-def _buffer_size(rule: Any) -> int:
-    """Return the number of updates in each step of a rule."""
+def is_synchronous(rule: Any) -> bool:
+    """Return whether a rule waits for all clients of a cohort, so that no update is stale.
+
+    Example:
+        >>> from manifoldagg.federated.rules import DeFedAvg, FedAvg
+        >>> is_synchronous(FedAvg(5)), is_synchronous(DeFedAvg(5))
+        (True, False)
+    """
+    return rule.cohort > 1 and not hasattr(rule, "draw")
+
+
+def updates_per_step(rule: Any) -> int:
+    """Return the number of updates in each step of a rule.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedAsync, FedBuff
+        >>> updates_per_step(FedBuff(5)), updates_per_step(FedAsync())
+        (5, 1)
+    """
     return int(getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1)
