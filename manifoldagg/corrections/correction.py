@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_finite
-from manifoldagg.corrections.frame import Frame, Target
+from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix, lost_to_cancellation
 from manifoldagg.corrections.transport import DEFAULT_RUNGS
 from manifoldagg.errors import ArgumentError
@@ -69,12 +69,12 @@ class Corrected:
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
-    def move(self, weights: Any, out: Target = None) -> Any:
-        r"""Compute the new model $\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$.
+    def move(self, weights: Any) -> Any:
+        r"""Return the new model $\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$.
 
         See [`Frame.move`][manifoldagg.corrections.Frame.move].
         """
-        return self.frame.move(self.gram, self.row_coefficients(weights), out)
+        return self.frame.move(self.gram, self.row_coefficients(weights))
 
     def rows(self) -> list[Row]:
         r"""Compute the corrected rows, each rounded once to the frame's dtype; low-rank leaves are exact."""

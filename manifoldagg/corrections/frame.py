@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from operator import add
 from typing import Any
 
@@ -25,18 +25,10 @@ from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["GRANULARITIES", "Frame", "overflow_headroom", "require_flat"]
+__all__ = ["GRANULARITIES", "Combination", "Frame", "overflow_headroom", "require_flat"]
 
 GRANULARITIES = ("model", "tensor")
-
-
-class Deferred:
-    """A sentinel for `out`: the caller forms the model after all other checks."""
-
-
-DEFERRED = Deferred()
-Target = Row | Deferred | None
-"""Where a model goes: into a row, into a new one, or nowhere yet."""
+STATE_NOT_FINITE = "rule's state would not be finite"
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +116,7 @@ class Frame:
         Example:
             >>> import torch
             >>> frame = Frame.of_gradients((torch.ones(2),), torch.zeros(2), torch.tensor([3.0, 4.0]))
-            >>> frame.move(frame.gram(), [0.5, 0.0])
+            >>> frame.move(frame.gram(), [0.5, 0.0]).compute()
             tensor([2.5000, 3.5000])
         """
         return Frame((*gradients, base), (*(None for _ in gradients), current), segments, is_pseudo_gradient=True)
@@ -187,10 +179,15 @@ class Frame:
         rows = (*passage.to_current(displacements).flatten(1), drift)
         return Frame(rows, (None,) * (n + 1), segments, transporter=passage, base_displacements=displacements)
 
-    @property
+    @cached_property
     def num_displacements(self) -> int:
         """The number n of rows that are displacements."""
         return len(self.rows) - 1 - len(self.extra)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rows are rows of a flat space, whose combinations may be computed later."""
+        return self.transporter is None and not self.ambient.leaves
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -209,7 +206,7 @@ class Frame:
             return self.transporter.base.flatten()
         return self._drift_endpoints[0]
 
-    @property
+    @cached_property
     def current(self) -> Row:
         r"""$\Theta^\tau$ as a row; a vector (P,) on a curved space."""
         return self._drift_endpoints[1] if self.transporter is None else self.transporter.current.flatten()
@@ -448,111 +445,110 @@ class Frame:
         lines, _, minus = self._resolve_coefficients(coefficients)
         return LinearCombination.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
 
-    def for_state(self, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
-        r"""$\sum_j c_j\, r_j$ for a state to keep: a new vector (P,); with `DEFERRED` a `PendingSum`, which is formed
-        later.
+    def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
+        r"""Return $\sum_j c_j\, r_j$ for the state of a rule.
 
         Args:
-            coefficients: one for each row, or (S, k), for each segment its own.
-            out: where the model goes, which is formed when this is.
-        """
-        line = np.asarray(coefficients, dtype=object)
-        return PendingSum(self, line) if isinstance(out, Deferred) else self.materialize(line)
-
-    def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix, out: Target = None) -> Any:
-        r"""Compute $\Theta^\tau + \sum_j c_j\, r_j$ on a flat space, rounded once, if all its entries are finite.
-
-        No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. Where that is less than a quarter of the distance
-        between the two largest numbers of each dtype, a finite entry stays one, whatever it is; otherwise the sum is
-        formed tensor by tensor and looked at, before anything is written.
-
-        Args:
-            gram: of the rows; `None` where it is known how long they are at most.
-            coefficients: one for each row, or (S, k), for each segment its own.
-            out: where to write; `DEFERRED`: nowhere yet.
+            coefficients: one for each row, or (S, k) with one row for each segment.
 
         Returns:
-            `out`, or a new row; with `DEFERRED` a `PendingStep` that is formed later.
+            On a flat space a `Combination`, which the step computes at its end. On other spaces a new row.
+        """
+        line = np.asarray(coefficients, dtype=object)
+        return Combination(self, line, from_current=False) if self.is_flat else self.materialize(line)
+
+    def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
+        r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
+
+        No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is less than a quarter of the distance
+        between the two largest numbers of each dtype, a finite entry stays finite. Otherwise the sum is computed and
+        checked tensor by tensor, in temporary memory.
+
+        Args:
+            gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
+            coefficients: one for each row, or (S, k) with one row for each segment.
+
+        Returns:
+            A `Combination`, which the step computes at its end. If the space has low-rank leaves, a new row.
 
         Raises:
             ArgumentError: if an entry would not be finite.
         """
         line = np.asarray(coefficients, dtype=object)
-        motion = PendingStep(self, line)
+        new = Combination(self, line, from_current=True)
         if self.ambient.leaves:
-            formed = motion.materialize(None)
+            formed = new.compute()
             if not is_finite(*(formed if isinstance(formed, tuple) else (formed,))):
                 raise ArgumentError("points: the new model would not be finite")
-            return formed if not isinstance(out, Tensor) else out.copy_(formed)
-        if not (
-            self.norm_bound(line) if gram is None or self.unmeasured else gram.norm_bound(line)
-        ) <= overflow_headroom(self.current):
-            motion.check_finite_result()
-        return motion if isinstance(out, Deferred) else motion.materialize(out)
+            return formed
+        bound = self.norm_bound(line) if gram is None or self.unmeasured else gram.norm_bound(line)
+        if not bound <= overflow_headroom(self.current):
+            new.check_finite()
+        return new
 
 
 @dataclass(frozen=True, eq=False)
-class PendingStep:
-    """An unevaluated finite combination of the rows of a flat frame, added to the current point."""
+class Combination:
+    r"""A linear combination $\sum_j c_j\, r_j$ of the rows of a flat frame that has not been computed.
+
+    A rule returns its new model and the sums in its state in this form. The step computes them when all its checks
+    have passed, so that a rejected update has written nothing.
+
+    Attributes:
+        frame: the frame of the rows.
+        coefficients: $c$, (k,) or (S, k) with one row for each segment.
+        from_current: whether the combination is added to the current model.
+    """
 
     frame: Frame
     coefficients: Matrix
+    from_current: bool
 
-    def materialize(self, out: Row | None) -> Any:
-        """Compute the new point as a row: `out` if it is given."""
-        return self.frame.combine(self.frame.current, self._signed_coefficients, out=out)
+    def compute(self, out: Row | None = None) -> Any:
+        """Compute the combination, rounded once, into `out` if it is given.
 
-    def combination(self, out: TensorList) -> LinearCombination:
-        """Return the new point unevaluated, to be computed in `out` together with others."""
-        return self.frame.combination(self.frame.current, self._signed_coefficients, out)
+        Returns:
+            `out`, or a new row: like the current model for a new model, else a vector (P,).
+        """
+        if self.from_current:
+            return self.frame.combine(self.frame.current, self._signed_coefficients, out=out)
+        return (
+            self.frame.materialize(self.coefficients)
+            if out is None
+            else self.frame.combine(None, self.coefficients, out)
+        )
+
+    def fused(self, out: TensorList) -> LinearCombination:
+        """Return the combination as an operand of `combine_many`, which computes several in one pass."""
+        base = self.frame.current if self.from_current else None
+        return self.frame.combination(base, self._signed_coefficients, out)
 
     @property
     def _signed_coefficients(self) -> Matrix:
-        return -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
+        """The coefficients; negative if a step is added whose rows are pseudo-gradients."""
+        return -self.coefficients if self.from_current and self.frame.is_pseudo_gradient else self.coefficients
 
-    def check_finite_result(self) -> None:
-        """Check each entry, tensor by tensor.
+    def check_finite(self, dtypes: Sequence[torch.dtype] | None = None) -> None:
+        """Check that all entries are finite.
 
-        Raises:
-            ArgumentError: if one is not finite.
-        """
-        for frame, line in self.frame.split_by_tensor(self.coefficients):
-            formed = PendingStep(frame, line).materialize(None)
-            if not is_finite(formed):
-                raise ArgumentError(f"points: the new model would not be finite in {formed.dtype}")
-
-
-@dataclass(frozen=True, eq=False)
-class PendingSum:
-    """An unevaluated combination of the rows of a frame, to be stored in a state."""
-
-    frame: Frame
-    coefficients: Matrix
-
-    def materialize(self, out: Row | None = None) -> Any:
-        """Compute the sum, in `out` or as a new vector (P,)."""
-        if out is None:
-            return self.frame.materialize(self.coefficients)
-        return self.frame.combine(None, self.coefficients, out=out)
-
-    def combination(self, out: TensorList) -> LinearCombination:
-        """Return the sum unevaluated, to be computed in `out` together with others."""
-        return self.frame.combination(None, self.coefficients, out)
-
-    def check_finite_result(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Check each entry, tensor by tensor, unless the norms of the rows imply that all are finite.
+        If the norms of the rows do not imply it, the combination is computed tensor by tensor in temporary memory.
 
         Args:
-            dtypes: in which the tensors are kept.
+            dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
 
         Raises:
-            ArgumentError: if one is not finite.
+            ArgumentError: if an entry is not finite.
         """
-        if self.frame.norm_bound(self.coefficients) <= min([torch.finfo(dtype).max for dtype in set(dtypes)]) / 2:
-            return
-        for dtype, (frame, line) in zip(dtypes, self.frame.split_by_tensor(self.coefficients), strict=True):
-            if not is_finite(frame.combine(None, line, out=frame.empty_vector(dtype))):
-                raise ArgumentError("points: the rule's state would not be finite")
+        if dtypes is not None:
+            largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
+            if self.frame.norm_bound(self.coefficients) <= largest / 2:
+                return
+        for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
+            out = None if dtypes is None else frame.empty_vector(dtypes[j])
+            part = Combination(frame, line, self.from_current).compute(out)
+            if not is_finite(part):
+                what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE
+                raise ArgumentError(f"points: the {what}")
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:

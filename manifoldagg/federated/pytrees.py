@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifoldagg._threads import prefers_numpy
 from manifoldagg._validation import is_finite
-from manifoldagg.corrections.frame import PendingSum
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.kernels.alloc import clone, empty_like
 
 __all__ = [
@@ -119,14 +119,14 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def materialize(tree: Tree) -> Tree:
-    """Return the tree with the pending sums in its dicts computed, which a rule stores as rows.
+    """Return the tree with the combinations in its dicts computed.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
         {'count': 3, 'rule': {'version': 1}}
     """
-    if isinstance(tree, PendingSum):
-        return tree.materialize()
+    if isinstance(tree, Combination):
+        return tree.compute()
     return {name: materialize(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
 

@@ -1,4 +1,9 @@
-"""One step of a rule: a validated update applied to a model state."""
+"""One step of a rule: a validated update applied to a model state, in three phases.
+
+A `StepPlan` holds what is the same for every update: the rule, the space, the policies and the limits. `step` lets the
+rule plan the step, which computes nothing but small matrices, checks the result, and commits it last: the new model and
+the sums in the state are computed when nothing can fail any more.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,29 +13,32 @@ from typing import Any
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_shape, is_finite
-from manifoldagg.corrections.frame import DEFERRED, PendingStep
+from manifoldagg.corrections.frame import STATE_NOT_FINITE, Combination
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.buffers import accumulate, apply_pending
 from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
-from manifoldagg.federated.types import Outcome, Rule, Update, accepts_tensor_lists
+from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_tensor_lists
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["StepConfig", "step"]
+__all__ = ["StepPlan", "step"]
+
+PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
+"""Types of the entries of a state that can be neither infinite by mistake nor shared."""
 
 
 @dataclass(frozen=True)
-class StepConfig:
-    """The configuration of a step.
+class StepPlan:
+    """The part of a step that is the same for all updates.
 
     Args:
-        space: of the models.
-        rule: that steps.
-        policies: of the buffers, by name.
+        space: the space of the models.
+        rule: the rule that steps.
+        policies: the policies of the buffers, by name.
         update_limits: limits on norms and cosines.
-        buffers_label: what messages call those of an update.
+        buffers_label: the name of an update's buffers in messages.
     """
 
     space: Manifold
@@ -52,70 +60,71 @@ class StepConfig:
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
-        """Whether the rule reads models in place, as lists of tensors."""
+        """Whether the rule reads models in place, as lists of tensors, and returns combinations of them."""
         return accepts_tensor_lists(self.rule, self.space)
 
 
 def step(
-    config: StepConfig, before: ModelState, update: Update, buffers: Mapping[str, Tensor], out: Row | None
+    plan: StepPlan, before: ModelState, update: Update, buffers: Mapping[str, Tensor], out: Row | None
 ) -> tuple[ModelState, Outcome]:
     """Apply one update by a rule, in memory of its own.
 
     Args:
-        config: on which it is taken.
-        before: what it meets. Nothing in it is written.
-        update: checked. It is not written, and what is kept of it is a copy.
-        buffers: that it brought.
-        out: memory for the new model, written last and not read elsewhere. A rule that takes rows may have a
-            model there that it reads itself, or `None` for new memory.
+        plan: the plan of the step.
+        before: the state before the step, which is not written.
+        update: a validated update. It is not written, and what the state stores of it is a copy.
+        buffers: the buffers of the update.
+        out: memory for the new model, which is written last. If the rule uses tensor lists, it may be a model that the
+            rule reads, or `None` for new memory.
 
     Returns:
-        The next model state, and the validated outcome. An unchanged client state is the same object
-        where it is what it was.
+        The next model state, and the outcome, whose numbers are floats. A client state that the rule has not changed is
+        the same object.
 
     Raises:
-        ManifoldAggError: naming what does not fit. Nothing but `out` has changed then.
+        ManifoldAggError: naming the invalid input. Then nothing but `out` has changed.
     """
     norms = before.norms
     kept = 1.0
-    if config.update_limits.needs_norms:
-        update, kept, norms = config.update_limits.apply(config.space, update, norms)
-    brought = update
-    if not config.uses_tensor_lists:
-        # A rule may write `out` while it reads the points. As a combination is written, each entry is read before.
-        mine = [update.base, before.current, before.state, update.client_state, out]
-        points, tensors = unalias((update.points, update.tensors), mine)
-        apart = points is update.points and tensors is update.tensors
-        brought = update if apart else replace(update, points=points, tensors=tensors)
-    answer = config.rule.step(config.space, before.state, brought, out=DEFERRED if config.uses_tensor_lists else out)
+    if plan.update_limits.needs_norms:
+        update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
+    rule: Any = plan.rule
+    if plan.uses_tensor_lists:
+        answer = rule.plan(plan.space, before.state, update)
+    else:
+        answer = rule.step(plan.space, before.state, _without_aliases(before, update, out), out=out)
     state, outcome, numbers = _parse_result(answer)
-    if config.update_limits.uses_clipping:  # a rule may have scaled it once more
+    if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
-    model: Any = outcome.model
-    if not (model is None or config.uses_tensor_lists):
-        model = _validate_model(config, model, out)
-    if not outcome.state_is_finite and (
-        introduces_nonfinite(state, before.state) or introduces_nonfinite(outcome.client_state, update.client_state)
-    ):
-        raise ArgumentError("points: the rule's state would not be finite")
-    # What is kept may share memory neither with what clients hold nor with models that will be recycled.
-    foreign = [update.base, before.current, update.points, update.tensors, out]
-    state, memory = unalias((state, outcome.client_state), foreign)
+    if not plan.uses_tensor_lists and outcome.model is not None:
+        _validate_model(plan, outcome.model, out)
+    memory = outcome.client_state
+    if not (_is_plain(state) and memory is update.client_state):
+        state, memory = _own_finite_state(state, outcome, before, update, out)
     after = before.buffers
     waiting = before.pending_buffers
-    if config.policies:
+    if plan.policies:
         share = update.weight if update.share is None else update.share
-        waiting = accumulate(waiting, buffers, after, share, name=config.buffers_label)
-    if model is None:
+        waiting = accumulate(waiting, buffers, after, share, name=plan.buffers_label)
+    if outcome.model is None:
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
-    if config.uses_tensor_lists:  # last: whatever could fail has not
-        model = _materialize(model, out)
+    # The commit comes last, when nothing can fail any more.
+    model = _commit(outcome.model, out) if plan.uses_tensor_lists else out
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
-def _parse_result(result: Any) -> tuple[Any, Outcome, dict[str, float]]:
+def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
+    """Return the update with copies of the points and tensors whose memory a rule might write while it reads them."""
+    mine = [update.base, before.current, before.state, update.client_state, out]
+    points, tensors = unalias((update.points, update.tensors), mine)
+    if points is update.points and tensors is update.tensors:
+        return update
+    return replace(update, points=points, tensors=tensors)
+
+
+def _parse_result(result: Any) -> tuple[State, Outcome, dict[str, float]]:
     """Return the next state, the outcome and its metrics from the result of a rule."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
         raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
@@ -124,28 +133,49 @@ def _parse_result(result: Any) -> tuple[Any, Outcome, dict[str, float]]:
         numbers = {name: float(value) for name, value in outcome.numbers.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
-    return materialize(state), outcome, numbers
+    return state, outcome, numbers
 
 
-def _materialize(pending_step: Any, out: Row | None) -> Any:
-    """Write the new model of a rule that works on rows into `out`."""
-    if not isinstance(pending_step, PendingStep):
-        given = type(pending_step).__name__
-        raise RuleError(
-            f"rule: new model: expected the result of Frame.move, as `accepts_tensor_lists = True` says, got {given}"
-        )
-    return pending_step.materialize(out)
+def _is_plain(state: State) -> bool:
+    """Return whether a state is a dict of numbers and strings, which needs no further checks."""
+    return type(state) is dict and PLAIN_TYPES.issuperset(map(type, state.values()))
 
 
-def _validate_model(config: StepConfig, model: Tensor, out: Any) -> Any:
-    """Validate the new model and write it into `out`."""
+def _own_finite_state(
+    state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
+) -> tuple[State, Any]:
+    """Return the next state and client state, computed, finite, and in memory that neither clients nor models share.
+
+    Raises:
+        ArgumentError: if a tensor of them would not be finite.
+    """
+    state = materialize(state)
+    if not outcome.state_is_finite and (
+        introduces_nonfinite(state, before.state) or introduces_nonfinite(outcome.client_state, update.client_state)
+    ):
+        raise ArgumentError(f"points: the {STATE_NOT_FINITE}")
+    owned: tuple[State, Any] = unalias(
+        (state, outcome.client_state), [update.base, before.current, update.points, update.tensors, out]
+    )
+    return owned
+
+
+def _commit(model: Any, out: Row | None) -> Any:
+    """Compute the new model of a rule that uses tensor lists, in `out` if it is given."""
+    if not isinstance(model, Combination):
+        expected = "the result of Frame.move, as `accepts_tensor_lists = True` says"
+        raise RuleError(f"rule: new model: expected {expected}, got {type(model).__name__}")
+    return model.compute(out)
+
+
+def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
+    """Validate a new model and write it into `out`."""
     if model is not out:
         try:
-            check_shape("rule: new model", model, *config.space.axes)
+            check_shape("rule: new model", model, *plan.space.axes)
             check_choice("rule: new model: dtype", model.dtype, (out.dtype,))
         except ArgumentError as error:
             raise RuleError(str(error)) from None
         out.copy_(model.detach())
     if not is_finite(out):
         raise ArgumentError("points: the new model would not be finite")
-    return out

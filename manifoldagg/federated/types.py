@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_count, short_repr
-from manifoldagg.corrections.frame import Deferred, PendingStep
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
@@ -35,7 +35,6 @@ __all__ = [
     "Receipt",
     "Rule",
     "State",
-    "Target",
     "Ticket",
     "Trainer",
     "Update",
@@ -45,6 +44,7 @@ __all__ = [
     "check_rule_protocol",
     "check_trainer",
     "extra_fields",
+    "has_plan",
 ]
 
 BUSY_PREFIX = "server: busy"
@@ -57,11 +57,9 @@ if TYPE_CHECKING:
     # A rule knows which of the two it takes, as it says by `accepts_tensor_lists`; a type cannot.
     Point: TypeAlias = Any
     Points: TypeAlias = Any
-    Target: TypeAlias = Any
 else:
     Point = Row
     Points = Float[Tensor, "n P"] | tuple[Row, ...]
-    Target = Row | Deferred | None
 
 
 @dataclass(frozen=True)
@@ -164,15 +162,15 @@ class Outcome:
     """The result of a rule for one update.
 
     Attributes:
-        model: the new one, (P,), or of a rule with `accepts_tensor_lists` what `Frame.move` returned; `None`: the
-            update is buffered, the model did not move.
+        model: the new model (P,), or the `Combination` that `Frame.move` returned. `None` if the update is buffered and
+            the model did not move.
         client_state: the next client state, `None` for nothing.
         numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
         state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
             wrapper that changes an outcome must set it again.
     """
 
-    model: Point | PendingStep | None
+    model: Point | Combination | None
     client_state: ClientState = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     state_is_finite: bool = False
@@ -270,9 +268,10 @@ class Rule(Protocol):
 
     A rule that on a flat space needs only a Gram matrix and a combination sets `accepts_tensor_lists = True`. Its
     models are then rows of the kernels: vectors (P,), or tuples of the tensors of a state dict, read in place and never
-    flattened by `aggregate`. `start`, `base`, `current` and `out` are one row each, and `points` is a tuple of rows.
-    The rule computes its model by [`Frame.move`][manifoldagg.corrections.Frame.move], which first checks that it is
-    finite. Its state contains vectors.
+    flattened by `aggregate`. `start`, `base` and `current` are one row each, and `points` is a tuple of rows. Such a
+    rule also has `plan(space, state, update)`, which writes nothing and returns the same as `step`, but with the new
+    model and the sums in the state as results of [`Frame.move`][manifoldagg.corrections.Frame.move] and
+    [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these when all checks have passed.
 
     `self_checked` names the inputs whose finiteness the rule checks itself: `"points"` (with the base) and further
     tensors. The server skips its own check for them.
@@ -290,7 +289,9 @@ class Rule(Protocol):
     ) -> Message:
         """Return the message for a client. Its start is a point of `space`, such as `current`; the server copies it."""
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
         """Process one update, which may only be buffered. It writes to nothing but `out`, the memory for the new model.
 
         The tensors of `update` and `out` belong to the caller: a rule must clone what it stores of them.
@@ -403,8 +404,23 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Return whether the rule reads models of this space in place, as rows."""
-    return bool(getattr(rule, "accepts_tensor_lists", False)) and space.flat
+    """Return whether the server calls `plan` of a rule on this space, with models as rows, instead of `step`."""
+    return space.flat and has_plan(rule)
+
+
+def has_plan(rule: Rule) -> bool:
+    """Return whether a rule accepts tensor lists in `plan`.
+
+    A subclass that overrides `step` alone does not: the server then calls this `step` with whole vectors.
+    """
+    return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
+
+
+@lru_cache(maxsize=256)
+def _defines_plan_last(kind: type) -> bool:
+    """Return whether no subclass of the class that defines `plan` overrides `step`."""
+    classes = (vars(base) for base in kind.__mro__ if "plan" in vars(base) or "step" in vars(base))
+    return "plan" in next(classes, ())
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:

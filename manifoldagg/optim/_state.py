@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import short_repr
-from manifoldagg.corrections.frame import PendingSum
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.durability.fingerprint import import_path
@@ -110,7 +110,7 @@ def _decode_string(number: int) -> str:
 
 
 def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the leaves of a state by name: numbers, `PendingSum`s, and lists with one entry for each parameter.
+    """Return the leaves of a state by name: numbers, `Combination`s, and lists with one entry for each parameter.
 
     Args:
         tree: what a rule returned.
@@ -126,7 +126,7 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
             yield from _iter_leaves(f"{name}.{key}" if name else str(key), branch, lengths)
-    elif isinstance(tree, PendingSum) or type(tree) in (int, float, bool):
+    elif isinstance(tree, Combination) or type(tree) in (int, float, bool):
         yield name, tree
     elif isinstance(tree, Tensor) and tree.ndim == 1 and len(tree) == sum(lengths):
         yield name + VECTOR_SUFFIX, list(tree.split([*lengths]))

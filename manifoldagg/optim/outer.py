@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, is_finite
-from manifoldagg.corrections.frame import DEFERRED, PendingStep, PendingSum, overflow_headroom
+from manifoldagg.corrections.frame import Combination, overflow_headroom
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import introduces_nonfinite
 from manifoldagg.federated.server.validation import check_rule
-from manifoldagg.federated.types import extra_fields
+from manifoldagg.federated.types import extra_fields, has_plan
 from manifoldagg.kernels import TensorList, across_ranks
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.backends import selection
@@ -82,7 +82,7 @@ class Outer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], rule: Rule, *, lr: float = 1.0) -> None:
-        if not getattr(check_rule(rule), "accepts_tensor_lists", False) or any(extra_fields(rule)):
+        if not has_plan(check_rule(rule)) or any(extra_fields(rule)):
             raise ArgumentError(
                 f"rule: expected one that accepts tensor lists and needs only models, got {type(rule).__name__}"
             )
@@ -247,10 +247,11 @@ class Outer(torch.optim.Optimizer):
         update = Update(
             base=base, current=here, points=(gradients,), client_state=memory, is_pseudo_gradient=True, **update_info
         )
+        rule: Any = self.rule  # it accepts tensor lists, so that it has `plan`
         try:
             with _reduce_across_ranks(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
-                state, outcome = self.rule.step(space, before, update, out=DEFERRED)
+                state, outcome = rule.plan(space, before, update)
         except ArgumentError as error:
             for name, gradient in zip(param_set.names, gradients, strict=True):
                 if not is_finite(gradient):
@@ -264,14 +265,14 @@ class Outer(torch.optim.Optimizer):
         if motion is not None:
             motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
             if not param_set.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
-                motion.check_finite_result()
+                motion.check_finite()
         if own is not None and outcome.client_state is not None:
             others[own] = outcome.client_state
         leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **others}, here.lengths)
         bounds = None if spread else self._norm_bounds.get(params[0], {})
         move = PlannedStep(params, param_set.names, here, kept, motion, leaves, bounds)
         for name, one in move.pending_sums.items():
-            one.check_finite_result(move.dtypes(name))
+            one.check_finite(move.dtypes(name))
         if not outcome.state_is_finite and (
             introduces_nonfinite(state, before) or introduces_nonfinite(outcome.client_state, memory)
         ):
@@ -299,14 +300,14 @@ class PlannedStep:
     names: list[str]
     current: TensorList
     previous_states: list[dict[str, Any]]
-    pending_step: PendingStep | None
+    pending_step: Combination | None
     new_state: dict[str, Any]
     norm_bounds: Mapping[str, NormBound] | None
 
     @cached_property
-    def pending_sums(self) -> dict[str, PendingSum]:
+    def pending_sums(self) -> dict[str, Combination]:
         """The stored sums that are not computed yet."""
-        return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, PendingSum)}
+        return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, Combination)}
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
@@ -329,8 +330,8 @@ class PlannedStep:
     def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
         """Apply the step and store its state; return the norm bounds of the stored rows, if known."""
         targets = {name: self._output_row(name) for name in self.pending_sums}
-        goals = [] if self.pending_step is None else [self.pending_step.combination(self.current)]
-        goals += [one.combination(targets[name]) for name, one in self.pending_sums.items()]
+        goals = [] if self.pending_step is None else [self.pending_step.fused(self.current)]
+        goals += [one.fused(targets[name]) for name, one in self.pending_sums.items()]
         if goals:
             selection.combine_many(goals)
         columns = [self._state_column(states, name, targets.get(name, leaf)) for name, leaf in self.new_state.items()]

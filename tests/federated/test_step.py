@@ -12,7 +12,7 @@ from manifoldagg.federated.buffers import PackedBuffers
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import tensors, unalias
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
-from manifoldagg.federated.step import StepConfig, step
+from manifoldagg.federated.step import StepPlan, step
 from manifoldagg.manifolds import Flat, ParameterSpace, ambient
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds
@@ -28,7 +28,7 @@ def scene(seed, rule, count):
     kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
     before = ModelState(current, rule.init(SPACE, current), PackedBuffers.of({"mean": "average"}, {"mean": kept}))
     update = Update("a", base, current, torch.stack(points), client_state={"last": base + 1})
-    return StepConfig(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
+    return StepPlan(SPACE, rule, {"mean": "average"}), before, update, {"mean": brought}, torch.empty(4)
 
 
 @given(seeds)

@@ -5,24 +5,26 @@ also chooses its `step_size`, and `BufferedRule` waits and moves by a mean. What
 """
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.corrections import Frame, Gram
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.pytrees import materialize
 from manifoldagg.federated.rules._geometry import in_float64
 from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
 from manifoldagg.federated.schedules import check_options
-from manifoldagg.federated.types import ClientState, Message, Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, Point, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, check_point
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["ServerRule", "TangentRule", "move_to"]
+__all__ = ["ServerRule", "TangentRule", "commit", "move_to"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,17 @@ class ServerRule(KeywordHints, abc.ABC):
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return Message(current)
 
-    @abc.abstractmethod
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        """Return the next state and the outcome of a step without computing combinations of rows.
+
+        A subclass overrides `plan`, or `step` if it needs whole vectors.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
+
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
-    ) -> tuple[State, Outcome]: ...
+    ) -> tuple[State, Outcome]:
+        return commit(self.plan(space, state, update), out)
 
     def check_space(self, space: Manifold, start: Point) -> None:
         """Reject a space that the rule does not support.
@@ -100,11 +109,22 @@ class TangentRule(ServerRule):
             raise ArgumentError(f"transport: expected None or 'projection' where leaves are of low rank, got {given}")
 
 
-def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float], out: Target) -> Any:
+def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
+    """Compute the combinations in the state of a plan, then its model, into `out` if it is given."""
+    state = materialize(planned[0])
+    outcome = planned[1]
+    model: Any = outcome.model
+    if isinstance(model, Combination):
+        model = model.compute(out)
+    elif not (model is None or out is None or model is out):
+        model = out.copy_(model)
+    return state, replace(outcome, model=model)
+
+
+def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:
     r"""Return $\exp_\Theta u$ for the combination $u$ of the rows of a frame with `coefficients`."""
     if frame.transporter is None:
-        return frame.move(gram, coefficients, out)
+        return frame.move(gram, coefficients)
     here = frame.transporter.current
     (u,) = tangents_at(space, here, frame.combine(None, coefficients)[None])
-    model = empty_like(current) if out is None else out
-    return model.copy_(exp_projected(space, here, u))
+    return empty_like(current).copy_(exp_projected(space, here, u))

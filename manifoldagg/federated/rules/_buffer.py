@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.federated.rules._base import TangentRule, move_to
+from manifoldagg.federated.rules._base import TangentRule, commit, move_to
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
 from manifoldagg.federated.rules._geometry import (
     check_points,
@@ -23,7 +23,7 @@ from manifoldagg.federated.rules._geometry import (
     single_combination,
 )
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
@@ -64,14 +64,14 @@ class BufferMean:
             delta = combine(None, lines, self.coefficients, minus=minus, out=scratch[: len(parts[0])])
             yield delta, *taken
 
-    def step(self, rate: float, out: Target) -> tuple[Any, float]:
+    def step(self, rate: float) -> tuple[Any, float]:
         r"""Return $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
         line = [rate * c for c in self.coefficients]
         if self.frame.unmeasured:
             norm = self.frame.norm_bound(np.array(line, dtype=object))
         else:
             norm = safe_sqrt(corrected_gram(single_combination(self.frame, self.gram, line))[0][0])
-        return move_to(self.space, self.current, self.frame, self.gram, line, out), norm
+        return move_to(self.space, self.current, self.frame, self.gram, line), norm
 
 
 class BufferedRule(TangentRule):
@@ -110,21 +110,40 @@ class BufferedRule(TangentRule):
         r"""Return $\eta_g$."""
         return rate_at(self.rate, state["version"])
 
-    def apply_step(self, state: State, mean: BufferMean, rate: float, out: Target) -> tuple[Any, float, dict[str, Any]]:
-        """Return the new model, its distance, and the changes of the state: by default a step along the mean."""
-        model, norm = mean.step(rate, out)
+    def apply_step(
+        self, state: State, mean: BufferMean, rate: float, out: Tensor | None
+    ) -> tuple[Any, float, dict[str, Any]]:
+        """Return the new model, its distance, and the changes of the state: by default a step along the mean.
+
+        A rule that computes its model from whole vectors may write it into `out`.
+        """
+        model, norm = mean.step(rate)
         return model, norm, {}
 
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0, "total": 0.0}
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
-        return self.step_with_noise(space, state, update, out, None)
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        return self.plan_with_noise(space, state, update)
 
-    def step_with_noise(
-        self, space: Manifold, state: State, update: Update, out: Target, mechanism: GaussianMechanism | None
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Take a step with an optional `mechanism` between displacements and their sum."""
+        return commit(self.plan_with_noise(space, state, update, out=out), out)
+
+    def plan_with_noise(
+        self,
+        space: Manifold,
+        state: State,
+        update: Update,
+        mechanism: GaussianMechanism | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[State, Outcome]:
+        """Plan a step with an optional `mechanism` between displacements and their sum.
+
+        `out` is memory for the new model of a rule that needs whole vectors.
+        """
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
@@ -144,7 +163,7 @@ class BufferedRule(TangentRule):
         line = [taken / (unit or 1.0), 0.0, before / (unit or 1.0)][: len(frame.rows)]
         numbers["buffered"] = float(count)
         if count < self.buffer_size:
-            buffer = frame.for_state(line, out)
+            buffer = frame.for_state(line)
             waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
             numbers |= frame.ambient.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.

@@ -24,7 +24,7 @@ from manifoldagg.federated.rules._riemannian_step import step_along_curve, tange
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import ClientState, Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import ClientState, Outcome, Point, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
@@ -83,7 +83,7 @@ class CurveRule(TangentRule):
             self.correction.apply(frame_from_update(space, still, transport=self.transport, rungs=self.rungs))
         return state
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         if self.single_point:
             check_points(self, update)
         else:
@@ -113,15 +113,14 @@ class CurveRule(TangentRule):
         if frame.transporter is None:
             s = course.parameter(inner, reach)
             line = course.weights(n, s)
-            model = corrected.move(line, out)
+            model = corrected.move(line)
             norm = combination_norm(line, inner)
             numbers |= {"step": s, "norm": norm} | diagnostics(frame)
         else:
             here = frame.transporter.current
             u = tangents_at(space, here, corrected.displacements())
             s, reached, norm = step_along_curve(space, here, course.straighten(u), course, reach)
-            model = empty_like(update.current) if out is None else out
-            model.copy_(reached)
+            model = empty_like(update.current).copy_(reached)
             numbers |= {"step": s, "norm": norm} | diagnostics(frame)
         after = {"version": state["version"] + 1} | self.state_update(state, update, corrected.original_gram)
         if correction.keeps_state:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.federated.rules._base import TangentRule
+from manifoldagg.federated.rules._base import TangentRule, commit
 from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules.fedadam import model_distance
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
-from manifoldagg.federated.types import Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
@@ -48,7 +48,7 @@ class StoredBufferRule(TangentRule):
         frame: Frame,
         stored: Mapping[str, Any],
         factors: Sequence[float],
-        out: Target,
+        out: Tensor | None,
     ) -> tuple[Any, float, Gram]:
         r"""Return the new model, its distance, and inner products, the first two of which are those of the last update.
 
@@ -58,13 +58,21 @@ class StoredBufferRule(TangentRule):
             frame: of it.
             stored: the displacements before it, in the order in which they came.
             factors: $\eta_g s_i$ of each of these, then of the last one.
-            out: where the model may go.
+            out: memory for the new model of a rule that needs whole vectors.
         """
 
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"factors": {}, "displacements": {}}
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        return self._plan(space, state, update, None)
+
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
+        return commit(self._plan(space, state, update, out), out)
+
+    def _plan(self, space: Manifold, state: State, update: Update, out: Tensor | None) -> tuple[State, Outcome]:
         check_points(self, update)
         share = weight_at(self.staleness, update.staleness)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
@@ -75,7 +83,7 @@ class StoredBufferRule(TangentRule):
             waiting = {
                 "version": state["version"],
                 "factors": state["factors"] | {name: share},
-                "displacements": held | {name: frame.for_state([1.0, 0.0], out)},
+                "displacements": held | {name: frame.for_state([1.0, 0.0])},
             }
             numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
@@ -122,7 +130,7 @@ class CoordinateWiseRule(StoredBufferRule):
         frame: Frame,
         stored: Mapping[str, Any],
         factors: Sequence[float],
-        out: Target,
+        out: Tensor | None,
     ) -> tuple[Any, float, Gram]:
         gram = self.checked_gram(frame)
         current: Any = update.current

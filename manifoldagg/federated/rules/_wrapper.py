@@ -1,7 +1,7 @@
 """Base class of rules that wrap another rule and have its requirements."""
 
 from manifoldagg._validation import KeywordHints
-from manifoldagg.federated.types import Rule
+from manifoldagg.federated.types import Rule, has_plan
 
 __all__ = ["WrapperRule"]
 
@@ -14,7 +14,7 @@ class WrapperRule(KeywordHints):
     @property
     def accepts_tensor_lists(self) -> bool:
         """The value of the wrapped rule."""
-        return bool(getattr(self.rule, "accepts_tensor_lists", False))
+        return has_plan(self.rule)
 
     @property
     def uses_drift(self) -> bool:

@@ -11,7 +11,7 @@ from manifoldagg._validation import check_count, check_number
 from manifoldagg.federated.rules._base import TangentRule, move_to
 from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import ClientState, Message, Outcome, State, Target, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncFedED"]
@@ -90,7 +90,7 @@ class AsyncFedED(TangentRule):
         """Return the next $K_i$ of a client with this client state."""
         return int((client_state or {}).get("epochs", self.epochs))
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
         gram = frame.gram()
@@ -109,6 +109,6 @@ class AsyncFedED(TangentRule):
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | diagnostics(frame)
-        model = move_to(space, update.current, frame, gram, [rate, 0.0], out)
+        model = move_to(space, update.current, frame, gram, [rate, 0.0])
         memory = {**(update.client_state or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

@@ -7,7 +7,7 @@ from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, unit_coefficients
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Outcome, Point, State, Target, Update
+from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["DelayedNesterov"]
@@ -70,7 +70,7 @@ class DelayedNesterov(ServerRule):
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0}
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_from_update(space, update)
         names = [name for name in ("momentum", "buffer") if name in state]
@@ -87,9 +87,9 @@ class DelayedNesterov(ServerRule):
         if full:
             m = self.beta * m + total / count
         if full or "momentum" in state:
-            after["momentum"] = frame.for_state(m, out) if full else state["momentum"]
+            after["momentum"] = frame.for_state(m) if full else state["momentum"]
         if not full:
-            after["buffer"] = frame.for_state(total, out)
+            after["buffer"] = frame.for_state(total)
         c = 1 - self.activation * (self.size - 1) if full else self.activation
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)
@@ -99,5 +99,5 @@ class DelayedNesterov(ServerRule):
             "step": rate / self.size,
             "norm": frame.combination_norm(gram, line),
         }
-        model = frame.move(gram, line, out)
+        model = frame.move(gram, line)
         return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)

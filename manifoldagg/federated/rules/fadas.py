@@ -106,11 +106,17 @@ class FADAS(BufferedRule):
         zeros = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
         return super().init(space, start) | zeros | {"max_staleness": 0}
 
-    def step_with_noise(
-        self, space: Manifold, state: State, update: Update, out: Tensor | None, mechanism: GaussianMechanism | None
+    def plan_with_noise(
+        self,
+        space: Manifold,
+        state: State,
+        update: Update,
+        mechanism: GaussianMechanism | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[State, Outcome]:
         late = max(state["max_staleness"], update.staleness)
-        return super().step_with_noise(space, {**state, "max_staleness": late}, update, out, mechanism)
+        return super().plan_with_noise(space, {**state, "max_staleness": late}, update, mechanism, out=out)
 
     def step_size(self, state: State) -> float:
         return self.delay_adapted_rate(super().step_size(state), state["max_staleness"])

@@ -10,7 +10,7 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
-from manifoldagg.federated.types import Outcome, State, Target, Update
+from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["HeLoCo"]
@@ -86,7 +86,7 @@ class HeLoCo(ServerRule):
         for name in ("shrink_strength", "rotation_strength", "confidence_scale"):
             check_number(name, getattr(self, name), at_least=0)
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_from_update(space, update, tensors=True)
         known = "momentum" in state
@@ -106,8 +106,8 @@ class HeLoCo(ServerRule):
             "step": rate * share,
             "norm": safe_sqrt(gram.squared_norm(line)),
         }
-        model = frame.move(gram, line, out)
-        after = {"version": state["version"] + 1, "momentum": frame.for_state(kept, out)}
+        model = frame.move(gram, line)
+        after = {"version": state["version"] + 1, "momentum": frame.for_state(kept)}
         return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
 
     def correction_coefficients(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from manifoldagg._validation import check_count
 from manifoldagg.corrections import Frame, Gram
@@ -14,7 +15,7 @@ from manifoldagg.federated.rules._geometry import corrected_gram, safe_sqrt, sin
 from manifoldagg.federated.rules._update_buffer import StoredBufferRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
-from manifoldagg.federated.types import Target, Update
+from manifoldagg.federated.types import Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Krum"]
@@ -97,7 +98,7 @@ class Krum(StoredBufferRule):
         frame: Frame,
         stored: Mapping[str, Any],
         factors: Sequence[float],
-        out: Target,
+        out: Tensor | None,
     ) -> tuple[Any, float, Gram]:
         for name, row in stored.items():
             frame = frame.with_row(name, row)
@@ -110,7 +111,7 @@ class Krum(StoredBufferRule):
         for i in krum_select(inner, self.num_byzantine, self.num_selected):
             line[places[i]] = factors[i] / self.num_selected
         norm = safe_sqrt(corrected_gram(single_combination(frame, gram, line))[0][0])
-        return move_to(space, update.current, frame, gram, line, out), norm, gram
+        return move_to(space, update.current, frame, gram, line), norm, gram
 
 
 def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_finite, check_number
-from manifoldagg.corrections.frame import DEFERRED, Deferred
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.pytrees import materialize
+from manifoldagg.federated.rules._base import commit
 from manifoldagg.federated.rules._geometry import frame_from_update, in_float64, safe_sqrt
 from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
 from manifoldagg.federated.rules._wrapper import WrapperRule
@@ -24,7 +23,6 @@ from manifoldagg.federated.types import (
     Point,
     Rule,
     State,
-    Target,
     Update,
     accepts_tensor_lists,
     check_rule_protocol,
@@ -105,9 +103,11 @@ class Momentum(WrapperRule):
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return self.rule.message(space, state["rule"], current, client_state)
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
         if accepts_tensor_lists(self.rule, space):
-            return self._step_deferred(space, state, update, out)
+            return commit(self.plan(space, state, update), out)
         inner, outcome = self.rule.step(space, state["rule"], update, out=out)
         after = {**state, "rule": inner}
         reached: Any = outcome.model
@@ -142,15 +142,16 @@ class Momentum(WrapperRule):
             after["velocity"] = transport_momentum(space, here, in_float64(space, model), u)
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
-    def _step_deferred(self, space: Manifold, state: State, update: Update, out: Target) -> tuple[State, Outcome]:
-        """Take the same step as algebra on the rows of the wrapped rule's step."""
-        inner, outcome = self.rule.step(space, state["rule"], update, out=DEFERRED)
-        after = {**state, "rule": inner if isinstance(out, Deferred) else materialize(inner)}
-        motion: Any = outcome.model
-        if motion is None:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        """Plan the same step as algebra on the rows of the wrapped rule's step."""
+        rule: Any = self.rule
+        inner, outcome = rule.plan(space, state["rule"], update)
+        after = {**state, "rule": inner}
+        inner_step: Any = outcome.model
+        if inner_step is None:
             return after, outcome
-        frame = motion.frame
-        step = velocity = motion.coefficients
+        frame = inner_step.frame
+        step = velocity = inner_step.coefficients
         if "velocity" in state:
             frame = frame.with_row("velocity", state["velocity"], norm_only=True)
             step = np.concatenate([step, np.zeros_like(step[..., :1])], axis=-1)
@@ -163,9 +164,9 @@ class Momentum(WrapperRule):
             gram = frame.gram("tensor" if velocity.ndim == 2 else "model")
             check_number("points: size of the velocity", safe_sqrt(gram.squared_norm(velocity)), at_most=largest)
         line = step + self.beta * velocity if self.nesterov else velocity
-        after["velocity"] = frame.for_state(velocity, out)
+        after["velocity"] = frame.for_state(velocity)
         moved = {**outcome.numbers, "norm": frame.combination_norm(gram, line)}
-        return after, replace(outcome, model=frame.move(gram, line, out), numbers=moved)
+        return after, replace(outcome, model=frame.move(gram, line), numbers=moved)
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._base import ServerRule
+from manifoldagg.federated.rules._base import ServerRule, commit
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism, derive_key
 from manifoldagg.federated.rules._wrapper import WrapperRule
@@ -21,7 +21,6 @@ from manifoldagg.federated.types import (
     Point,
     Rule,
     State,
-    Target,
     Update,
     check_rule_protocol,
 )
@@ -118,7 +117,16 @@ class Private(WrapperRule):
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return self.rule.message(space, state["rule"], current, None)
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        """Plan a step of the wrapped rule with clipped updates and noise."""
+        return self._plan(space, state, update, None)
+
+    def step(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
+        return commit(self._plan(space, state, update, out), out)
+
+    def _plan(self, space: Manifold, state: State, update: Update, out: Tensor | None) -> tuple[State, Outcome]:
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
         memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
@@ -131,7 +139,7 @@ class Private(WrapperRule):
             raise ArgumentError(f"client: expected at most {most}, got {mine} with this update")
         mechanism = GaussianMechanism(self.clip, self.noise, state["key"])
         rule: Any = self.rule  # a BufferedRule
-        inner, outcome = rule.step_with_noise(space, state["rule"], update, out, mechanism)
+        inner, outcome = rule.plan_with_noise(space, state["rule"], update, mechanism, out=out)
         largest = max(state["participations"], mine)
         kept = {"n": mine, "version": version, "here": here + 1}
         told = {**outcome.numbers, "participations": float(largest)}

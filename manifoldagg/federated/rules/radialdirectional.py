@@ -8,7 +8,7 @@ import numpy as np
 from manifoldagg._validation import check_number
 from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.rules.fedavg import FedAvg
-from manifoldagg.federated.types import Outcome, State, Target, Update
+from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["RadialDirectional"]
@@ -54,7 +54,7 @@ class RadialDirectional(FedAvg):
     needs_linear_leaves: ClassVar[str] = "lengths of tensors"
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
-    def step(self, space: Manifold, state: State, update: Update, *, out: Target = None) -> tuple[State, Outcome]:
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
         frame = frame_from_update(space, update, tensors=True)
@@ -72,7 +72,7 @@ class RadialDirectional(FedAvg):
         after = {"version": state["version"], "count": count, "total": state["total"] + share}
         numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
         if waits:
-            waiting = after | {"lengths": lengths, "buffer": frame.for_state(line, out)}
+            waiting = after | {"lengths": lengths, "buffer": frame.for_state(line)}
             numbers |= frame.ambient.diagnostics
             # Sums of vectors of length 1, in weights whose sum is finite.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=True)
@@ -83,5 +83,5 @@ class RadialDirectional(FedAvg):
             row *= rate * length / total / size if size > 0 else 0.0
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": safe_sqrt(gram.squared_norm(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
-        model = frame.move(gram, line, out)
+        model = frame.move(gram, line)
         return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)

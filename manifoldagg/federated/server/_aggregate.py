@@ -26,7 +26,7 @@ from manifoldagg.federated.server.input_warnings import (
     warn_if_not_share,
 )
 from manifoldagg.federated.server.validation import check_rule, initial_state
-from manifoldagg.federated.step import StepConfig, step
+from manifoldagg.federated.step import StepPlan, step
 from manifoldagg.federated.types import ClientState, Rule, State, Update, accepts_tensor_lists, extra_fields
 from manifoldagg.federated.weights import check_client
 from manifoldagg.kernels.alloc import empty_like, stack
@@ -200,7 +200,7 @@ def aggregate_step(
             if there:
                 blank.disjoint_from = tuple(read)  # the step need not ask again
         try:
-            after, outcome = step(StepConfig(space, rule, chosen, buffers_label="update"), before, taken, newest, blank)
+            after, outcome = step(StepPlan(space, rule, chosen, buffers_label="update"), before, taken, newest, blank)
         except Exception as error:
             # Of the models every row is known to fit: one that does not is kept in the state.
             if state is not None and (

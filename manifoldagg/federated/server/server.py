@@ -71,7 +71,7 @@ from manifoldagg.federated.server.validation import (
     validate_payload,
 )
 from manifoldagg.federated.stability import warn_if_unstable
-from manifoldagg.federated.step import StepConfig, step
+from manifoldagg.federated.step import StepPlan, step
 from manifoldagg.federated.types import (
     Averaging,
     Payload,
@@ -210,7 +210,7 @@ class Server:
         self._schema = PayloadSchema(
             space, first.dtype, first.device, tensors, numbers, sent, update_limits, rows, measured
         )
-        self._step_config = StepConfig(space, rule, policies, update_limits)
+        self._step_plan = StepPlan(space, rule, policies, update_limits)
         memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
         files = Spill(spill)
         if not callable(clock):
@@ -920,7 +920,7 @@ class Server:
             update = replace(update, weight=record["weight"], share=record["share"])
         model = self._alloc_model(state.model_state.current)
         try:
-            after, outcome = step(self._step_config, state.model_state, update, payload.buffers, model.tree)
+            after, outcome = step(self._step_plan, state.model_state, update, payload.buffers, model.tree)
         except Exception:
             raise_nonfinite(self._schema, payload)
             raise

@@ -171,13 +171,13 @@ class HeLoCoTurnsWhatOpposes(HeLoCo):
 
 @caught_by("DelayedNesterov", "delayed_nesterov_is_the_papers_loop")
 class DelayedNesterovNeverWaits(DelayedNesterov):
-    def step(self, space, state, update, *, out=None):
-        return super().step(space, state | {"count": self.size - 1}, update, out=out)
+    def plan(self, space, state, update):
+        return super().plan(space, state | {"count": self.size - 1}, update)
 
 
 @caught_by("RadialDirectional", "radial_directional_is_the_mean_length_of_the_mean_direction")
 class RadialDirectionalIsTheMean(RadialDirectional):
-    step = FedAvg.step
+    plan = FedAvg.plan
 
 
 @caught_by("RadialDirectional", "radial_directional_is_the_mean_length_of_the_mean_direction")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Payload, Server, Update, UpdateLimits, aggregate, rules
 from manifoldagg.federated.rules import FADAS, DeFedAvg, FedAdam, FedAvg, FedBuff, Momentum, Private
+from manifoldagg.federated.rules._base import commit
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.mutants import Catalogue
@@ -107,20 +108,19 @@ class NoiseByTheOtherBound(rules.Private):
 
 @caught_by("FedBuff", "one_update_moves_a_sum_by_no_more_than_its_bound", "noise_has_the_stated_size")
 class NobodyBinds(rules.FedBuff):
-    def step_with_noise(self, space, state, update, out, mechanism):
-        return super().step_with_noise(space, state, update, out, None)
+    def plan_with_noise(self, space, state, update, mechanism=None, *, out=None):
+        return super().plan_with_noise(space, state, update, out=out)
 
 
 @caught_by("FedBuff", "another_sum_has_another_noise")
 class NoiseOfTheVersionAlone(rules.FedBuff):
-    def step_with_noise(self, space, state, update, out, mechanism):
-        zero = update.base[None]
-        noise = (
-            super().step_with_noise(space, state, Update(0, update.base, update.current, zero), out, mechanism)[1].model
-        )
-        after, outcome = super().step_with_noise(space, state, update, out, None)
+    def plan_with_noise(self, space, state, update, mechanism=None, *, out=None):
+        plan = super().plan_with_noise
+        zero = Update(0, update.base, update.current, update.base[None])
+        noise = commit(plan(space, state, zero, mechanism))[1].model
+        after, outcome = commit(plan(space, state, update))
         if outcome.model is None or mechanism.noise == 0 or noise is None:
-            return super().step_with_noise(space, state, update, out, mechanism)
+            return plan(space, state, update, mechanism)
         return after, type(outcome)(outcome.model + noise - update.current, outcome.client_state, outcome.numbers)
 
 

@@ -597,7 +597,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Bare(FedOrtho):
-    def step(self, space, state, update, *, out=None):
+    def plan(self, space, state, update):
         return state, Outcome(update.current)
 
 
