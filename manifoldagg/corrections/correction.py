@@ -1,7 +1,8 @@
 """The correction base class: a small matrix, computed from a Gram matrix, that is applied to a stale update."""
 
 import abc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, ClassVar, TypeVar
@@ -62,6 +63,28 @@ class Corrected:
     def combine(self, base: Row | None, weights: Any, out: Any = None) -> Any:
         r"""Compute $\mathrm{base} + \sum_i w_i \sum_j C_{ij} r_j$, rounded once."""
         return self.frame.combine(base, self.row_coefficients(weights), out=out)
+
+    @staticmethod
+    def single(frame: Frame, gram: Gram, coefficients: Sequence[float]) -> "Corrected":
+        """Return one combination of the rows of a frame in this form."""
+        return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
+
+    def inner_products(self) -> list[list[float]]:
+        r"""Compute the inner products of the corrected rows, n x n.
+
+        If $C G C^\top$ is no larger than rounding errors, they are computed from the rows, in float64.
+
+        Raises:
+            ArgumentError: if a row is so long that its square overflows.
+        """
+        parts = self.gram.transform(self.coefficients)
+        inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
+        if lost_to_cancellation(inner, self.gram.matrix):
+            inner = self.frame.inner_products([self.coefficients[..., i, :] for i in range(len(inner))]).tolist()
+        for i, row in enumerate(inner):
+            if not math.isfinite(row[i]):
+                raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
+        return inner
 
     def lost_to_cancellation(self) -> bool:
         """Return whether a corrected displacement, or a segment of it, is no larger than rounding errors."""
@@ -182,7 +205,9 @@ class Correction(abc.ABC):
             products = gram.parts[:, -1]
             gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
         lines, state = self.coefficients(gram, state)
-        return Corrected(frame, gram, lines, self.update_state(frame, lines, state), gram, products)
+        if self.keeps_state:
+            state = self.update_state(frame, lines, state)
+        return Corrected(frame, gram, lines, state, gram, products)
 
     def __call__(
         self,

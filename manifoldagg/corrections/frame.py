@@ -14,10 +14,10 @@ from torch import Tensor
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_finite, check_number, check_shape, is_finite, short_repr
-from manifoldagg.corrections.gram import Gram, Matrix, as_object_array, detach_scalar
+from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Row, TensorList
+from manifoldagg.kernels import Row, TensorList, combine, gram
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.tensor_list import as_float64
@@ -212,6 +212,14 @@ class Frame:
         return self._drift_endpoints[1] if self.transporter is None else self.transporter.current.flatten()
 
     @property
+    def diagnostics(self) -> dict[str, float]:
+        """The number of ladder rungs on a curved space, and the norms of the truncations of low-rank leaves."""
+        if self.transporter is None:
+            return self.ambient.diagnostics
+        used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
+        return {"rungs": float(max(used))} if used else {}
+
+    @property
     def _drift_endpoints(self) -> tuple[Row, Row]:
         """The points whose difference is the drift of a flat space."""
         row, less = self.rows[self.num_displacements], self.minus[self.num_displacements]
@@ -309,7 +317,8 @@ class Frame:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
             moving = every if self.ambient.leaves else self._nonzero_rows()
             rows = [self.rows[i] for i in moving]
-            inner = self.ambient.gram(rows, minus=[self.minus[i] for i in moving], segments=lengths)
+            kernel = self.ambient.gram if self.ambient.leaves else gram
+            inner = kernel(rows, minus=[self.minus[i] for i in moving], segments=lengths)
         else:
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
@@ -322,7 +331,7 @@ class Frame:
                 parts[:, i] = parts[:, :, i] = math.nan
             parts[:, np.array(moving)[:, None], moving] = read
         found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
-        squares = [detach_scalar(square) for square in np.diagonal(found.matrix)]
+        squares = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unmeasured:
                 check_number(self._square_labels()[i], square)
@@ -401,7 +410,8 @@ class Frame:
         if self.transporter is not None and base is not None:
             raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
         lines, segments, minus = self._resolve_coefficients(coefficients)
-        return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
+        kernel = self.ambient.combine if self.ambient.leaves else combine
+        return kernel(base, self.rows, lines, minus=minus, segments=segments, out=out)
 
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix

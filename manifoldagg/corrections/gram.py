@@ -33,6 +33,7 @@ class Gram:
         extra: the names of the rows after the drift.
         segments: the names of the parts, where they are those of segments.
         matrix: of the whole model, (k, k): the sum over the segments.
+        num_displacements: the number n of rows that are displacements; row n is the drift.
 
     Example:
         >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
@@ -46,9 +47,11 @@ class Gram:
     extra: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
     matrix: Matrix = field(init=False, repr=False)
+    num_displacements: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", self.parts[0] if len(self.parts) == 1 else self.parts.sum(0))
+        object.__setattr__(self, "num_displacements", self.parts.shape[-1] - 1 - len(self.extra))
 
     def __repr__(self) -> str:
         return format_result(self, displacements=self.num_displacements, extra=self.extra, segments=len(self.parts))
@@ -74,9 +77,23 @@ class Gram:
         return Gram(parts, tuple(extra), tuple(segments))
 
     @property
-    def num_displacements(self) -> int:
-        """The number n of rows that are displacements; row n is the drift."""
-        return int(self.parts.shape[-1]) - 1 - len(self.extra)
+    def drift_products(self) -> list[Any]:
+        r"""The inner products of $v_1, \dots, v_n$ with $g$."""
+        products: list[Any] = self.matrix[: self.num_displacements, self.num_displacements].tolist()
+        return products
+
+    @property
+    def cosine(self) -> float:
+        r"""The cosine of $v_n$ and $g$ in [-1, 1]; NaN if one of the two is zero.
+
+        Example:
+            >>> Gram.of([[4.0, 1.0], [1.0, 1.0]]).cosine
+            0.5
+        """
+        n = self.num_displacements
+        # Rounding can leave a square slightly below zero.
+        scale = math.sqrt(max(self.matrix[n - 1, n - 1], 0.0)) * math.sqrt(max(self.matrix[n, n], 0.0))
+        return max(-1.0, min(1.0, self.matrix[n - 1, n] / scale)) if scale > 0 else math.nan
 
     def row_index(self, name: str) -> int:
         """Return the index of an additional row.

@@ -2,6 +2,7 @@
 
 from manifoldagg.federated.clients.client import train_client
 from manifoldagg.federated.limits import UpdateLimits
+from manifoldagg.federated.rules._gram_rule import GramRule
 from manifoldagg.federated.server.aggregate import aggregate
 from manifoldagg.federated.server.async_aggregator import AsyncAggregator
 from manifoldagg.federated.server.durability.checkpoint import CheckpointPolicy
@@ -14,6 +15,7 @@ __all__ = [
     "AsyncAggregator",
     "Averaging",
     "CheckpointPolicy",
+    "GramRule",
     "Journal",
     "Message",
     "Outcome",

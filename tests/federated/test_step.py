@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from manifoldagg import aggregate
+from manifoldagg import aggregate, kernels
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.buffers import PackedBuffers
@@ -13,7 +13,7 @@ from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import tensors, unalias
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
 from manifoldagg.federated.step import StepPlan, step
-from manifoldagg.manifolds import Flat, ParameterSpace, ambient
+from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds
 
@@ -168,8 +168,8 @@ EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_emp
 def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_client(rule, monkeypatch):
     """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
     size = 1000
-    monkeypatch.setattr("manifoldagg.manifolds.ambient.gram", hidden(ambient.gram))
-    monkeypatch.setattr("manifoldagg.manifolds.ambient.combine", hidden(ambient.combine))
+    monkeypatch.setattr("manifoldagg.corrections.frame.gram", hidden(kernels.gram))
+    monkeypatch.setattr("manifoldagg.corrections.frame.combine", hidden(kernels.combine))
     s = Server(Flat(size), rule, torch.zeros(size))
     with Large(size) as sending:
         ticket = s.dispatch("a")

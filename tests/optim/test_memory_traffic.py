@@ -69,6 +69,7 @@ def test_a_step_touches_what_it_must(name):
 @pytest.mark.skipif("cpu" not in available_backends(), reason="as above")
 def test_a_late_step_reads_the_base_once_more():
     outer = Outer(parameters(), FedOrtho(0.7))
+    step(outer, 1)  # the first step of these shapes builds their space
     base = [p.detach() - 1 for p in outer.param_groups[0]["params"]]
     words = step(outer, 0, staleness=1, base=base)
     assert (words.counts, words.grams, words.combines) == ((6, 1, 0), 1, 1)

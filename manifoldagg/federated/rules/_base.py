@@ -1,7 +1,7 @@
 """Base classes of rules: validated options, supported spaces and points, and the plain model message.
 
-Above it are three ways to move: `ScheduledRule` steps along what its `correction` makes of each update, `CurveRule`
-also chooses its `step_size`, and `BufferedRule` waits and moves by a mean. What is none of these is a `ServerRule`.
+There are three kinds of rules. A `GramRule` moves the model by each update, along coefficients that it computes from a
+Gram matrix. A `BufferedRule` waits for several updates and moves along their mean. Other rules are `ServerRule`s.
 """
 
 import abc
@@ -98,6 +98,8 @@ class TangentRule(ServerRule):
 
     def check_space(self, space: Manifold, start: Point) -> None:
         super().check_space(space, start)
+        if self.transport is None and space.flat:
+            return
         if not (space.flat or space.ambient):
             # A passage of no length is rejected where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))

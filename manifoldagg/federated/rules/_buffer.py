@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_number
-from manifoldagg.corrections import Frame, Gram
+from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.federated.rules._base import TangentRule, commit, move_to
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
 from manifoldagg.federated.rules._geometry import (
     check_points,
-    corrected_gram,
-    cosine,
-    diagnostics,
     frame_from_update,
     safe_sqrt,
-    single_combination,
 )
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
@@ -70,7 +66,7 @@ class BufferMean:
         if self.frame.unmeasured:
             norm = self.frame.norm_bound(np.array(line, dtype=object))
         else:
-            norm = safe_sqrt(corrected_gram(single_combination(self.frame, self.gram, line))[0][0])
+            norm = safe_sqrt(Corrected.single(self.frame, self.gram, line).inner_products()[0][0])
         return move_to(self.space, self.current, self.frame, self.gram, line), norm
 
 
@@ -152,7 +148,7 @@ class BufferedRule(TangentRule):
         gram = frame.gram()
         largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
         length = check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
-        numbers = {"cosine": cosine(gram), "weight": share}
+        numbers = {"cosine": gram.cosine, "weight": share}
         taken = share
         if mechanism is not None:
             taken, numbers["clip"] = mechanism.clipped_weight(share, length)
@@ -165,7 +161,7 @@ class BufferedRule(TangentRule):
         if count < self.buffer_size:
             buffer = frame.for_state(line)
             waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
-            numbers |= frame.ambient.diagnostics
+            numbers |= frame.diagnostics
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=frame.transporter is None)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
@@ -175,7 +171,7 @@ class BufferedRule(TangentRule):
             gram = frame.gram()
         mean = BufferMean(space, update.current, frame, [unit / divisor * c for c in line], gram)
         model, norm, changes = self.apply_step(state, mean, rate, out)
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | diagnostics(frame)
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
         after = {name: kept for name, kept in state.items() if name not in ("scale", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         return after | changes, Outcome(model, update.client_state, numbers)

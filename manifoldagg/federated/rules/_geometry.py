@@ -1,34 +1,26 @@
 """The frame of an update: tangents at the current model, their corrections and their inner products."""
 
 import math
-from collections.abc import Sequence
-from functools import reduce
-from operator import add, mul
 
 import numpy as np
 from torch import Tensor
 
-from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.corrections import Frame
 from manifoldagg.corrections.frame import detach
-from manifoldagg.corrections.gram import Matrix, lost_to_cancellation
+from manifoldagg.corrections.gram import Matrix
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, checked_log
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, check_point
-from manifoldagg.manifolds.ambient import AmbientSpace
+from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.tangents import TangentSpace
 
 __all__ = [
     "check_points",
-    "combination_norm",
-    "corrected_gram",
-    "cosine",
-    "diagnostics",
     "frame_from_update",
     "in_float64",
     "safe_sqrt",
-    "single_combination",
     "unit_coefficients",
 ]
 
@@ -74,12 +66,14 @@ def frame_from_update(
     base, current, *points = rows
     if space.flat or space.ambient:
         segments = None
-        # Tensors as they lie are of a space of parameters, whose leaves are the same for every point.
+        # A row of tensors is a point of a parameter space, whose leaves are the same for every point.
         point = base[0] if isinstance(base, tuple) else base
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
-        ambient = AmbientSpace.of(space, point) if transport is None else TangentSpace.at(space, current)
-        segments = segments or ambient.segments
+        ambient = FLAT_AMBIENT
+        if space.ambient:
+            ambient = AmbientSpace.of(space, point) if transport is None else TangentSpace.at(space, current)
+            segments = segments or ambient.segments
         if update.is_pseudo_gradient:
             if ambient.leaves:
                 raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
@@ -103,58 +97,6 @@ def in_float64(space: Manifold, x: Tensor) -> Tensor:
     return space._project(x.double()) if "project" in space.capabilities else x
 
 
-def single_combination(frame: Frame, gram: Gram, coefficients: list[float]) -> Corrected:
-    """Return one combination of the rows of a frame in the form of a correction's result."""
-    return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
-
-
-def corrected_gram(corrected: Corrected) -> list[list[float]]:
-    r"""Return the inner products of the corrected rows, n x n; from the rows, in float64, if $C G C^\top$ cancels.
-
-    Raises:
-        ArgumentError: if a row is so long that its square overflows.
-    """
-    parts = corrected.gram.transform(corrected.coefficients)
-    inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
-    n = len(inner)
-    if lost_to_cancellation(inner, corrected.gram.matrix):
-        inner = corrected.frame.inner_products([corrected.coefficients[..., i, :] for i in range(n)]).tolist()
-    for i, row in enumerate(inner):
-        if not math.isfinite(row[i]):
-            raise ArgumentError(f"points[{i}]: squared length of the corrected displacement overflows")
-    return inner
-
-
-def cosine(gram: Gram) -> float:
-    """Return cos(v_n, g) in [-1, 1]; NaN if one of the two is zero."""
-    n = gram.num_displacements
-    inner = gram.matrix
-    scale = safe_sqrt(inner[n - 1, n - 1]) * safe_sqrt(inner[n, n])
-    return max(-1.0, min(1.0, inner[n - 1, n] / scale)) if scale > 0 else math.nan
-
-
-def combination_norm(coefficients: Sequence[float], inner: Sequence[Sequence[float]]) -> float:
-    r"""Return $\sqrt{c^\top G\, c}$, the norm of a combination of rows with these inner products.
-
-    Example:
-        >>> combination_norm([1.0, 2.0], [[9.0, 0.0], [0.0, 4.0]])
-        5.0
-    """
-    return safe_sqrt(_dot([_dot(coefficients, column) for column in zip(*inner, strict=True)], coefficients))
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    # Not by `sum`, which rounds otherwise from Python 3.12 on.
-    total: float = reduce(add, map(mul, a, b))
-    return total
-
-
 def safe_sqrt(square: float) -> float:
     """Return the square root of a square that rounding can leave slightly below zero."""
     return math.sqrt(max(square, 0.0))
-
-
-def diagnostics(frame: Frame) -> dict[str, float]:
-    """Return the number of ladder rungs on a curved space, and the norms of the truncations of low-rank leaves."""
-    used = [kind.rungs for kind in frame.transports if kind.method == "ladder"]
-    return ({"rungs": float(max(used))} if used else {}) | frame.ambient.diagnostics

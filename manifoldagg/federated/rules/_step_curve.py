@@ -7,7 +7,9 @@ of a Bézier curve, or as corners of a polygon. Everything here is arithmetic on
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import add, mul
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +57,31 @@ class StepCurve:
             line = [self.curve_weight * weight for weight in line]
             line[-1] += (1 - self.curve_weight) * s
         return line
+
+    def position(
+        self, inner: InnerProducts, drift_products: Sequence[float], rho: float
+    ) -> tuple[float, list[float], float]:
+        r"""Return the parameter s for a rate $\rho$, the weights of $u_1, …, u_n$ at s, and the distance of this point.
+
+        Args:
+            inner: the inner products of the displacements.
+            drift_products: the inner products of the original displacements with the drift.
+            rho: the rate.
+
+        Example:
+            >>> StepCurve().position([[4.0]], [1.0], 0.25)
+            (0.25, [0.25], 0.5)
+        """
+        n = len(inner)
+        if n == 1 and self.curve_weight == 1 and not self.polygon:  # a line, on which s is the rate
+            s = min(rho, 1.0) if self.overshoot == "clamp" else rho
+            weights = [s]
+        else:
+            s = self.parameter(inner, self.effective_rate(rho, drift_products))
+            weights = self.weights(n, s)
+        # `sum` rounds differently from Python 3.12 on, `reduce` does not.
+        images = [reduce(add, map(mul, weights, column)) for column in zip(*inner, strict=True)]
+        return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
         r"""Return the effective rate of $\rho \ge 0$, given the inner products of the displacements with the drift."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.corrections import Frame, Gram
 from manifoldagg.federated.rules._base import TangentRule, commit
-from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules.fedadam import model_distance
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
@@ -85,18 +85,16 @@ class StoredBufferRule(TangentRule):
                 "factors": state["factors"] | {name: share},
                 "displacements": held | {name: frame.for_state([1.0, 0.0])},
             }
-            numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(len(held) + 1)}
+            numbers = {"cosine": gram.cosine, "weight": share, "buffered": float(len(held) + 1)}
             # Displacements no longer than the root of the largest number.
             sound = frame.transporter is None
-            return waiting, Outcome(
-                None, update.client_state, numbers | frame.ambient.diagnostics, state_is_finite=sound
-            )
+            return waiting, Outcome(None, update.client_state, numbers | frame.diagnostics, state_is_finite=sound)
         rate = rate_at(self.rate, state["version"])
         kept = [rate * s for s in (*state["factors"].values(), share)]
         model, norm, gram = self.combine(space, update, frame, held, kept, out)
-        numbers = {"cosine": cosine(gram), "weight": share, "buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
+        numbers = {"cosine": gram.cosine, "weight": share, "buffered": 0.0, "rate": rate, "step": rate, "norm": norm}
         after = {"version": state["version"] + 1, "factors": {}, "displacements": {}}
-        return after, Outcome(model, update.client_state, numbers | diagnostics(frame))
+        return after, Outcome(model, update.client_state, numbers | frame.diagnostics)
 
     def checked_gram(self, frame: Frame) -> Gram:
         """Return the inner products of the rows, after checking the length of the first.

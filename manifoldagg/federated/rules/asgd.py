@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from manifoldagg.corrections import Correction, Tangent
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 
 __all__ = ["ASGD"]
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_number, short_repr
-from manifoldagg.corrections import AutoThreshold, Correction, Gram, OrthoDC
+from manifoldagg.corrections import AutoThreshold, Corrected, Correction, OrthoDC
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 from manifoldagg.federated.rules._geometry import safe_sqrt
 from manifoldagg.federated.rules._step_curve import PULL_BACK_MODES, StepCurve
 from manifoldagg.federated.types import ClientState, Message, State, Update
@@ -130,8 +130,8 @@ class AsyncBezier(ScheduledRule):
         bend = _auto_curve_weight(state) if isinstance(self.curve_weight, str) else self.curve_weight
         return StepCurve(self.overshoot, self.pull_back, bend, self.polygon)
 
-    def state_update(self, state: State, update: Update, original_gram: Gram) -> dict[str, Any]:
-        kept = {}
+    def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
+        kept = super().next_state(state, update, corrected)
         if self.normalise:
             pace = _client_progress(update)
             mean = state.get("progress", pace)
@@ -139,8 +139,8 @@ class AsyncBezier(ScheduledRule):
             gain = max(1 / (state["version"] + 1), PROGRESS_GAIN)
             kept["progress"] = mean + gain * (_clipped(pace, mean) - mean)
         if isinstance(self.curve_weight, str):
-            n = original_gram.num_displacements
-            inner = original_gram.matrix
+            n = corrected.original_gram.num_displacements
+            inner = corrected.original_gram.matrix
             lengths = safe_sqrt(inner[n - 1, n - 1]) * safe_sqrt(inner[n, n])
             for name, value in (("product", inner[n - 1, n]), ("lengths", lengths)):
                 before = state.get(name, 0.0)

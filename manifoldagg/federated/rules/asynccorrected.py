@@ -6,7 +6,7 @@ from typing import ClassVar
 from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 
 __all__ = ["AsyncCorrected"]
 

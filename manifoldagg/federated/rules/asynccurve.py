@@ -14,7 +14,7 @@ from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to
 from manifoldagg.corrections.rotation import rotation_coefficients
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules.dominance import Dominance
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
@@ -140,7 +140,7 @@ class AsyncCurve(ServerRule):
             after["correction"] = corrected.state
         if norm is None or self._is_overwritten(version + 1):
             norm = safe_sqrt(gram([moved])[0, 0, 0].item())
-        numbers = {"cosine": cosine(corrected.original_gram), "rate": rate, "step": s, "norm": norm}
+        numbers = {"cosine": corrected.original_gram.cosine, "rate": rate, "step": s, "norm": norm}
         memory = dominance.next_client_state(update.client_state) | {"batches": batches}
         return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 

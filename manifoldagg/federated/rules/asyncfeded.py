@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.federated.rules._base import TangentRule, move_to
-from manifoldagg.federated.rules._geometry import check_points, cosine, diagnostics, frame_from_update, safe_sqrt
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.manifolds import Manifold
@@ -107,8 +107,8 @@ class AsyncFedED(TangentRule):
             epochs = min(max(1, epochs + math.floor(change)), MAX_EPOCHS)
         rate = rate_at(self.rate, version) / (gamma + self.epsilon) if moved > 0 else 0.0
         check_number("rate: step size", rate, at_least=0)
-        numbers = {"cosine": cosine(gram), "rate": rate, "step": rate, "norm": rate * moved}
-        numbers |= {"distance": gamma, "epochs": float(epochs)} | diagnostics(frame)
+        numbers = {"cosine": gram.cosine, "rate": rate, "step": rate, "norm": rate * moved}
+        numbers |= {"distance": gamma, "epochs": float(epochs)} | frame.diagnostics
         model = move_to(space, update.current, frame, gram, [rate, 0.0])
         memory = {**(update.client_state or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)

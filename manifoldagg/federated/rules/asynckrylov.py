@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from manifoldagg.corrections import Correction, KrylovDC
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.federated.types import State
 

@@ -7,16 +7,13 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_number
-from manifoldagg.corrections import Frame
+from manifoldagg.corrections import Corrected, Frame
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import (
     check_points,
-    corrected_gram,
-    cosine,
     frame_from_update,
     safe_sqrt,
-    single_combination,
 )
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, State, Update
@@ -138,20 +135,20 @@ class CA2FL(ServerRule):
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
         guests = state["guests"] + (slot == NO_SLOT)
         joined = state["joined"] + (slot == NO_SLOT and not again)
-        told = {"cosine": cosine(gram), "weight": 1.0, "buffered": float(count)}
+        told = {"cosine": gram.cosine, "weight": 1.0, "buffered": float(count)}
         waits = {**state, "count": count, "guests": guests, "joined": joined, "held": held}
         if count < self.size:
             waits["buffer"] = _combine_float64(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
                 waits["replaced"] = _combine_float64(rounded, before=1.0, held=-1.0, replaced=1.0)
-            return waits, Outcome(None, mine, told | frame.ambient.diagnostics, state_is_finite=True)
+            return waits, Outcome(None, mine, told | frame.diagnostics, state_is_finite=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
         line = _coefficients(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
-        norm = safe_sqrt(corrected_gram(single_combination(frame, gram, line))[0][0])
+        norm = safe_sqrt(Corrected.single(frame, gram, line).inner_products()[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i goes to its last displacement: of two in this buffer, the first counts no more.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
@@ -161,7 +158,7 @@ class CA2FL(ServerRule):
             **EMPTY_BUFFER,
             "sum": _combine_float64(rounded, **change),
         }
-        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.ambient.diagnostics
+        numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
         # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
         return after, Outcome(model, mine, numbers, state_is_finite=True)
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.corrections import Correction, DelayCompensated
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 
 __all__ = ["DCASGD"]
 

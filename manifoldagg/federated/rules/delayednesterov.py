@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, unit_coefficients
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, unit_coefficients
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.manifolds import Manifold
@@ -94,10 +94,10 @@ class DelayedNesterov(ServerRule):
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)
         numbers = {
-            "cosine": cosine(gram),
+            "cosine": gram.cosine,
             "rate": rate,
             "step": rate / self.size,
             "norm": frame.combination_norm(gram, line),
         }
         model = frame.move(gram, line)
-        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.diagnostics)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from manifoldagg.corrections import Correction, Position
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._curve_rule import CurveRule
+from manifoldagg.federated.rules._correction_rule import CorrectionRule
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.federated.types import State, Update
@@ -15,7 +15,7 @@ __all__ = ["FedAsync"]
 
 
 @dataclass(frozen=True)
-class FedAsync(CurveRule):
+class FedAsync(CorrectionRule):
     r"""Rule that mixes the client model into the server model.
 
     $\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i$ with
@@ -50,7 +50,7 @@ class FedAsync(CurveRule):
     """
 
     rate_kind: ClassVar[str] = "share"
-    rate: Rate = 0.6
+    rate: Rate = 0.6  # type: ignore[assignment]  # an option in place of the method
     staleness: Weight = field(default_factory=Constant)
     weighted: bool = False
 

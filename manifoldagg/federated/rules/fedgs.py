@@ -5,7 +5,7 @@ from functools import cached_property
 
 from manifoldagg._validation import check_choice
 from manifoldagg.corrections import Correction, OrthoDC, Position
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 
 __all__ = ["FedGS"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from manifoldagg.corrections import Correction, OrthoDC
-from manifoldagg.federated.rules._curve_rule import ScheduledRule
+from manifoldagg.federated.rules._correction_rule import ScheduledRule
 
 __all__ = ["FedOrtho"]
 

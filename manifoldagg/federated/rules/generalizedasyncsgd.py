@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 from manifoldagg._validation import check_number, other_type_hint, short_repr
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._curve_rule import CurveRule
+from manifoldagg.federated.rules._correction_rule import CorrectionRule
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import State, Update
 
@@ -39,7 +39,7 @@ class RoutingShares(Mapping[Hashable, float]):
 
 
 @dataclass(frozen=True)
-class GeneralizedAsyncSGD(CurveRule):
+class GeneralizedAsyncSGD(CorrectionRule):
     r"""Rule that divides each gradient by the sampling probability of its client.
 
     $\Theta \leftarrow \Theta - \dfrac{\eta}{n\, p_i}\, g_i(\Theta^t)$ for each task that client i completes.
@@ -78,7 +78,7 @@ class GeneralizedAsyncSGD(CurveRule):
     needs_flat: ClassVar[str] = "gradients"
     overshoot = "extend"
     routing: Mapping[Any, float] | Iterable[float]
-    rate: Rate = 0.01
+    rate: Rate = 0.01  # type: ignore[assignment]  # an option in place of the method
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ import numpy as np
 
 from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.federated.types import Outcome, State, Update
@@ -101,14 +101,14 @@ class HeLoCo(ServerRule):
         kept = self.beta * m + (1 - self.beta) * step
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
         numbers = {
-            "cosine": cosine(gram),
+            "cosine": gram.cosine,
             "rate": rate,
             "step": rate * share,
             "norm": safe_sqrt(gram.squared_norm(line)),
         }
         model = frame.move(gram, line)
         after = {"version": state["version"] + 1, "momentum": frame.for_state(kept)}
-        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.diagnostics)
 
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float

@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from manifoldagg._validation import check_count
-from manifoldagg.corrections import Frame, Gram
+from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import move_to
-from manifoldagg.federated.rules._geometry import corrected_gram, safe_sqrt, single_combination
+from manifoldagg.federated.rules._geometry import safe_sqrt
 from manifoldagg.federated.rules._update_buffer import StoredBufferRule
 from manifoldagg.federated.schedules import Rate, Weight
 from manifoldagg.federated.staleness import Polynomial
@@ -110,7 +110,7 @@ class Krum(StoredBufferRule):
         line = [0.0] * len(frame.rows)
         for i in krum_select(inner, self.num_byzantine, self.num_selected):
             line[places[i]] = factors[i] / self.num_selected
-        norm = safe_sqrt(corrected_gram(single_combination(frame, gram, line))[0][0])
+        norm = safe_sqrt(Corrected.single(frame, gram, line).inner_products()[0][0])
         return move_to(space, update.current, frame, gram, line), norm, gram
 
 

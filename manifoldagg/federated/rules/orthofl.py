@@ -12,7 +12,7 @@ from manifoldagg.corrections.calibration import calibrate_frame
 from manifoldagg.corrections.frame import GRANULARITIES
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, cosine, safe_sqrt
+from manifoldagg.federated.rules._geometry import check_points, safe_sqrt
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
@@ -171,7 +171,7 @@ class OrthoFL(ServerRule):
         else:
             new = calibrated.clone() if out is None else out.copy_(calibrated)
             norm = safe_sqrt(ambient.gram([new], minus=[current])[0, 0, 0].item())
-        numbers = {"cosine": cosine(inner), "rate": rate, "step": rate, "norm": norm} | ambient.diagnostics
+        numbers = {"cosine": inner.cosine, "rate": rate, "step": rate, "norm": norm} | ambient.diagnostics
         numbers["calibrated"] = float(self.calibration != "none" and not late)
         if late or self.calibration == "none":
             return after, Outcome(new, memory, numbers)

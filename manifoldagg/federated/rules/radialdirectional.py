@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from manifoldagg._validation import check_number
-from manifoldagg.federated.rules._geometry import check_points, cosine, frame_from_update, safe_sqrt, unit_coefficients
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
@@ -70,10 +70,10 @@ class RadialDirectional(FedAvg):
             share * size + before for size, before in zip(sizes, state.get("lengths", [0.0] * len(sizes)), strict=True)
         ]
         after = {"version": state["version"], "count": count, "total": state["total"] + share}
-        numbers = {"cosine": cosine(gram), "weight": share, "buffered": float(count)}
+        numbers = {"cosine": gram.cosine, "weight": share, "buffered": float(count)}
         if waits:
             waiting = after | {"lengths": lengths, "buffer": frame.for_state(line)}
-            numbers |= frame.ambient.diagnostics
+            numbers |= frame.diagnostics
             # Sums of vectors of length 1, in weights whose sum is finite.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
@@ -84,4 +84,4 @@ class RadialDirectional(FedAvg):
         numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": safe_sqrt(gram.squared_norm(line))}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         model = frame.move(gram, line)
-        return after, Outcome(model, update.client_state, numbers | frame.ambient.diagnostics)
+        return after, Outcome(model, update.client_state, numbers | frame.diagnostics)

@@ -298,7 +298,7 @@ def a_run_that_agrees_with_itself_is_not_bent(k):
 @caught_by("AsyncBezier", "progress_is_divided_by_the_mean_of_those_before")
 class CountsItsOwnProgressInTheMean(AsyncBezier):
     def step_size(self, state, update, penalty):
-        own = self.state_update(state, update, None) if self.normalise else {}
+        own = self.next_state(state, update, None) if self.normalise else {}
         return super().step_size(state | own, update, penalty)
 
 
@@ -313,7 +313,7 @@ class MultipliesByTheProgress(AsyncBezier):
 
 @caught_by("AsyncBezier", "the_mean_progress_follows_a_run_that_slows_down")
 class RemembersAllProgress(AsyncBezier):
-    def state_update(self, state, update, original_gram):
+    def next_state(self, state, update, corrected):
         pace = update.numbers.get("progress", 1.0)
         count = state["version"] + 1
         return {"progress": state.get("progress", 0.0) * (count - 1) / count + pace / count} if self.normalise else {}

@@ -28,7 +28,7 @@ from manifoldagg.federated.rules import (
     FedOrtho,
     Momentum,
 )
-from manifoldagg.federated.rules._curve_rule import staleness_penalty
+from manifoldagg.federated.rules._gram_rule import staleness_penalty
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Flat, Manifold, ParameterSpace
 from tests.support import draw, relative, seeds
@@ -156,7 +156,7 @@ class Counting:
 
     def __init__(self, monkeypatch):
         self.calls = {"gram": 0, "combine": 0}
-        for module in ("manifolds.ambient", "federated.rules._geometry"):
+        for module in ("corrections.frame", "manifolds.ambient"):
             for name in self.calls:
                 original = getattr(importlib.import_module(f"manifoldagg.{module}"), name, None)
                 if original is not None:

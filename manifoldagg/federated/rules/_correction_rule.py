@@ -1,0 +1,92 @@
+"""Rules whose coefficients are those of a correction: the server step of Manifold (9)-(12)."""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from manifoldagg._validation import check_choice, check_number, short_repr
+from manifoldagg.corrections import Corrected, Correction, Frame, Gram
+from manifoldagg.curves.distance import OVERSHOOT
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.rules._geometry import frame_from_update
+from manifoldagg.federated.rules._gram_rule import GramRule
+from manifoldagg.federated.rules.dominance import Dominance
+from manifoldagg.federated.schedules import Rate, rate_at
+from manifoldagg.federated.types import ClientState, Point, State, Update
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["CorrectionRule", "ScheduledRule"]
+
+
+class CorrectionRule(GramRule):
+    """A `GramRule` that moves along the curve of the displacements under a correction.
+
+    A correction may add rows of its own and keep a state, which is the entry `correction` of the rule's state. If it
+    cancels nearly all of a displacement, a second `gram` reads the rest.
+    """
+
+    @property
+    @abc.abstractmethod
+    def correction(self) -> Correction:
+        """The map from displacements at the base to tangents at the current model."""
+
+    @property
+    def granularity(self) -> str:  # type: ignore[override]  # of the correction
+        """The granularity of the correction."""
+        return self.correction.granularity
+
+    def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
+        lines, memory = self.correction.coefficients(gram, state.get("correction"))
+        return lines, {**state, "correction": memory} if self.correction.keeps_state else state
+
+    def correct(self, frame: Frame, state: State) -> Corrected:
+        return self.correction.apply(frame, state.get("correction"))
+
+    def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
+        return {"correction": corrected.state} if self.correction.keeps_state else {}
+
+    def init(self, space: Manifold, start: Point) -> State:
+        state = super().init(space, start)
+        if not space.flat:
+            if self.overshoot == "extend" and not self.single_point and not space.ambient:
+                curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
+                raise ArgumentError(
+                    f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
+                )
+            still = Update(None, start, start, start[None])
+            self.correction.apply(frame_from_update(space, still, transport=self.transport, rungs=self.rungs))
+        return state
+
+
+@dataclass(frozen=True)
+class ScheduledRule(CorrectionRule):
+    r"""A `CorrectionRule` with $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
+
+    What the options mean says [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    """
+
+    rate_kind: ClassVar[str] = "step"
+    rate: Rate = 1.0  # type: ignore[assignment]  # an option in place of the method
+    decay: float = 0.0
+    penalty_limit: float = 10.0
+    overshoot: str = "clamp"
+    dominance: Dominance | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("decay", self.decay, at_least=0, at_most=1)
+        check_number("penalty_limit", self.penalty_limit, above=0)
+        check_choice("overshoot", self.overshoot, OVERSHOOT)
+        if self.dominance is not None and not isinstance(self.dominance, Dominance):
+            raise ArgumentError(f"dominance: expected a Dominance, got {short_repr(self.dominance)}")
+
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        version = state["version"]
+        rate = rate_at(self.rate, version)
+        if self.dominance is not None:
+            rate = self.dominance.scaled_rate(rate, self.dominance.count_updates(update.client_state), version + 1)
+        return min(penalty(self.decay), self.penalty_limit) * update.weight * rate
+
+    def client_state(self, update: Update) -> ClientState:
+        return update.client_state if self.dominance is None else self.dominance.next_client_state(update.client_state)

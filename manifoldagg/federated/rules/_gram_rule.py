@@ -1,0 +1,171 @@
+"""GramRule: the base class of rules that compute coefficients from a Gram matrix."""
+
+import abc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.errors import RuleError
+from manifoldagg.federated.rules._base import TangentRule
+from manifoldagg.federated.rules._geometry import (
+    check_points,
+    frame_from_update,
+    safe_sqrt,
+)
+from manifoldagg.federated.rules._riemannian_step import step_along_curve, tangents_at
+from manifoldagg.federated.rules._step_curve import StepCurve
+from manifoldagg.federated.types import ClientState, Outcome, State, Update
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["GramRule", "staleness_penalty"]
+
+
+@dataclass(frozen=True)
+class GramRule(TangentRule):
+    r"""Asynchronous rule that moves the model along a combination of the rows of an update.
+
+    $$\Theta^{\tau+1} = \Theta^\tau + \rho\, u, \qquad u = \sum_j c_j\, r_j, \qquad r = (v_1, \dots, v_n, g),$$
+
+    where $v_i = \varphi_i - \Theta^t$ are the displacements of the client's models and $g = \Theta^\tau - \Theta^t$ is
+    the drift of the server. A subclass has two methods: `coefficients` computes $c$ from the inner products of the
+    rows, and `rate` returns $\rho$. It never sees a vector, so that it works on any model: one pass reads the rows,
+    and one pass writes the new model. On a curved space $v_i = \log_{\Theta^t} \varphi_i$ is transported to
+    $\Theta^\tau$, and the new model is $\exp_{\Theta^\tau}(\rho\, u)$.
+
+    The state is a dict with the number `version`, which counts the steps. `coefficients` may add entries to it.
+
+    Class attributes:
+
+    - `granularity`: `"model"`, or `"tensor"` if `gram` has one matrix for each named tensor.
+    - `single_point`: whether an update is one model (n = 1). With `False` it may be a curve of n control points.
+    - `overshoot`: `"clamp"` limits $\rho$ to 1, `"extend"` does not.
+
+    To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
+    [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
+
+    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+
+    Example:
+        A rule that halves each displacement that conflicts with the drift.
+
+        >>> import manifoldagg, torch
+        >>> from manifoldagg.federated import GramRule
+        >>> class HalveConflicts(GramRule):
+        ...     def coefficients(self, gram, state):
+        ...         conflicts = gram.matrix[0, 1] < 0  # <v, g>
+        ...         return [0.5 if conflicts else 1.0, 0.0], state
+        ...
+        ...     def rate(self, state, update):
+        ...         return 1 / (1 + update.staleness)
+        >>> current, base, update = ([torch.tensor([x])] for x in (1.0, 0.0, -2.0))
+        >>> manifoldagg.aggregate(HalveConflicts(), None, current, base, update, staleness=1)[0]
+        [tensor([0.5000])]
+    """
+
+    cohort: ClassVar[int] = 1
+    accepts_tensor_lists: ClassVar[bool] = True
+    single_point: ClassVar[bool] = True
+    not_private_because: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
+    granularity = "model"
+    overshoot = "clamp"
+
+    @abc.abstractmethod
+    def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
+        r"""Return the coefficients $c$ of the rows, and the next state.
+
+        Args:
+            gram: the inner products of $v_1, \dots, v_n, g$.
+            state: the state before the step. It must not be modified.
+
+        Returns:
+            k = n + 1 numbers, one for each row. For a curve (m, k): the coefficients of m control points. With
+            granularity `"tensor"` (S, m, k): a matrix for each named tensor. And the next state, whose `version` the
+            caller updates.
+        """
+
+    def rate(self, state: State, update: Update) -> float:
+        r"""Return $\rho \ge 0$, the part of the displacement $u$ by which the model moves.
+
+        Args:
+            state: the state before the step.
+            update: the update, with its `staleness`, `weight`, `samples` and `client`.
+        """
+        return 1.0
+
+    def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        r"""Return $\rho$ for rules with an option `rate`. `penalty(alpha)` is $S$ of Manifold (10)."""
+        return self.rate(state, update)
+
+    def correct(self, frame: Frame, state: State) -> Corrected:
+        """Return the displacements that the coefficients make of the rows of a frame."""
+        gram = frame.gram(self.granularity)
+        lines, after = self.coefficients(gram, state)
+        return Corrected(frame, gram, np.atleast_2d(np.array(lines, dtype=object)), after, gram)
+
+    def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
+        """Return the entries of the next state beside `version`."""
+        return dict(corrected.state)
+
+    def client_state(self, update: Update) -> ClientState:
+        """Return the next client state."""
+        return update.client_state
+
+    def step_curve(self, state: State) -> StepCurve:
+        """Return the curve of the corrected displacements, and the meaning of the rate on it."""
+        return StepCurve(self.overshoot)
+
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        by_tensor = self.granularity == "tensor"
+        if self.single_point:
+            check_points(self, update)
+        else:
+            check_points(self, update, None, "at least one control point")
+        frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs, tensors=by_tensor)
+        corrected = self.correct(frame, state)
+        original = corrected.original_gram
+        inner = corrected.inner_products()
+        numbers = {"cosine": original.cosine}
+        drift_products = original.drift_products
+
+        def penalty(strength: float) -> float:
+            if strength == 0:
+                return 1.0
+            drift = original.matrix[original.num_displacements, original.num_displacements]
+            return staleness_penalty(strength, safe_sqrt(inner[-1][-1]), safe_sqrt(drift))
+
+        rho = self.step_size(state, update, penalty)
+        memory = self.client_state(update)
+        if not 0 <= rho < math.inf:
+            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+        after = self.next_state(state, update, corrected) | {"version": state["version"] + 1}
+        curve = self.step_curve(state)
+        if frame.transporter is None:
+            s, weights, norm = curve.position(inner, drift_products, rho)
+            model = corrected.move(weights)
+        else:
+            here = frame.transporter.current
+            u = curve.straighten(tangents_at(space, here, corrected.displacements()))
+            s, reached, norm = step_along_curve(space, here, u, curve, curve.effective_rate(rho, drift_products))
+            model = empty_like(update.current).copy_(reached)
+        numbers |= {"rate": rho, "step": s, "norm": norm} | frame.diagnostics
+        return after, Outcome(model, memory, numbers)
+
+
+def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
+    r"""Return $S = 1 + \alpha\,(\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$: Manifold (10).
+
+    Args:
+        strength: $\alpha$.
+        candidate: $\|\Theta^\tau - \hat\Theta\|$, the distance of the candidate.
+        drift: $\|\Theta^t - \Theta^\tau\|$. If it is 0, S is 1 by convention.
+
+    Example:
+        >>> staleness_penalty(1.0, candidate=1.0, drift=4.0)
+        0.25
+    """
+    return 1.0 if drift == 0 else 1 + strength * (candidate / drift - 1)
