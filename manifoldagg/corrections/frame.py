@@ -21,7 +21,7 @@ from manifoldagg.kernels import Row, TensorList, combine, gram
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.tensor_list import as_float64
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, check_tangent
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.manifold import check_is_manifold
 
@@ -166,18 +166,32 @@ class Frame:
             check_shape(name, tensor, *lead, *base.shape)
         for name, tensor in (("base", base), ("current", current), ("displacements", displacements)):
             check_finite(name, tensor)
-        n = len(displacements)
-        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)}
         if space.flat if flat is None else flat:
             require_flat(space)
+            segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)}
             frame = Frame.of_displacements(
                 displacements.flatten(1), base.flatten(), current.flatten(), segments=segments
             )
             return replace(frame, base_displacements=displacements)
-        passage = Transporter(space, base, current, transport, rungs)
-        drift = passage.drift.flatten()  # first: it says by name what is out of reach
-        rows = (*passage.to_current(displacements).flatten(1), drift)
-        return Frame(rows, (None,) * (n + 1), segments, transporter=passage, base_displacements=displacements)
+        transporter = Transporter(space, base, current, transport, rungs).check()
+        check_tangent(space, base, displacements, name="displacements")
+        return Frame.of_tangents(transporter, displacements)
+
+    @staticmethod
+    def of_tangents(transporter: Transporter, displacements: Float[Tensor, "..."]) -> "Frame":
+        """Build the frame of tangents at the base of a curved space, which are valid.
+
+        Args:
+            transporter: from the base to the current point.
+            displacements: (n, *shape), tangents at the base.
+
+        Raises:
+            ArgumentError: if the base is out of reach of the current point.
+        """
+        segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in transporter.leaves}
+        drift = transporter.drift.flatten()  # first, because its message names a point that is out of reach
+        rows = (*transporter.to_current(displacements).flatten(1), drift)
+        return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     @cached_property
     def num_displacements(self) -> int:

@@ -11,7 +11,7 @@ from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import gram
-from manifoldagg.manifolds import Manifold, check_point, check_tangent, formulas
+from manifoldagg.manifolds import Manifold, check_point, formulas
 from manifoldagg.manifolds.manifold import Leaf
 from manifoldagg.manifolds.validate import check_injectivity_radius
 
@@ -44,9 +44,7 @@ class Transporter:
             on the others.
         rungs: of a ladder.
 
-    Raises:
-        ArgumentError: if an option is out of range, a leaf lacks a primitive, or a point is off the space or out of
-            reach of the other.
+    The constructor trusts its arguments; `check` validates them.
     """
 
     space: Manifold
@@ -60,7 +58,12 @@ class Transporter:
             self, space=self.space, base=self.base, current=self.current, transport=self.transport, rungs=self.rungs
         )
 
-    def __post_init__(self) -> None:
+    def check(self) -> "Transporter":
+        """Return this transporter after a check of its options and points.
+
+        Raises:
+            ArgumentError: if an option is out of range, a leaf lacks a primitive, or a point is off the space.
+        """
         if self.transport is not None:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
@@ -74,13 +77,14 @@ class Transporter:
                 )
         for name, point in (("base", self.base), ("current", self.current)):
             check_point(self.space, point, name=name)
+        return self
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The factors of the space, in the order of storage."""
         return self.space.leaves(self.base)
 
-    @property
+    @cached_property
     def transports(self) -> tuple[Transport, ...]:
         """The transport method of each leaf."""
         found = []
@@ -101,7 +105,6 @@ class Transporter:
 
     def to_current(self, displacements: Tensor) -> Tensor:
         r"""Transport tangents (n, *shape) at the base to the current point."""
-        check_tangent(self.space, self.base, displacements, name="displacements")
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:

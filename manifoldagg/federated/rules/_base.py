@@ -101,9 +101,8 @@ class TangentRule(ServerRule):
         if self.transport is None and space.flat:
             return
         if not (space.flat or space.ambient):
-            # A passage of no length is rejected where some leaf lacks what the transport takes.
             point = in_float64(space, check_point(space, start, name="start"))
-            Transporter(space, point, point, self.transport, self.rungs)
+            Transporter(space, point, point, self.transport, self.rungs).check()
         elif self.transport is not None and space.flat:
             raise ArgumentError(f"transport: expected None on a flat space, got {short_repr(self.transport)}")
         elif self.transport not in (None, "projection"):

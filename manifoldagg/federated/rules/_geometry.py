@@ -8,11 +8,11 @@ from torch import Tensor
 from manifoldagg.corrections import Frame
 from manifoldagg.corrections.frame import detach
 from manifoldagg.corrections.gram import Matrix
-from manifoldagg.corrections.transport import DEFAULT_RUNGS, checked_log
+from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transporter, checked_log
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Update
 from manifoldagg.kernels.operands import needs_autograd_path
-from manifoldagg.manifolds import Manifold, check_point
+from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.tangents import TangentSpace
 
@@ -55,7 +55,8 @@ def frame_from_update(
         tensors: whether the named tensors of such a space are segments.
 
     Raises:
-        ArgumentError: if a point is off the space or out of reach, or a derivative is followed.
+        ArgumentError: if a point is out of reach, or a derivative is followed. The points are valid, as the server has
+            checked them.
     """
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)
@@ -79,12 +80,9 @@ def frame_from_update(
                 raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
             return Frame.of_gradients(points, base, current, segments=segments)
         return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
-    given = {"base": base, "current": current, "points": update.points.detach()}
-    for name, x in given.items():
-        check_point(space, x, name=name)
-    base, current, points = (in_float64(space, x) for x in given.values())
+    base, current, points = (in_float64(space, x) for x in (base, current, update.points.detach()))
     displacements = checked_log(space, base, points, "points: out of reach of the base")
-    return Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
+    return Frame.of_tangents(Transporter(space, base, current, transport, rungs), displacements)
 
 
 def unit_coefficients(k: int) -> Matrix:

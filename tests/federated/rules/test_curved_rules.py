@@ -308,6 +308,12 @@ POINTS = scene(0, 2)
 FAR = {name: t.clone().double() for name, t in TENSORS.items()} | {"directions": -torch.ones(2, 4).double() / 2}
 
 
+def answered(rule, points):
+    """The receipt of an update by a server that starts from the base."""
+    server = Server(SPACE, rule, POINTS.base)
+    return server.receive(server.dispatch("a"), Payload(points, 1))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -320,7 +326,7 @@ FAR = {name: t.clone().double() for name, t in TENSORS.items()} | {"directions":
         (lambda: ASGD(transport="parallel").init(FRAMES, scene(0, space=FRAMES).base), r"transport: parallel needs transport, which frame: Stiefel"),
         (lambda: FedBuff(2, transport="parallel").init(FRAMES, scene(0, space=FRAMES).base), "transport: parallel needs transport"),
         (lambda: FedAsync().init(SPACE, 2 * POINTS.base), "start: turn: expected a point of"),
-        (lambda: move(FedAsync(), Update(0, POINTS.base, POINTS.current, 2 * POINTS.points[:1])), "points: turn: expected a point of"),
+        (lambda: answered(FedAsync(), 2 * POINTS.points[:1]).check(), "points: turn: expected a point of"),
         (lambda: move(FedAsync(), Update(0, *[SPACE.point({n: t.double() for n, t in TENSORS.items()})] * 2, SPACE.point(FAR)[None])), "points: out of reach of the base: "),
     ],
 )  # fmt: skip
