@@ -23,7 +23,7 @@ from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_te
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["StepPlan", "step"]
+__all__ = ["StepPlan", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
 """Types of the entries of a state that can be neither infinite by mistake nor shared."""
@@ -88,12 +88,8 @@ def step(
     kept = 1.0
     if plan.update_limits.needs_norms:
         update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
-    rule: Any = plan.rule
-    if plan.uses_tensor_lists:
-        answer = rule.plan(plan.space, before.state, update)
-    else:
-        answer = rule.step(plan.space, before.state, _without_aliases(before, update, out), out=out)
-    state, outcome, numbers = _parse_result(answer)
+    brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
+    state, outcome, numbers = run_rule(plan, before.state, brought, out)
     if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     if not plan.uses_tensor_lists and outcome.model is not None:
@@ -115,6 +111,29 @@ def step(
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
+def run_rule(
+    plan: StepPlan, state: State, update: Update, out: Row | None = None
+) -> tuple[State, Outcome, dict[str, float]]:
+    """Return the next state, the outcome and its metrics as the rule plans them, in memory of its own or in `out`.
+
+    Raises:
+        RuleError: if the rule returns an invalid result.
+    """
+    rule: Any = plan.rule
+    if plan.uses_tensor_lists:
+        result = rule.plan(plan.space, state, update)
+    else:
+        result = rule.step(plan.space, state, update, out=out)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
+        raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
+    after, outcome = result
+    try:
+        numbers = {name: float(value) for name, value in outcome.numbers.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
+    return after, outcome, numbers
+
+
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
     """Return the update with copies of the points and tensors whose memory a rule might write while it reads them."""
     mine = [update.base, before.current, before.state, update.client_state, out]
@@ -122,18 +141,6 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
     if points is update.points and tensors is update.tensors:
         return update
     return replace(update, points=points, tensors=tensors)
-
-
-def _parse_result(result: Any) -> tuple[State, Outcome, dict[str, float]]:
-    """Return the next state, the outcome and its metrics from the result of a rule."""
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
-        raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
-    state, outcome = result
-    try:
-        numbers = {name: float(value) for name, value in outcome.numbers.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
-    return state, outcome, numbers
 
 
 def _is_plain(state: State) -> bool:

@@ -18,6 +18,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import introduces_nonfinite
 from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.step import StepPlan, run_rule
 from manifoldagg.federated.types import extra_fields, has_plan
 from manifoldagg.kernels import TensorList, across_ranks
 from manifoldagg.kernels.alloc import empty_like
@@ -247,11 +248,10 @@ class Outer(torch.optim.Optimizer):
         update = Update(
             base=base, current=here, points=(gradients,), client_state=memory, is_pseudo_gradient=True, **update_info
         )
-        rule: Any = self.rule  # it accepts tensor lists, so that it has `plan`
         try:
             with _reduce_across_ranks(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
-                state, outcome = rule.plan(space, before, update)
+                state, outcome, numbers = run_rule(StepPlan(space, self.rule, {}), before, update)
         except ArgumentError as error:
             for name, gradient in zip(param_set.names, gradients, strict=True):
                 if not is_finite(gradient):
@@ -264,7 +264,7 @@ class Outer(torch.optim.Optimizer):
         motion: Any = outcome.model
         if motion is not None:
             motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
-            if not param_set.rate * outcome.numbers.get("norm", math.inf) <= overflow_headroom(here):
+            if not param_set.rate * numbers.get("norm", math.inf) <= overflow_headroom(here):
                 motion.check_finite()
         if own is not None and outcome.client_state is not None:
             others[own] = outcome.client_state
