@@ -148,25 +148,22 @@ class Weights:
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
         """Return the weights with a client's latest sample count, after the cap."""
-        after = self._with_samples(client, samples)
-        first = not self.reported.get(client)
-        if first and self.kind == "observed" and len(after.reported) - after.bit_length_histogram[0] == MIN_REPORTS + 1:
-            # An early uncapped count would distort all weights until its client reports again.
-            known = after
-            for name, amount in known.reported.items():
-                after = after._with_samples(name, known.capped(name, amount)) if amount else after
-        return after
-
-    def _with_samples(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights with a client's reported sample count."""
         before = self.reported.get(client)
         if before == samples:
             return self
-        told = self.reported.set(client, samples)
+        histogram = self.bit_length_histogram
+        digits, away = samples.bit_length(), None if before is None else before.bit_length()
+        if digits != away:
+            histogram = _update_histogram(histogram, digits, away)
         total = self.total if self.kind == "given" else self.total - (before or 0) + samples
-        away = None if before is None else before.bit_length()
-        lengths = _update_histogram(self.bit_length_histogram, samples.bit_length(), away)
-        return Weights(self.cap_factor, self.kind, self.sample_counts, told, total, lengths)
+        reported = self.reported.set(client, samples)
+        after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
+        if not before and self.kind == "observed" and len(reported) - histogram[0] == MIN_REPORTS + 1:
+            # An early uncapped count would distort all weights until its client reports again.
+            known = after
+            for name, amount in known.reported.items():
+                after = after.with_report(name, known.capped(name, amount)) if amount else after
+        return after
 
     def state(self) -> dict[str, Any]:
         """Return a tree from which `of_state` builds an equal value."""
@@ -235,9 +232,7 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Return the histogram with one more count of `bit_length` digits and one less of `removed`."""
-    if bit_length == removed:
-        return histogram
+    """Return the histogram with one more count of `bit_length` digits and one less of `removed` digits."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
