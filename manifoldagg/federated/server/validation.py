@@ -55,11 +55,6 @@ __all__ = [
 
 MAX_LISTED = 5
 """How many wrong names a refusal lists."""
-NESTED = attrgetter("is_nested")
-DTYPE = attrgetter("dtype")
-SHAPE = attrgetter("shape")
-DEVICE = attrgetter("device")
-LAYOUT = attrgetter("layout")
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -176,18 +171,9 @@ class PayloadSchema:
         return self.space.axes
 
     @cached_property
-    def has_points_only(self) -> bool:
-        """Whether payloads contain neither further tensors and numbers nor buffers."""
-        return not (self.tensors or self.numbers or self.buffers)
-
-    @cached_property
-    def buffer_specs(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
-        """The names, dtypes, shapes, sizes and item sizes of the buffers."""
-        names = [entry.name for entry in self.buffers]
-        dtypes = [entry.dtype for entry in self.buffers]
-        shapes = [entry.shape for entry in self.buffers]
-        sizes = [entry.size for entry in self.buffers]
-        return names, dtypes, shapes, sizes, [dtype.itemsize for dtype in dtypes]
+    def buffer_labels(self) -> dict[str, str]:
+        """The names of the buffers, and the fields that messages name."""
+        return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
@@ -206,10 +192,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
     """
     if not issubclass(type(payload), Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
-    try:
-        given, samples, tensors, numbers, buffers, base = FIELDS(payload)
-    except Exception as error:
-        raise _unreadable("payload", error) from error
+    given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", partial(FIELDS, payload))
     points = _check_vectors(schema, "points", given, None)
     # Before the points are read, because they may be too many to read.
     count = points.shape[0]
@@ -226,7 +209,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
     samples = check_samples(samples, schema.update_limits.max_samples)
     further: dict[str, Any] = {}
     is_empty = type(tensors) is type(numbers) is type(buffers) is dict and not (tensors or numbers or buffers)
-    if not (is_empty and schema.has_points_only):
+    if not is_empty or schema.tensors or schema.numbers or schema.buffers:
         further["tensors"] = _check_tensors(schema, tensors)
         further["numbers"] = _check_numbers(schema, numbers)
         further["buffers"] = _check_buffers(schema, buffers)
@@ -289,17 +272,12 @@ def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str,
         return rule.init(space, start)
 
 
-def _unreadable(name: str, error: Exception) -> ArgumentError:
-    """Return the error for an untrusted object whose code raised."""
-    return ArgumentError(f"{name}: expected a readable value; its code raised {type(error).__name__}")
-
-
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
     """Call the code of an untrusted object, and report what it raises as an invalid argument."""
     try:
         return function()
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise ArgumentError(f"{name}: expected a readable value; its code raised {type(error).__name__}") from error
 
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
@@ -380,57 +358,32 @@ def _as_float(value: Any) -> float:
 
 
 def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
-    names, *_ = schema.buffer_specs
-    given = _check_mapping("buffers", given, names)
-    if not names:
-        return {}
-    brought = dict(zip(names, map(given.__getitem__, names), strict=True))
-    if _buffers_ok(schema, [*brought.values()]):
-        return brought
-    for entry in schema.buffers:
-        name = f"buffers: {entry.name}"
-        tensor = brought[entry.name]
-        real = issubclass(type(tensor), Tensor)
-        if real:
-            tensor = _plain_tensor(name, tensor)
-        if not real or tensor.dtype != entry.dtype:
-            what = tensor.dtype if real else type(tensor).__name__
-            raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
-        tensor = require_dense(name, tensor)
-        if tuple(tensor.shape) != entry.shape:
-            raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
-        brought[entry.name] = tensor.to(schema.device)
-    return brought
+    given = _check_mapping("buffers", given, schema.buffer_labels)
+    # One check of all plain tensors is faster than one for each of them: models have hundreds of buffers.
+    is_tracked = needs_autograd_path([value for value in given.values() if type(value) is Tensor])
+    found = {}
+    for entry, label in zip(schema.buffers, schema.buffer_labels.values(), strict=True):
+        value = given[entry.name]
+        is_tensor = issubclass(type(value), Tensor)
+        if is_tensor:
+            value = require_dense(label, value, untracked=type(value) is Tensor and not is_tracked)
+        if not is_tensor or value.dtype != entry.dtype:
+            what = value.dtype if is_tensor else type(value).__name__
+            raise ArgumentError(f"{label}: expected a tensor of {entry.dtype}, got {what}")
+        if value.shape != entry.shape:
+            raise ArgumentError(f"{label}: expected shape {entry.shape}, got {tuple(value.shape)}")
+        found[entry.name] = value if value.device == schema.device else value.to(schema.device)
+    return found
 
 
-def _buffers_ok(schema: PayloadSchema, received: Sequence[Any]) -> bool:
-    """Return whether buffers are valid without conversion.
+def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tensor:
+    """Return a plain tensor that has values. Nested tensors have no shape, and freed storage has no values.
 
-    Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
+    `untracked` skips the check that neither autograd nor a functorch transform tracks the tensor.
     """
-    _, dtypes, shapes, sizes, widths = schema.buffer_specs
-    if (
-        not set(map(type, received)) <= {Tensor}
-        or any(map(NESTED, received))
-        or any(map(IS_FUNCTORCH_WRAPPED, received))
-    ):
-        return False
-    if list(map(DTYPE, received)) != dtypes or list(map(SHAPE, received)) != shapes:
-        return False
-    if not set(map(DEVICE, received)) <= {schema.device} or not set(map(LAYOUT, received)) <= {torch.strided}:
-        return False
-    if not all(map(Tensor.is_contiguous, received)) or needs_autograd_path(received):
-        return False
-    stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, received))
-    used = map(operator.add, map(Tensor.storage_offset, received), sizes)
-    return all(map(operator.ge, stored, map(operator.mul, used, widths)))
-
-
-def require_dense(name: str, value: Tensor) -> Tensor:
-    """Check that a plain tensor has values. Nested ones have no shape, and freed storage has no values."""
     is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
     tensor = value if is_plain else _plain_tensor(name, value)
-    if needs_autograd_path([tensor]):
+    if not untracked and needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
