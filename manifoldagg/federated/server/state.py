@@ -321,22 +321,23 @@ class ServerState(NamedTuple):
         Raises:
             ArgumentError: if the ticket is no longer in flight, because it was dropped or the server was closed.
         """
-        ticket_id, client, after = applied.ticket_id, applied.ticket.client, applied.after
+        ticket_id = applied.ticket_id
+        client = applied.ticket.client
         # `drop` and `close` do not wait for a running update.
         if ticket_id not in self.tickets.entries:
-            self.pending(ticket_id)
+            self.pending(ticket_id)  # raises
         receipt = make_receipt(applied)
         row = history_row(client, applied.reported_samples, receipt, applied.outcome.numbers)
-        limits = self.limits
+        closed = ClosedTicket(client, receipt)
         untold = self.pending_notifications
         if applied.model is not None and self.has_averaging:
-            untold = (*untold, PendingNotification(after.version, applied.model))
+            untold = (*untold, PendingNotification(receipt.version, applied.model))
         state = self._replace(
-            model_state=after,
+            model_state=applied.after,
             store=self._store_after(applied),
             tickets=self.tickets.remove(ticket_id),
-            closed_tickets=self.closed_tickets.set(ticket_id, ClosedTicket(client, receipt), limits.receipt_cache_size),
-            history=self.history.set(self.history.next_index, row, limits.history_size),
+            closed_tickets=self.closed_tickets.set(ticket_id, closed, self.limits.receipt_cache_size),
+            history=self.history.set(self.history.next_index, row, self.limits.history_size),
             weights=self.weights.with_report(client, applied.update.samples),
             pending_notifications=untold,
         )
