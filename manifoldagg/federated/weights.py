@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from immutables import Map
 from torch import Tensor
 
@@ -82,16 +83,17 @@ class Weights:
         """The number of clients that share the weights, so the mean weight is 1 / `num_clients`."""
         return len(self.sample_counts if self.kind == "given" else self.reported)
 
-    def check(self, client: Hashable) -> None:
-        """Check that a client has a hashable name and, if weights were given up front, an entry in them.
+    def check(self, client: Hashable) -> Hashable:
+        """Return the name of a client as `check_client` does. If weights were given up front, it must be one of them.
 
         Raises:
-            ArgumentError: if not.
+            ArgumentError: if the name is invalid or has no weight.
         """
-        check_client(client)
+        client = check_client(client)
         if self.kind == "given" and client not in self.sample_counts:
             hint = other_type_hint(client, self.sample_counts)
             raise ArgumentError(f"client: expected a client of weights, got {short_repr(client)}{hint}")
+        return client
 
     def with_client(self, client: Hashable) -> "Weights":
         """Return the weights with `client` as a participant, because it was dispatched to."""
@@ -190,8 +192,7 @@ class Weights:
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
-            weights.check(client)
-            told[client] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
+            told[weights.check(client)] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
         lengths = Counter(map(int.bit_length, told.values()))
         return replace(
             weights,
@@ -202,7 +203,10 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Check that a name, such as that of a client, is hashable and equal to any name with the same content.
+    """Return a name, such as that of a client, which must be hashable and equal to any name with the same content.
+
+    A NumPy scalar is returned as the Python value that equals it, because the comparison of a NumPy scalar with a tuple
+    returns an array.
 
     Raises:
         ArgumentError: if it cannot be hashed, if it does not equal itself, or if there is a tensor in it.
@@ -216,6 +220,9 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
     try:
         hash(client)
         found = all(part == part for part in _components(client))
+        plain = client.item() if isinstance(client, np.generic) else client
+        if plain is not client and plain == client and hash(plain) == hash(client):
+            client = plain
     except Exception:  # whatever the name's own code raises
         raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:

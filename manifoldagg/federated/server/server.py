@@ -92,26 +92,21 @@ __all__ = ["Server"]
 
 Load = Callable[[PendingTicket], Any]
 """A function that returns the payload of a ticket."""
+Packed = bytes | bytearray
+"""A payload, packed for the journal; empty without a journal."""
+Recorded = Mapping[str, Any]
+"""The journal record of an accepted update, with its sample count and weights."""
 Names = Mapping[str, str]
-"""The fields of a payload, and the caller's arguments that contain them."""
+"""The fields of a payload, and the arguments of the caller that contain them."""
 NOT_CALLED = (Payload, torch.nn.Module, type)
 """Kinds of payloads that `receive` does not call, although they may be callable."""
-DEFAULT_CLOCK = time.monotonic
-"""The default clock."""
 LOG = logging.getLogger("manifoldagg")
-# Who wants to read it adds a handler: a library does not write to the terminal by itself.
+# A library does not write to the terminal unless the application adds a handler.
 LOG.addHandler(logging.NullHandler())
 
 
 class Request(NamedTuple):
-    """The arguments of a call of `receive`.
-
-    Attributes:
-        ticket_id: the id of the ticket, which may be unknown.
-        client: the client that returns the update; `ANY_CLIENT` if the call does not name it.
-        names: the caller's arguments that contain the fields of the payload.
-        received_at: the time of the call, in seconds of the clock.
-    """
+    """The arguments of a call of `receive`, before any check, and the time of the call in seconds of the clock."""
 
     ticket_id: Any
     client: Hashable
@@ -227,9 +222,9 @@ class Server:
         if not callable(clock):
             raise ArgumentError(f"clock: expected a function that returns seconds, got {short_repr(clock)}")
         self._clock = clock
-        self._update_lock = UpdateLock(
-            None if max_queued_updates is None else check_count("max_queued_updates", max_queued_updates, at_least=0)
-        )
+        if max_queued_updates is not None:
+            max_queued_updates = check_count("max_queued_updates", max_queued_updates, at_least=0)
+        self._update_lock = UpdateLock(max_queued_updates)
         self._save_lock = OwnedLock()
         self._free_list: deque[Tensor] = deque(maxlen=1)
         # An average may store models, so that their memory is not reused.
@@ -238,15 +233,10 @@ class Server:
         self._warned_unstable = False
         self._limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
         now = ModelState(first, initial_state(rule, space, first.clone(), {"space": "space", "start": "start"}), kept)
+        shares = Weights.of(weights, update_limits.samples_factor)
         store = Store().retain(("version", 0), InMemoryTree(first, self._recycle))
         self._state = AtomicReference(
-            ServerState(
-                self._limits,
-                now,
-                Weights.of(weights, update_limits.samples_factor),
-                store,
-                has_averaging=averaging is not None,
-            )
+            ServerState(self._limits, now, shares, store, has_averaging=averaging is not None)
         )
         self._dispatcher = EventDispatcher(self._state)
         self._evictor = Evictor(self._state, memory_limit, files)
@@ -254,7 +244,7 @@ class Server:
             "update_limits": asdict(update_limits),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
             "memory_limit": memory_limit,
-            "max_queued_updates": self._update_lock.max_queued,
+            "max_queued_updates": max_queued_updates,
             "policies": policies,
         }
         self._checkpoint_writer = None if checkpoint is None else CheckpointWriter(checkpoint, self._dispatcher.publish)
@@ -381,7 +371,7 @@ class Server:
             saved, story = recover(path, journal, journal_unset=given is UNSET)
             replace = replace and not (story is not None and story.records)
             space = resumed_space(model, saved.buffer_policies, options, manifolds, adapters, scaling)
-            clock, label = options.get("clock", DEFAULT_CLOCK), "space" if model is space else "model"
+            clock, label = options.get("clock", time.monotonic), "space" if model is space else "model"
             saved.check_compatible(space, rule, clock, replace=replace, label=label)
             if story is not None and story.records:
                 saved = cls._replay(saved, story, space, rule, options)
@@ -421,17 +411,14 @@ class Server:
 
         def apply_update(payload: Payload, was: Mapping[str, Any]) -> Receipt:
             server._state.value.pending(was["ticket"])
-            receipt = server._apply(Request(was["ticket"], ANY_CLIENT, {}, math.nan), payload, recorded=was)
+            receipt = server._apply(Request(was["ticket"], ANY_CLIENT, {}, math.nan), payload, b"", recorded=was)
             try:
                 server._after_update()
             except Exception:  # the update stays applied, as in the original run
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
-        def round_kept(model: Tensor) -> Tensor | None:
-            return round_base(model, server._base_dtype)
-
-        replay.replay(ReplayTarget(server._state, apply_update, round_kept))
+        replay.replay(ReplayTarget(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype)))
         tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
         server.close()
         return LoadedCheckpoint(checkpoint.path, tree)
@@ -455,7 +442,7 @@ class Server:
         check_choice("retain_base", retain_base, (True, False))
         self._check_process()
         self._expire()
-        self._state.value.weights.check(client)
+        client = self._state.value.weights.check(client)
         if self._checkpoint_writer is not None or self._journal is not None:
             check_storable_client(client)
         if self._journal is not None:
@@ -463,7 +450,8 @@ class Server:
         # The loop repeats only if another thread has moved the model in the meantime.
         while (ticket := self._issue_ticket(client, retain_base)) is None:
             pass
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         self._dispatch_events()
         return ticket
 
@@ -638,7 +626,7 @@ class Server:
             with self._update_lock.lock:
                 return self._apply_next(request, payload, packed)
 
-    def _apply_next(self, request: Request, payload: Payload, packed: bytes | bytearray) -> Receipt:
+    def _apply_next(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
         """Apply or reject an update, whose call owns the update lock."""
         if self._averaging is not None:  # versions that an interrupt withheld from the average come first
             self._notify_average()
@@ -665,7 +653,8 @@ class Server:
         self._check_process()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         self._state.update(lambda now: (now.with_dropped_ticket(ticket_id), None))
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         self._dispatch_events()
 
     def expire(self) -> list[str]:
@@ -676,7 +665,8 @@ class Server:
         """
         self._check_process()
         due = self._expire()
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         return due
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
@@ -894,18 +884,7 @@ class Server:
         self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
         self._journal = appender
 
-    def _flush_journal(self) -> None:
-        """Flush pending journal records, if there is a journal."""
-        if self._journal is not None:
-            self._journal.write()
-
-    def _apply(
-        self,
-        request: Request,
-        payload: Payload,
-        packed: bytes | bytearray = b"",
-        recorded: Mapping[str, Any] | None = None,
-    ) -> Receipt:
+    def _apply(self, request: Request, payload: Payload, packed: Packed, recorded: Recorded | None = None) -> Receipt:
         """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
