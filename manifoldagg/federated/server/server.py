@@ -100,6 +100,8 @@ Names = Mapping[str, str]
 """The fields of a payload, and the arguments of the caller that contain them."""
 NOT_CALLED = (Payload, torch.nn.Module, type)
 """Kinds of payloads that `receive` does not call, although they may be callable."""
+DEFAULT_CLOCK = time.monotonic
+"""The default clock, as the constructor binds it."""
 LOG = logging.getLogger("manifoldagg")
 # A library does not write to the terminal unless the application adds a handler.
 LOG.addHandler(logging.NullHandler())
@@ -218,7 +220,7 @@ class Server:
         self._schema = PayloadSchema.of(space, rule, first, sent, update_limits)
         self._step_config = StepConfig(space, rule, policies, update_limits)
         memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
-        files = Spill(spill)
+        self._spill = Spill(spill)
         if not callable(clock):
             raise ArgumentError(f"clock: expected a function that returns seconds, got {short_repr(clock)}")
         self._clock = clock
@@ -239,7 +241,7 @@ class Server:
             ServerState(self._limits, now, shares, store, has_averaging=averaging is not None)
         )
         self._dispatcher = EventDispatcher(self._state)
-        self._evictor = Evictor(self._state, memory_limit, files)
+        self._evictor = Evictor(self._state, memory_limit, self._spill)
         self._options = {
             "update_limits": asdict(update_limits),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
@@ -371,7 +373,7 @@ class Server:
             saved, story = recover(path, journal, journal_unset=given is UNSET)
             replace = replace and not (story is not None and story.records)
             space = resumed_space(model, saved.buffer_policies, options, manifolds, adapters, scaling)
-            clock, label = options.get("clock", time.monotonic), "space" if model is space else "model"
+            clock, label = options.get("clock", DEFAULT_CLOCK), "space" if model is space else "model"
             saved.check_compatible(space, rule, clock, replace=replace, label=label)
             if story is not None and story.records:
                 saved = cls._replay(saved, story, space, rule, options)
@@ -583,7 +585,10 @@ class Server:
     def _receive(
         self, ticket: str | Ticket, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
     ) -> Receipt:
-        """Process an update, write its journal record, and deliver its events. `load` replaces `payload`."""
+        """Process an update, write its journal record, and deliver its events.
+
+        If `load` is given, it is called with the ticket and returns the payload.
+        """
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         try:
             receipt = self._process(ticket_id, client, names, payload, load)
@@ -612,8 +617,8 @@ class Server:
             try:
                 found = state.admit(ticket_id, client)
                 if isinstance(found, PendingTicket):
-                    given = payload if load is None else load(found)
-                    payload = validate_payload(self._schema, given, requires_base=found.base_key is None)
+                    payload = payload if load is None else load(found)
+                    payload = validate_payload(self._schema, payload, requires_base=found.base_key is None)
                     packed = b"" if self._journal is None else pack_payload(payload)
                     self._update_lock.enqueue(pending)
             except ManifoldAggError as error:
@@ -624,9 +629,9 @@ class Server:
             del state  # An update that waits must not retain the models of this state.
             self._update_lock.check()
             with self._update_lock.lock:
-                return self._apply_next(request, payload, packed)
+                return self._apply_or_reject(request, payload, packed)
 
-    def _apply_next(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
+    def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
         """Apply or reject an update, whose call owns the update lock."""
         if self._averaging is not None:  # versions that an interrupt withheld from the average come first
             self._notify_average()
@@ -639,6 +644,59 @@ class Server:
         except ManifoldAggError as error:
             receipt = self._reject(request, error)
         self._after_update()
+        return receipt
+
+    def _apply(self, request: Request, payload: Payload, packed: Packed, recorded: Recorded | None = None) -> Receipt:
+        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
+        state = self._state.value
+        begun = time.perf_counter() if state.subscriptions else math.nan
+        # While the update waited, its ticket may have been answered, dropped or become too old.
+        ticket = state.admit(request.ticket_id, request.client)
+        if isinstance(ticket, Receipt):
+            return ticket
+        update = state.make_update(ticket, payload, recorded)
+        # Only the owner of the update lock removes memory from the list.
+        out = self._free_list.pop() if self._free_list else empty_like(state.model_state.current)
+        model = InMemoryTree(out, self._recycle, size=out.untyped_storage().nbytes())
+        try:
+            after, outcome = step(self._step_config, state.model_state, update, payload.buffers, out)
+        except Exception:
+            raise_nonfinite(self._schema, payload)
+            raise
+        if recorded is None and not self._warned_unstable:
+            self._warned_unstable = warn_if_unstable(
+                self.rule,
+                outcome.numbers,
+                update.staleness,
+                num_in_flight=len(state.tickets.entries),
+                weight=update.weight,
+                num_clients=state.weights.num_clients,
+            )
+        applied = AppliedUpdate(
+            ticket_id=request.ticket_id,
+            ticket=ticket,
+            reported_samples=payload.samples,
+            update=update,
+            after=after,
+            outcome=outcome,
+            model=None if outcome.model is None else model,
+            received_at=request.received_at,
+            seconds=time.perf_counter() - begun,
+            payload=packed,
+        )
+        return self._state.update(lambda now: now.with_update(applied))
+
+    def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
+        """Count a rejection under the caller's name of the argument.
+
+        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
+        """
+        reason = rename_argument(str(error), request.names)
+        is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
+        receipt = self._state.update(
+            lambda now: now.with_rejection(request.ticket_id, reason, request.received_at, is_final=is_final)
+        )
+        LOG.warning("rejected, ticket closed: %s" if is_final else "rejected: %s", receipt.reason)
         return receipt
 
     def drop(self, ticket: str | Ticket) -> None:
@@ -859,7 +917,7 @@ class Server:
                     self._journal.close()
             finally:
                 self._state.update(lambda now: (now.close(), None))
-                self._evictor.close()
+                self._spill.close()
         self._dispatch_events()
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.finish()
@@ -883,59 +941,6 @@ class Server:
         appender.delete_segments(replay.next_lsn)
         self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
         self._journal = appender
-
-    def _apply(self, request: Request, payload: Payload, packed: Packed, recorded: Recorded | None = None) -> Receipt:
-        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
-        state = self._state.value
-        begun = time.perf_counter() if state.subscriptions else math.nan
-        # While the update waited, its ticket may have been answered, dropped or become too old.
-        ticket = state.admit(request.ticket_id, request.client)
-        if isinstance(ticket, Receipt):
-            return ticket
-        update = state.make_update(ticket, payload, recorded)
-        # Only the owner of the update lock removes memory from the list.
-        out = self._free_list.pop() if self._free_list else empty_like(state.model_state.current)
-        model = InMemoryTree(out, self._recycle, size=out.untyped_storage().nbytes())
-        try:
-            after, outcome = step(self._step_config, state.model_state, update, payload.buffers, out)
-        except Exception:
-            raise_nonfinite(self._schema, payload)
-            raise
-        if recorded is None and not self._warned_unstable:
-            self._warned_unstable = warn_if_unstable(
-                self.rule,
-                outcome.numbers,
-                update.staleness,
-                num_in_flight=len(state.tickets.entries),
-                weight=update.weight,
-                num_clients=state.weights.num_clients,
-            )
-        applied = AppliedUpdate(
-            ticket_id=request.ticket_id,
-            ticket=ticket,
-            reported_samples=payload.samples,
-            update=update,
-            after=after,
-            outcome=outcome,
-            model=None if outcome.model is None else model,
-            received_at=request.received_at,
-            seconds=time.perf_counter() - begun,
-            payload=packed,
-        )
-        return self._state.update(lambda now: now.with_update(applied))
-
-    def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Count a rejection under the caller's name of the argument.
-
-        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
-        """
-        reason = rename_argument(str(error), request.names)
-        is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
-        receipt = self._state.update(
-            lambda now: now.with_rejection(request.ticket_id, reason, request.received_at, is_final=is_final)
-        )
-        LOG.warning("rejected, ticket closed: %s" if is_final else "rejected: %s", receipt.reason)
-        return receipt
 
     def _expire(self) -> list[str]:
         """Expire old tickets, except those whose updates are queued."""

@@ -37,10 +37,6 @@ class Evictor:
                 self._untrimmed_bytes = 0
                 malloc_trim()
 
-    def close(self) -> None:
-        """Remove all files."""
-        self._spill.close()
-
     def _evict_one(self, limit: int) -> int:
         """Evict the oldest tree to a file; return its size, or 0 if no tree has to be or can be evicted."""
         state = self._state.value

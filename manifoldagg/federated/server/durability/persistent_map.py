@@ -47,9 +47,6 @@ class PersistentOrderedMap(Mapping[K, V]):
     def __getitem__(self, key: K) -> V:
         return self.entries[key][1]
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.entries
-
     def __len__(self) -> int:
         return len(self.entries)
 

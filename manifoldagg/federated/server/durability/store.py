@@ -149,7 +149,7 @@ class Store(NamedTuple):
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
         """Return the store with a tree pinned in memory."""
-        fits = key in self.evictable and self.find(key) is tree
+        fits = key in self.evictable.entries and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
