@@ -12,7 +12,7 @@ class OwnedLock:
     """A reentrant lock that tells whether the current thread owns it.
 
     Attributes:
-        lock: taken by `with`, in one instruction: an interrupt cannot leave it held.
+        lock: the lock. `with` acquires it in one instruction, so that an interrupt cannot leave it held.
 
     Example:
         >>> mine = OwnedLock()
@@ -25,7 +25,7 @@ class OwnedLock:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # No thread waits on it: `notify` raises for a thread that does not own the lock, and does nothing else.
+        # No thread waits on the condition, so `notify` only raises in a thread that does not own the lock.
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
@@ -43,8 +43,8 @@ class PendingUpdate:
     Attributes:
         ticket: the id of its ticket.
         thread: the id of the calling thread.
-        position: in the queue; `None` until it is admitted.
-        alive_lock: held by the call as long as it lasts: an interrupt cannot leave it held.
+        position: the position in the queue; `None` until the update is enqueued.
+        alive_lock: a lock that the call holds with `with` until it ends, so that an interrupt cannot leave it held.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -60,7 +60,7 @@ class UpdateLock(OwnedLock):
     """The lock that serialises updates, and the updates that wait for it.
 
     Args:
-        max_queued: the number of updates that may wait beside the running one; `None` for any number.
+        max_queued: the number of updates that may wait in addition to the running one; `None` for any number.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -116,7 +116,7 @@ class UpdateLock(OwnedLock):
         """Reject calls from within an update, whose thread would wait for itself.
 
         Raises:
-            ArgumentError: if it is.
+            ArgumentError: if the calling thread owns the lock.
         """
         if self.held_by_me():
             raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 ANY_CLIENT = object()
-"""Stands for whichever client a ticket was issued to."""
+"""A placeholder for the client that a ticket was issued to."""
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 HistoryRow = dict[str, object]
@@ -99,7 +99,7 @@ class ServerLimits(NamedTuple):
 class PendingTicket(NamedTuple):
     """A ticket in flight: its client, version, base key if the base is stored, and dispatch time in seconds.
 
-    `custom_start` says whether its client starts from elsewhere than its base, as the rule wants it.
+    `custom_start` is true if the rule lets the client start from another model than the base.
     """
 
     client: Hashable
@@ -163,8 +163,8 @@ class PendingLog(NamedTuple):
     """The journal records that are not yet written.
 
     Attributes:
-        name: of the journal.
-        records: that are not written, by number.
+        name: the name of the journal.
+        records: the records that are not written, by number.
         rejected: the number of rejected updates by field, as in the last written record.
     """
 
@@ -181,9 +181,9 @@ class Subscription(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """The immutable server state. Every method returns a new one, or raises an error that says why it cannot.
+    """The immutable server state. Every change returns a new state, or raises an error and changes nothing.
 
-    Everything it refers to is immutable, so that a reader needs no lock.
+    Everything that the state refers to is immutable, so that a reader needs no lock.
 
     Attributes:
         limits: the limits of the server.
@@ -428,7 +428,7 @@ class ServerState(NamedTuple):
         """Return the state without a ticket whose update will not arrive.
 
         Raises:
-            ArgumentError: if it is not out.
+            ArgumentError: if the ticket is not in flight.
         """
         client = self.pending(ticket_id).client
         return (
@@ -476,7 +476,7 @@ class ServerState(NamedTuple):
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
         """Return the state without the tickets that are too old at `now`, except answered ones, and their ids."""
         timeout = self.limits.timeout
-        # To put tickets in order would cost every update, where long ones are between many that were short.
+        # Sorting the tickets at each update would be slow if a few old tickets remain among many short ones.
         if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)

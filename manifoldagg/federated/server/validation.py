@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""How many wrong names a refusal lists."""
+"""The number of wrong names that an error message lists."""
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -293,7 +293,7 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
     """Return a plain tensor without derivative or subclass; unchanged if it already is one."""
     if type(tensor) is not Tensor:
-        # What dispatches by itself, such as a fake or a distributed tensor, has no memory of its own to read.
+        # A class with its own dispatch, such as a fake or distributed tensor, has no memory that can be read.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -307,7 +307,7 @@ def check_samples(value: Any, max_samples: int) -> int:
     """Return a reported sample count as a plain integer.
 
     Raises:
-        ArgumentError: if it is none from 1 to `max_samples`.
+        ArgumentError: if it is not an integer from 1 to `max_samples`.
     """
     number = value if type(value) is int else _call_untrusted("samples", partial(_as_int, value))
     if number is None or not 1 <= number <= max_samples:
@@ -319,7 +319,7 @@ def _as_int(value: Any) -> int | None:
     """Return a value that is consistently an integer; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
-    # The first gives an integer, but of which class, the second a plain one.
+    # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
     number = int.__index__(operator.index(value))
     return number if int(value) == value.__index__() == number else None
 
@@ -403,7 +403,7 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     """Return a mapping as a dict by names.
 
     Raises:
-        ArgumentError: if it is no mapping from names, or cannot be read.
+        ArgumentError: if it is not a mapping from names, or cannot be read.
     """
     if not issubclass(type(mapping), Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
