@@ -50,7 +50,11 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
         2.0
     """
     m = check_count("concurrency", concurrency)
-    k = min(check_count("buffer_size", buffer_size), m)
+    return _stability_limit(m, min(check_count("buffer_size", buffer_size), m))
+
+
+def _stability_limit(m: int, k: int) -> float:
+    r"""Return the stability limit of $m$ clients in flight and $k \le m$ updates in each step."""
     if k == m:
         return 2.0
     # The larger root of a ρ² + b ρ = c, where a and c are positive.
@@ -159,7 +163,7 @@ def warn_if_unstable(
         rho = min(rho, 1.0)
     k = updates_per_step(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
-    limit = stability_limit(m, k)
+    limit = _stability_limit(m, min(k, m))
     # The mean weight has rounding errors.
     if rho <= limit * (1 + 1e-9):
         return False

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from immutables import Map
 from torch import Tensor
 
@@ -82,16 +83,17 @@ class Weights:
         """The number of clients that share the weights, so the mean weight is 1 / `num_clients`."""
         return len(self.sample_counts if self.kind == "given" else self.reported)
 
-    def check(self, client: Hashable) -> None:
-        """Check that a client has a hashable name and, if weights were given up front, an entry in them.
+    def check(self, client: Hashable) -> Hashable:
+        """Return the name of a client as `check_client` does. If weights were given up front, it must be one of them.
 
         Raises:
-            ArgumentError: if not.
+            ArgumentError: if the name is invalid or has no weight.
         """
-        check_client(client)
+        client = check_client(client)
         if self.kind == "given" and client not in self.sample_counts:
             hint = other_type_hint(client, self.sample_counts)
             raise ArgumentError(f"client: expected a client of weights, got {short_repr(client)}{hint}")
+        return client
 
     def with_client(self, client: Hashable) -> "Weights":
         """Return the weights with `client` as a participant, because it was dispatched to."""
@@ -148,25 +150,22 @@ class Weights:
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
         """Return the weights with a client's latest sample count, after the cap."""
-        after = self._with_samples(client, samples)
-        first = not self.reported.get(client)
-        if first and self.kind == "observed" and len(after.reported) - after.bit_length_histogram[0] == MIN_REPORTS + 1:
-            # An early uncapped count would distort all weights until its client reports again.
-            known = after
-            for name, amount in known.reported.items():
-                after = after._with_samples(name, known.capped(name, amount)) if amount else after
-        return after
-
-    def _with_samples(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights with a client's reported sample count."""
         before = self.reported.get(client)
         if before == samples:
             return self
-        told = self.reported.set(client, samples)
+        histogram = self.bit_length_histogram
+        digits, away = samples.bit_length(), None if before is None else before.bit_length()
+        if digits != away:
+            histogram = _update_histogram(histogram, digits, away)
         total = self.total if self.kind == "given" else self.total - (before or 0) + samples
-        away = None if before is None else before.bit_length()
-        lengths = _update_histogram(self.bit_length_histogram, samples.bit_length(), away)
-        return Weights(self.cap_factor, self.kind, self.sample_counts, told, total, lengths)
+        reported = self.reported.set(client, samples)
+        after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
+        if not before and self.kind == "observed" and len(reported) - histogram[0] == MIN_REPORTS + 1:
+            # An early uncapped count would distort all weights until its client reports again.
+            known = after
+            for name, amount in known.reported.items():
+                after = after.with_report(name, known.capped(name, amount)) if amount else after
+        return after
 
     def state(self) -> dict[str, Any]:
         """Return a tree from which `of_state` builds an equal value."""
@@ -193,8 +192,7 @@ class Weights:
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
-            weights.check(client)
-            told[client] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
+            told[weights.check(client)] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
         lengths = Counter(map(int.bit_length, told.values()))
         return replace(
             weights,
@@ -205,7 +203,10 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Check that a name, such as that of a client, is hashable and equal to any name with the same content.
+    """Return a name, such as that of a client, which must be hashable and equal to any name with the same content.
+
+    A NumPy scalar is returned as the Python value that equals it, because the comparison of a NumPy scalar with a tuple
+    returns an array.
 
     Raises:
         ArgumentError: if it cannot be hashed, if it does not equal itself, or if there is a tensor in it.
@@ -219,6 +220,9 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
     try:
         hash(client)
         found = all(part == part for part in _components(client))
+        plain = client.item() if isinstance(client, np.generic) else client
+        if plain is not client and plain == client and hash(plain) == hash(client):
+            client = plain
     except Exception:  # whatever the name's own code raises
         raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:
@@ -235,9 +239,7 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Return the histogram with one more count of `bit_length` digits and one less of `removed`."""
-    if bit_length == removed:
-        return histogram
+    """Return the histogram with one more count of `bit_length` digits and one less of `removed` digits."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:

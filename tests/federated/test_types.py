@@ -10,7 +10,7 @@ import torch
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated import Payload, Receipt, Server
 from manifoldagg.federated.rules import FedAsync, FedBuff
-from manifoldagg.federated.server.update_lock import PendingUpdate
+from manifoldagg.federated.server.lock import PendingUpdate
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds

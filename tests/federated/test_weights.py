@@ -15,7 +15,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import FedAvg
-from manifoldagg.federated.weights import Weights
+from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
 
@@ -275,6 +275,29 @@ def test_names_with_the_same_content_are_one_client():
         s.dispatch(make())
         s.dispatch(make())
     assert s.receive(s.dispatch(("ward", 7)).id, payload()).weight == 1 / 4
+
+
+NUMPY_NAMES = [np.int8(3), np.int64(3), np.uint64(2**63), np.float32(0.1), np.float64(0.1), np.bool_(True)]
+NUMPY_NAMES += [np.str_("ward-7"), np.bytes_(b"ward-7"), np.complex64(1 + 2j), np.float64("inf")]
+
+
+@pytest.mark.parametrize("name", NUMPY_NAMES, ids=lambda name: type(name).__name__)
+def test_a_numpy_name_is_the_python_value_that_equals_it(name):
+    """A NumPy scalar compared with a tuple is an array, so a map cannot look it up next to a tuple of the same hash."""
+    found = check_client(name)
+    assert not isinstance(found, np.generic)
+    assert found == name
+    assert hash(found) == hash(name)
+    s = server("uniform")
+    for client in (name, found, (found, 1)):
+        s.dispatch(client)
+    assert s.receive(s.dispatch(name).id, payload(), client=name).weight == 1 / 2
+    assert type(s.history[-1]["client"]) is type(found)
+
+
+def test_a_numpy_name_without_an_equal_python_value_stays():
+    name = np.datetime64("2026-01-01", "ns")
+    assert check_client(name) is name
 
 
 @pytest.mark.usefixtures("as_shipped")

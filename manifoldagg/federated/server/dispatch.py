@@ -1,6 +1,5 @@
 """The dispatch message of a client, built without the lock of the server."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -47,14 +46,14 @@ def make_message(
     """Build the rule's message in memory of its own; the client starts from exactly the stored base.
 
     Args:
-        space: of the models.
-        rule: whose message it is.
-        model_state: from which the client leaves.
-        client_state: the client's.
-        base: as it is kept; `None` for the current model.
+        space: the space of the models.
+        rule: the rule of the server.
+        model_state: the current model state.
+        client_state: the state that the server stores for the client.
+        base: the stored base; `None` for the current model.
 
     Returns:
-        The message, and whether its client starts from elsewhere.
+        The message, and whether the client starts from another model than the base.
 
     Raises:
         ArgumentError: if the rule does not return a message of this space.
@@ -70,14 +69,10 @@ def make_message(
     own = replace(
         sent,
         start=copy_tensor(sent.start),
-        tensors=_copy_tensors(sent.tensors),
+        tensors={name: copy_tensor(tensor) for name, tensor in sent.tensors.items()},
         numbers=dict(sent.numbers),
         buffers=dict(model_state.buffers.clone()),
         requested_buffers=model_state.buffers.requested_names,
         version=model_state.version,
     )
     return own, sent.start is not start
-
-
-def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: copy_tensor(tensor) for name, tensor in tensors.items()}

@@ -34,27 +34,34 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Dispatched(Event):
-    """Event: a task was dispatched to a client.
+class TicketEvent(Event):
+    """Base class of the events of one ticket.
 
     Attributes:
-        client: the client.
-        ticket: the id of its ticket.
-        start_version: the version of the model that it starts from.
+        client: the client that the ticket was issued to.
+        ticket: the id of the ticket.
     """
 
     client: Hashable
     ticket: str
+
+
+@dataclass(frozen=True)
+class Dispatched(TicketEvent):
+    """Event: a task was dispatched to a client.
+
+    Attributes:
+        start_version: the version of the model that it starts from.
+    """
+
     start_version: int
 
 
 @dataclass(frozen=True)
-class Accepted(Event):
+class Accepted(TicketEvent):
     """Event: an update was accepted.
 
     Attributes:
-        client: the client that returned the update.
-        ticket: the id of its ticket.
         receipt: the receipt of its client, with staleness, weight and metrics.
         row: its row of the server's `history`, with the metrics of the rule; read-only.
         latency: seconds of the server's clock from the dispatch to the update.
@@ -62,8 +69,6 @@ class Accepted(Event):
         memory: bytes after it, as in `server.memory`.
     """
 
-    client: Hashable
-    ticket: str
     receipt: Receipt
     row: Mapping[str, object]
     latency: float
@@ -93,30 +98,18 @@ class Rejected(Event):
 
 
 @dataclass(frozen=True)
-class Dropped(Event):
-    """Event: a ticket was dropped.
-
-    Attributes:
-        client: whom it was issued to.
-        ticket: its id.
-    """
-
-    client: Hashable
-    ticket: str
+class Dropped(TicketEvent):
+    """Event: a ticket was dropped."""
 
 
 @dataclass(frozen=True)
-class Expired(Event):
+class Expired(TicketEvent):
     """Event: a ticket expired, because no update arrived in time.
 
     Attributes:
-        client: whom it was issued to.
-        ticket: its id.
-        latency: seconds since it was issued.
+        latency: the seconds since the ticket was issued.
     """
 
-    client: Hashable
-    ticket: str
     latency: float
 
 

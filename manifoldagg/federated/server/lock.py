@@ -1,15 +1,18 @@
-"""A reentrant lock that knows its owner."""
+"""Reentrant locks that know their owner, and the lock that applies updates one at a time."""
 
 import threading
+from itertools import count
 
-__all__ = ["OwnedLock"]
+from manifoldagg.errors import ArgumentError, BusyError
+
+__all__ = ["OwnedLock", "PendingUpdate", "UpdateLock"]
 
 
 class OwnedLock:
     """A reentrant lock that tells whether the current thread owns it.
 
     Attributes:
-        lock: taken by `with`, in one instruction: an interrupt cannot leave it held.
+        lock: the lock. `with` acquires it in one instruction, so that an interrupt cannot leave it held.
 
     Example:
         >>> mine = OwnedLock()
@@ -22,7 +25,7 @@ class OwnedLock:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # No thread waits on it: `notify` raises for a thread that does not own the lock, and does nothing else.
+        # No thread waits on the condition, so `notify` only raises in a thread that does not own the lock.
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
@@ -32,3 +35,91 @@ class OwnedLock:
         except RuntimeError:
             return False
         return True
+
+
+class PendingUpdate:
+    """A pending update, from the call to its end.
+
+    Attributes:
+        ticket: the id of its ticket.
+        thread: the id of the calling thread.
+        position: the position in the queue; `None` until the update is enqueued.
+        alive_lock: a lock that the call holds with `with` until it ends, so that an interrupt cannot leave it held.
+    """
+
+    __slots__ = ("alive_lock", "position", "thread", "ticket")
+
+    def __init__(self, ticket: str) -> None:
+        self.ticket = ticket
+        self.thread = threading.get_ident()
+        self.position: int | None = None
+        self.alive_lock = threading.Lock()
+
+
+class UpdateLock(OwnedLock):
+    """The lock that serialises updates, and the updates that wait for it.
+
+    Args:
+        max_queued: the number of updates that may wait in addition to the running one; `None` for any number.
+
+    Example:
+        >>> lock = UpdateLock(0)
+        >>> update = PendingUpdate("ticket")
+        >>> with update.alive_lock:
+        ...     lock.register(update)
+        ...     lock.enqueue(update)
+        ...     lock.tickets, lock.num_queued
+        (['ticket'], 1)
+        >>> lock.tickets
+        []
+    """
+
+    def __init__(self, max_queued: int | None) -> None:
+        super().__init__()
+        self.max_queued = max_queued
+        # Updates that have ended remain here until the next one is registered. Their locks are free.
+        self._updates: dict[PendingUpdate, None] = {}
+        self._positions = count()
+
+    @property
+    def tickets(self) -> list[str]:
+        """The ids of the tickets with a pending update."""
+        return [update.ticket for update in self._alive()]
+
+    @property
+    def num_queued(self) -> int:
+        """The number of updates that hold or wait for the lock."""
+        return sum(update.position is not None for update in self._alive())
+
+    def register(self, update: PendingUpdate) -> None:
+        """Register an update, which is pending until its `alive_lock` is released."""
+        for other in [*self._updates]:
+            if not other.alive_lock.locked():
+                self._updates.pop(other, None)
+        self._updates[update] = None
+
+    def enqueue(self, update: PendingUpdate) -> None:
+        """Enqueue an update for the lock.
+
+        Raises:
+            BusyError: if more than `max_queued` updates of other threads precede it.
+        """
+        place = update.position = next(self._positions)
+        if self.max_queued is None:
+            return
+        others = [other.position for other in self._alive() if other.thread != update.thread]
+        waiting = sum(other is not None and other < place for other in others)
+        if waiting > self.max_queued:
+            raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
+
+    def check(self) -> None:
+        """Reject calls from within an update, whose thread would wait for itself.
+
+        Raises:
+            ArgumentError: if the calling thread owns the lock.
+        """
+        if self.held_by_me():
+            raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
+
+    def _alive(self) -> list[PendingUpdate]:
+        return [update for update in [*self._updates] if update.alive_lock.locked()]

@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -49,7 +49,7 @@ from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.events import Callback
-from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.lock import OwnedLock, PendingUpdate, UpdateLock
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.state import (
     ANY_CLIENT,
@@ -58,10 +58,9 @@ from manifoldagg.federated.server.state import (
     PendingTicket,
     ServerLimits,
     ServerState,
-    history_row,
+    StaleTicketError,
 )
 from manifoldagg.federated.server.state_dicts import payload_from_state_dict, payload_names
-from manifoldagg.federated.server.update_lock import PendingUpdate, UpdateLock
 from manifoldagg.federated.server.validation import (
     PayloadSchema,
     check_rule,
@@ -78,7 +77,6 @@ from manifoldagg.federated.types import (
     Receipt,
     Rule,
     Ticket,
-    accepts_tensor_lists,
     check_averaging,
     check_parameter_space,
     extra_fields,
@@ -92,16 +90,30 @@ from manifoldagg.manifolds.lora.scaling import Scaling
 
 __all__ = ["Server"]
 
-MakePayload = Callable[[PendingTicket], Any]
+Load = Callable[[PendingTicket], Any]
+"""A function that returns the payload of a ticket."""
+Packed = bytes | bytearray
+"""A payload, packed for the journal; empty without a journal."""
+Recorded = Mapping[str, Any]
+"""The journal record of an accepted update, with its sample count and weights."""
 Names = Mapping[str, str]
-"""The fields of a payload, and the caller's arguments that contain them."""
+"""The fields of a payload, and the arguments of the caller that contain them."""
 NOT_CALLED = (Payload, torch.nn.Module, type)
 """Kinds of payloads that `receive` does not call, although they may be callable."""
 DEFAULT_CLOCK = time.monotonic
-"""The default clock."""
+"""The default clock, as the constructor binds it."""
 LOG = logging.getLogger("manifoldagg")
-# Who wants to read it adds a handler: a library does not write to the terminal by itself.
+# A library does not write to the terminal unless the application adds a handler.
 LOG.addHandler(logging.NullHandler())
+
+
+class Request(NamedTuple):
+    """The arguments of a call of `receive`, before any check, and the time of the call in seconds of the clock."""
+
+    ticket_id: Any
+    client: Hashable
+    names: Names
+    received_at: float
 
 
 class Server:
@@ -197,7 +209,7 @@ class Server:
     ) -> None:
         kept_in = None if journal is None else Journal.of(journal)
         first = check_start(space, start)
-        tensors, numbers = extra_fields(check_rule(rule, "Server(space, rule, start)"))
+        check_rule(rule, "Server(space, rule, start)")
         update_limits = UpdateLimits.of(update_limits, space)
         kept, policies = initial_buffers(space, buffers, buffer_policy)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in kept.items() if policies[name] != "leave")
@@ -205,45 +217,36 @@ class Server:
         self.rule = rule
         self._averaging = check_averaging(averaging)
         self._base_dtype = check_base_dtype(space, base_dtype, first.dtype)
-        rows = accepts_tensor_lists(rule, space)
-        measured = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
-        self._schema = PayloadSchema(
-            space, first.dtype, first.device, tensors, numbers, sent, update_limits, rows, measured
-        )
+        self._schema = PayloadSchema.of(space, rule, first, sent, update_limits)
         self._step_plan = StepPlan(space, rule, policies, update_limits)
         memory_limit = None if memory_limit is None else check_count("memory_limit", memory_limit, at_least=0)
-        files = Spill(spill)
+        self._spill = Spill(spill)
         if not callable(clock):
             raise ArgumentError(f"clock: expected a function that returns seconds, got {short_repr(clock)}")
         self._clock = clock
-        self._update_lock = UpdateLock(
-            None if max_queued_updates is None else check_count("max_queued_updates", max_queued_updates, at_least=0)
-        )
+        if max_queued_updates is not None:
+            max_queued_updates = check_count("max_queued_updates", max_queued_updates, at_least=0)
+        self._update_lock = UpdateLock(max_queued_updates)
         self._save_lock = OwnedLock()
         self._free_list: deque[Tensor] = deque(maxlen=1)
         # An average may store models, so that their memory is not reused.
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
         self._warned_unstable = False
-        limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
+        self._limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
         now = ModelState(first, initial_state(rule, space, first.clone(), {"space": "space", "start": "start"}), kept)
+        shares = Weights.of(weights, update_limits.samples_factor)
         store = Store().retain(("version", 0), InMemoryTree(first, self._recycle))
         self._state = AtomicReference(
-            ServerState(
-                limits,
-                now,
-                Weights.of(weights, update_limits.samples_factor),
-                store,
-                has_averaging=averaging is not None,
-            )
+            ServerState(self._limits, now, shares, store, has_averaging=averaging is not None)
         )
         self._dispatcher = EventDispatcher(self._state)
-        self._evictor = Evictor(self._state, memory_limit, files)
+        self._evictor = Evictor(self._state, memory_limit, self._spill)
         self._options = {
             "update_limits": asdict(update_limits),
             "base_dtype": None if base_dtype is None else str(base_dtype).removeprefix("torch."),
             "memory_limit": memory_limit,
-            "max_queued_updates": self._update_lock.max_queued,
+            "max_queued_updates": max_queued_updates,
             "policies": policies,
         }
         self._checkpoint_writer = None if checkpoint is None else CheckpointWriter(checkpoint, self._dispatcher.publish)
@@ -409,20 +412,15 @@ class Server:
         server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
 
         def apply_update(payload: Payload, was: Mapping[str, Any]) -> Receipt:
-            ticket = server._state.value.find(was["ticket"])
-            if isinstance(ticket, Receipt):
-                raise ArgumentError("ticket: used already")
-            receipt = server._apply(was["ticket"], ticket, payload, math.nan, record=was)
+            server._state.value.pending(was["ticket"])
+            receipt = server._apply(Request(was["ticket"], ANY_CLIENT, {}, math.nan), payload, b"", recorded=was)
             try:
                 server._after_update()
             except Exception:  # the update stays applied, as in the original run
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
-        def round_kept(model: Tensor) -> Tensor | None:
-            return round_base(model, server._base_dtype)
-
-        replay.replay(ReplayTarget(server._state, apply_update, round_kept))
+        replay.replay(ReplayTarget(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype)))
         tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
         server.close()
         return LoadedCheckpoint(checkpoint.path, tree)
@@ -446,7 +444,7 @@ class Server:
         check_choice("retain_base", retain_base, (True, False))
         self._check_process()
         self._expire()
-        self._state.value.weights.check(client)
+        client = self._state.value.weights.check(client)
         if self._checkpoint_writer is not None or self._journal is not None:
             check_storable_client(client)
         if self._journal is not None:
@@ -454,7 +452,8 @@ class Server:
         # The loop repeats only if another thread has moved the model in the meantime.
         while (ticket := self._issue_ticket(client, retain_base)) is None:
             pass
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         self._dispatch_events()
         return ticket
 
@@ -527,12 +526,10 @@ class Server:
         Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
         matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
         """
-
-        def make_payload(_: PendingTicket) -> Any:
-            # By its type, because `__class__` of an untrusted object may be wrong or raise.
-            return payload if issubclass(type(payload), NOT_CALLED) or not callable(payload) else payload()
-
-        return self._receive(ticket, client, make_payload, {})
+        # By its type, because `__class__` of an untrusted object may be wrong or raise.
+        if callable(payload) and not issubclass(type(payload), NOT_CALLED):
+            return self._receive(ticket, client, {}, load=lambda _: payload())
+        return self._receive(ticket, client, {}, payload)
 
     @no_grad
     def receive_model(
@@ -573,7 +570,7 @@ class Server:
         check_parameter_space(self.space)
         state = self._state.value
 
-        def make_payload(found: PendingTicket) -> Payload:
+        def load(found: PendingTicket) -> Payload:
             base = None if found.custom_start else found.base_key
             if isinstance(model, torch.nn.Module):  # which can be called too
                 raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
@@ -583,52 +580,124 @@ class Server:
                 self._schema, came, samples, state.model_state.current, began, scaling=scaling
             )
 
-        return self._receive(ticket, client, make_payload, payload_names(model))
+        return self._receive(ticket, client, payload_names(model), load=load)
 
-    def _receive(self, ticket: str | Ticket, client: Hashable, make_payload: MakePayload, names: Names) -> Receipt:
+    def _receive(
+        self, ticket: str | Ticket, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
+    ) -> Receipt:
+        """Process an update, write its journal record, and deliver its events.
+
+        If `load` is given, it is called with the ticket and returns the payload.
+        """
+        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         try:
-            receipt = self._receive_locked(ticket, client, make_payload, names)
-            self._flush_journal()
-        except Exception:  # and not who is interrupted
+            receipt = self._process(ticket_id, client, names, payload, load)
+            if self._journal is not None:
+                self._journal.write()
+        except Exception:  # an interrupt does not deliver events
             self._dispatch_events()
             raise
-        self._dispatch_events()
+        if self._state.value.subscriptions:
+            self._dispatch_events()
         return receipt
 
-    def _receive_locked(
-        self, ticket: str | Ticket, client: Hashable, make_payload: MakePayload, names: Names
-    ) -> Receipt:
+    def _process(self, ticket_id: Any, client: Hashable, names: Names, payload: Any, load: Load | None) -> Receipt:
+        """Look the ticket up, validate the payload, and apply the update when it is its turn."""
         self._check_process()
-        self._expire()
-        ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
-        self._check_journal_idle()
-        came = self._clock() if self._state.value.subscriptions or self._journal is not None else math.nan
-        answer = PendingUpdate(ticket_id if type(ticket_id) is str else "")
-        with answer.alive_lock:
-            self._update_lock.register(answer)
+        if self._limits.timeout is not None:
+            self._expire()
+        if self._journal is not None:
+            self._check_journal_idle()
+        pending = PendingUpdate(ticket_id if type(ticket_id) is str else "")
+        with pending.alive_lock:
+            self._update_lock.register(pending)
+            state = self._state.value
+            received_at = self._clock() if state.subscriptions or self._journal is not None else math.nan
+            request = Request(ticket_id, client, names, received_at)
             try:
-                found = self._lookup(ticket_id, client, came)
+                found = state.admit(ticket_id, client)
                 if isinstance(found, PendingTicket):
-                    payload = validate_payload(self._schema, make_payload(found), requires_base=found.base_key is None)
-                    data = b"" if self._journal is None else pack_payload(payload)
-                    self._update_lock.enqueue(answer)
+                    payload = payload if load is None else load(found)
+                    payload = validate_payload(self._schema, payload, requires_base=found.base_key is None)
+                    packed = b"" if self._journal is None else pack_payload(payload)
+                    self._update_lock.enqueue(pending)
             except ManifoldAggError as error:
-                return self._reject(ticket_id, error, came, names)
-            else:
-                if isinstance(found, Receipt):
-                    self._finish_interrupted()
-                    return found
-                self._update_lock.check()
-                with self._update_lock.lock:
-                    # Versions that an interrupt withheld from the average come first.
-                    self._notify_average()
-                    if self._journal is not None:
-                        self._journal.retry_if_failed()
-                    receipt = self._process(ticket_id, client, payload, came, data, names)
-                    self._after_update()
-                return receipt
-            finally:
-                self._update_lock.unregister(answer)
+                return self._reject(request, error)
+            if isinstance(found, Receipt):
+                self._finish_interrupted()
+                return found
+            del state  # An update that waits must not retain the models of this state.
+            self._update_lock.check()
+            with self._update_lock.lock:
+                return self._apply_or_reject(request, payload, packed)
+
+    def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
+        """Apply or reject an update, whose call owns the update lock."""
+        if self._averaging is not None:  # versions that an interrupt withheld from the average come first
+            self._notify_average()
+        if self._journal is not None:
+            self._journal.retry_if_failed()
+        try:
+            receipt = self._apply(request, payload, packed)
+        except RuleError:
+            raise
+        except ManifoldAggError as error:
+            receipt = self._reject(request, error)
+        self._after_update()
+        return receipt
+
+    def _apply(self, request: Request, payload: Payload, packed: Packed, recorded: Recorded | None = None) -> Receipt:
+        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
+        state = self._state.value
+        begun = time.perf_counter() if state.subscriptions else math.nan
+        # While the update waited, its ticket may have been answered, dropped or become too old.
+        ticket = state.admit(request.ticket_id, request.client)
+        if isinstance(ticket, Receipt):
+            return ticket
+        update = state.make_update(ticket, payload, recorded)
+        # Only the owner of the update lock removes memory from the list.
+        out = self._free_list.pop() if self._free_list else empty_like(state.model_state.current)
+        model = InMemoryTree(out, self._recycle, size=out.untyped_storage().nbytes())
+        try:
+            after, outcome = step(self._step_plan, state.model_state, update, payload.buffers, out)
+        except Exception:
+            raise_nonfinite(self._schema, payload)
+            raise
+        if recorded is None and not self._warned_unstable:
+            self._warned_unstable = warn_if_unstable(
+                self.rule,
+                outcome.numbers,
+                update.staleness,
+                num_in_flight=len(state.tickets.entries),
+                weight=update.weight,
+                num_clients=state.weights.num_clients,
+            )
+        applied = AppliedUpdate(
+            ticket_id=request.ticket_id,
+            ticket=ticket,
+            reported_samples=payload.samples,
+            update=update,
+            after=after,
+            outcome=outcome,
+            model=None if outcome.model is None else model,
+            received_at=request.received_at,
+            seconds=time.perf_counter() - begun,
+            payload=packed,
+        )
+        return self._state.update(lambda now: now.with_update(applied))
+
+    def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
+        """Count a rejection under the caller's name of the argument.
+
+        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
+        """
+        reason = rename_argument(str(error), request.names)
+        is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
+        receipt = self._state.update(
+            lambda now: now.with_rejection(request.ticket_id, reason, request.received_at, is_final=is_final)
+        )
+        LOG.warning("rejected, ticket closed: %s" if is_final else "rejected: %s", receipt.reason)
+        return receipt
 
     def drop(self, ticket: str | Ticket) -> None:
         """Drop a ticket, whose update will not arrive.
@@ -642,7 +711,8 @@ class Server:
         self._check_process()
         ticket_id = ticket.id if isinstance(ticket, Ticket) else ticket
         self._state.update(lambda now: (now.with_dropped_ticket(ticket_id), None))
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         self._dispatch_events()
 
     def expire(self) -> list[str]:
@@ -653,7 +723,8 @@ class Server:
         """
         self._check_process()
         due = self._expire()
-        self._flush_journal()
+        if self._journal is not None:
+            self._journal.write()
         return due
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
@@ -846,7 +917,7 @@ class Server:
                     self._journal.close()
             finally:
                 self._state.update(lambda now: (now.close(), None))
-                self._evictor.close()
+                self._spill.close()
         self._dispatch_events()
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.finish()
@@ -871,105 +942,9 @@ class Server:
         self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
         self._journal = appender
 
-    def _flush_journal(self) -> None:
-        """Flush pending journal records, if there is a journal."""
-        if self._journal is not None:
-            self._journal.write()
-
-    def _lookup(self, ticket_id: Any, client: Any, received_at: float) -> PendingTicket | Receipt:
-        """Return the ticket of a valid update, or its existing receipt."""
-        state = self._state.value
-        found = state.find(ticket_id, client)
-        if isinstance(found, Receipt):
-            return found
-        try:
-            state.check_staleness(found)
-        except ArgumentError as error:
-            return self._close_ticket(ticket_id, error, received_at)
-        return found
-
-    def _process(
-        self, ticket_id: str, client: Any, payload: Payload, received_at: float, packed: bytes | bytearray, names: Names
-    ) -> Receipt:
-        """Process an update that holds the update lock."""
-        try:
-            found = self._lookup(ticket_id, client, received_at)
-            if isinstance(found, Receipt):
-                return found
-            return self._apply(ticket_id, found, payload, received_at, packed)
-        except RuleError:
-            raise
-        except ManifoldAggError as error:
-            return self._reject(ticket_id, error, received_at, names)
-
-    def _apply(
-        self,
-        ticket_id: str,
-        ticket: PendingTicket,
-        payload: Payload,
-        received_at: float,
-        packed_payload: bytes | bytearray = b"",
-        record: Mapping[str, Any] | None = None,
-    ) -> Receipt:
-        """Apply an update; a journal replay passes the recorded weight."""
-        state = self._state.value
-        begun = time.perf_counter() if state.subscriptions else math.nan
-        samples = state.weights.capped(ticket.client, payload.samples) if record is None else record["samples"]
-        update = state.make_update(ticket, payload, samples)
-        if record is not None:
-            update = replace(update, weight=record["weight"], share=record["share"])
-        model = self._alloc_model(state.model_state.current)
-        try:
-            after, outcome = step(self._step_plan, state.model_state, update, payload.buffers, model.tree)
-        except Exception:
-            raise_nonfinite(self._schema, payload)
-            raise
-        if record is None and not self._warned_unstable:
-            self._warned_unstable = warn_if_unstable(
-                self.rule,
-                outcome.numbers,
-                update.staleness,
-                num_in_flight=len(state.tickets),
-                weight=update.weight,
-                num_clients=state.weights.num_clients,
-            )
-        seconds = time.perf_counter() - begun if state.subscriptions else math.nan
-        moved = outcome.model is not None
-        receipt = Receipt(
-            accepted=True,
-            reason="",
-            version=after.version,
-            staleness=update.staleness,
-            weight=update.weight,
-            cosine=outcome.numbers.get("cosine", math.nan),
-            step=outcome.numbers.get("step", math.nan),
-            norm=outcome.numbers.get("norm", math.nan),
-            buffered=not moved,
-            clipped=samples < payload.samples or outcome.numbers.get("clip", 1.0) < 1,
-        )
-        line = history_row(ticket.client, payload.samples, receipt, outcome.numbers)
-        taken = AppliedUpdate(model if moved else None, receipt, line, received_at, seconds, packed_payload)
-        self._state.update(lambda now: (now.with_update(ticket_id, update, after, outcome, taken), None))
-        return receipt
-
-    def _reject(self, ticket_id: Any, error: ManifoldAggError, received_at: float, names: Names) -> Receipt:
-        """Count a rejection under the caller's name of the argument, and close a ticket whose files were lost."""
-        if isinstance(error, SpillError) and not error.temporary:
-            return self._close_ticket(ticket_id, error, received_at)
-        reason = rename_argument(str(error), names)
-        LOG.warning("rejected: %s", reason)
-        return self._state.update(lambda now: now.with_rejection(ticket_id, reason, received_at))
-
-    def _close_ticket(self, ticket_id: str, error: ManifoldAggError, received_at: float) -> Receipt:
-        """Close a ticket that can no longer accept an update."""
-        reason = str(error)
-        receipt = self._state.update(lambda now: now.with_final_rejection(ticket_id, reason, received_at))
-        LOG.warning("rejected, ticket closed: %s", receipt.reason)
-        return receipt
-
     def _expire(self) -> list[str]:
         """Expire old tickets, except those whose updates are queued."""
-        timeout = self._state.value.limits.timeout
+        timeout = self._limits.timeout
         if timeout is None:
             return []
         time = self._clock()
@@ -988,12 +963,15 @@ class Server:
     def _after_update(self) -> None:
         """Run the follow-up work of a recorded update."""
         try:
-            self._notify_average()
+            if self._averaging is not None:
+                self._notify_average()
         finally:
-            self._evictor.evict()
-            state = self._state.value
-            if self._checkpoint_writer is not None and not state.pending_notifications and not state.is_closed:
-                self._checkpoint_writer.maybe_write(state.history.next_index, self._make_snapshot)
+            if self._evictor.limit is not None:
+                self._evictor.evict()
+            if self._checkpoint_writer is not None:
+                state = self._state.value
+                if not state.pending_notifications and not state.is_closed:
+                    self._checkpoint_writer.maybe_write(state.history.next_index, self._make_snapshot)
 
     def _notify_average(self) -> None:
         """Pass new versions to the average; not again after an error, but again after an interrupt."""
@@ -1011,14 +989,6 @@ class Server:
         """Deliver pending events to subscribers; within an update they are deferred to its end."""
         if self._state.value.subscriptions and not self._update_lock.held_by_me():
             self._dispatcher.drain()
-
-    def _alloc_model(self, template: Tensor) -> InMemoryTree:
-        """Return memory for a model, reused from a model without references."""
-        try:
-            blank = self._free_list.pop()
-        except IndexError:
-            blank = empty_like(template)
-        return InMemoryTree(blank, self._recycle)
 
     def _check_process(self) -> None:
         """Reject calls in a forked process: its state is a copy that clients do not know."""

@@ -13,8 +13,7 @@ from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
-from manifoldagg.federated.server.durability.spill import SpilledTree
-from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoreKey
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree, StoreKey
 from manifoldagg.federated.server.events import (
     Accepted,
     Callback,
@@ -39,16 +38,22 @@ __all__ = [
     "PendingTicket",
     "ServerLimits",
     "ServerState",
+    "StaleTicketError",
     "Subscription",
     "history_row",
+    "make_receipt",
 ]
 
 ANY_CLIENT = object()
-"""Stands for whichever client a ticket was issued to."""
+"""A placeholder for the client that a ticket was issued to."""
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 HistoryRow = dict[str, object]
 """A line of the history."""
+
+
+class StaleTicketError(ArgumentError):
+    """The version of a ticket is too old, so that the ticket can accept no update."""
 
 
 class ServerLimits(NamedTuple):
@@ -94,7 +99,7 @@ class ServerLimits(NamedTuple):
 class PendingTicket(NamedTuple):
     """A ticket in flight: its client, version, base key if the base is stored, and dispatch time in seconds.
 
-    `custom_start` says whether its client starts from elsewhere than its base, as the rule wants it.
+    `custom_start` is true if the rule lets the client start from another model than the base.
     """
 
     client: Hashable
@@ -112,20 +117,28 @@ class ClosedTicket(NamedTuple):
 
 
 class AppliedUpdate(NamedTuple):
-    """The result of an applied update.
+    """An update and its result, before it is published.
 
     Attributes:
-        model: the new one; `None` where it did not move.
-        receipt: for the client.
-        row: for the history.
-        received_at: the time of arrival, in seconds of the clock; NaN without subscribers.
+        ticket_id: the id of its ticket.
+        ticket: the ticket.
+        reported_samples: the sample count of the client, before the cap.
+        update: the input of the step.
+        after: the model state after the step.
+        outcome: the outcome of the step.
+        model: the new model; `None` if the model did not move.
+        received_at: the time of arrival, in seconds of the clock; NaN without subscribers and without a journal.
         seconds: the seconds of the step; NaN without subscribers.
-        payload: packed for the journal; empty where there is none.
+        payload: the payload, packed for the journal; empty without a journal.
     """
 
+    ticket_id: str
+    ticket: PendingTicket
+    reported_samples: int
+    update: Update
+    after: ModelState
+    outcome: Outcome
     model: InMemoryTree | None
-    receipt: Receipt
-    row: HistoryRow
     received_at: float
     seconds: float
     payload: bytes | bytearray = b""
@@ -150,8 +163,8 @@ class PendingLog(NamedTuple):
     """The journal records that are not yet written.
 
     Attributes:
-        name: of the journal.
-        records: that are not written, by number.
+        name: the name of the journal.
+        records: the records that are not written, by number.
         rejected: the number of rejected updates by field, as in the last written record.
     """
 
@@ -168,9 +181,9 @@ class Subscription(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """The immutable server state. Every method returns a new one, or raises an error that says why it cannot.
+    """The immutable server state. Every change returns a new state, or raises an error and changes nothing.
 
-    Everything it refers to is immutable, so that a reader needs no lock.
+    Everything that the state refers to is immutable, so that a reader needs no lock.
 
     Attributes:
         limits: the limits of the server.
@@ -222,9 +235,7 @@ class ServerState(NamedTuple):
         if most is not None and len(self.tickets) >= most:
             raise BusyError(f"server: busy: {len(self.tickets)} tickets in flight, max_in_flight={most}")
 
-    def with_ticket(
-        self, ticket_id: str, ticket: PendingTicket, base: InMemoryTree | SpilledTree | None
-    ) -> "ServerState":
+    def with_ticket(self, ticket_id: str, ticket: PendingTicket, base: StoredTree | None) -> "ServerState":
         """Return the state with a new ticket. `base` is the value of its key if the key is no longer stored.
 
         Raises:
@@ -239,11 +250,12 @@ class ServerState(NamedTuple):
         ).with_log_record("dispatched", ticket=ticket_id, pending=tuple(ticket))
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
-    def find(self, ticket_id: Any, client: Any = ANY_CLIENT) -> PendingTicket | Receipt:
-        """Return a ticket in flight, or the receipt of a closed one.
+    def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
+        """Return a ticket in flight whose update can be applied, or the receipt of a closed one.
 
         Raises:
-            ArgumentError: if it is neither, or another client's, or `client` is not a name.
+            StaleTicketError: if the version of the ticket is too old.
+            ArgumentError: if the ticket is unknown or belongs to another client, or `client` is not a name.
         """
         found = self._lookup(ticket_id)
         if found is None:
@@ -252,94 +264,98 @@ class ServerState(NamedTuple):
             hint = other_type_hint(client, [found.client])
             given = f"{short_repr(client)}{hint}"
             raise ArgumentError(f"client: expected the client that the ticket was issued to, got {given}")
-        return found if isinstance(found, PendingTicket) else found.receipt
+        if isinstance(found, ClosedTicket):
+            return found.receipt
+        most = self.limits.max_staleness
+        staleness = self.model_state.version - found.version
+        if most is not None and staleness > most:
+            raise StaleTicketError(f"staleness: expected at most {most}, got {staleness}")
+        return found
 
-    def staleness(self, ticket: PendingTicket) -> int:
-        """Return the staleness of an update that is applied now, in versions."""
-        return self.model_state.version - ticket.version
-
-    def check_staleness(self, ticket: PendingTicket) -> None:
-        """Check that the version of a ticket is not too old.
+    def pending(self, ticket_id: Any) -> PendingTicket:
+        """Return a ticket in flight.
 
         Raises:
-            ArgumentError: if it is.
+            ArgumentError: if it is not in flight.
         """
-        most = self.limits.max_staleness
-        if most is not None and self.staleness(ticket) > most:
-            raise ArgumentError(f"staleness: expected at most {most}, got {self.staleness(ticket)}")
+        found = self._lookup(ticket_id)
+        if not isinstance(found, PendingTicket):
+            raise ArgumentError(SERVER_CLOSED if found is None and self.is_closed else UNKNOWN_TICKET)
+        return found
 
-    def make_update(self, ticket: PendingTicket, payload: Payload, samples: int) -> Update:
-        """Return a payload with what the server knows about it. Base and client state are loaded from their files now.
+    def make_update(self, ticket: PendingTicket, payload: Payload, recorded: Mapping[str, Any] | None = None) -> Update:
+        """Return the update of a valid payload. The base and the client state are loaded from their files now.
 
         Args:
-            ticket: on which it came.
-            payload: admitted.
-            samples: that are believed.
+            ticket: the ticket of the payload.
+            payload: the validated payload.
+            recorded: the sample count and the weights of the original run if a journal is replayed.
 
         Raises:
-            SpillError: if a file is not what was written.
+            SpillError: if a file was altered.
         """
+        client, current = ticket.client, self.model_state.current
+        if recorded is None:
+            samples = self.weights.capped(client, payload.samples)
+            weight, share = self.weights.weight(client, samples), self.weights.share(client, samples)
+        else:
+            samples, weight, share = recorded["samples"], recorded["weight"], recorded["share"]
         base: Any = payload.base if ticket.base_key is None else self.store.load(ticket.base_key)
         return Update(
-            client=ticket.client,
-            base=base.to(self.model_state.current),
-            current=self.model_state.current,
+            client=client,
+            base=base.to(current),
+            current=current,
             points=payload.points,
-            staleness=self.staleness(ticket),
-            weight=self.weights.weight(ticket.client, samples),
+            staleness=self.model_state.version - ticket.version,
+            weight=weight,
             samples=samples,
             tensors=payload.tensors,
             numbers=payload.numbers,
-            client_state=self.store.load(("client", ticket.client)),
-            share=self.weights.share(ticket.client, samples),
+            client_state=self.store.load(("client", client)),
+            share=share,
         )
 
-    def with_update(
-        self, ticket_id: str, update: Update, after: ModelState, outcome: Outcome, applied: AppliedUpdate
-    ) -> "ServerState":
-        """Return the state with an applied update.
-
-        Args:
-            ticket_id: of the update.
-            update: that was taken.
-            after: what it has made of the present.
-            outcome: of the step.
-            applied: what else is made of it.
+    def with_update(self, applied: AppliedUpdate) -> tuple["ServerState", Receipt]:
+        """Return the state with an applied update, and its receipt.
 
         Raises:
-            ArgumentError: if its ticket is not out any more.
+            ArgumentError: if the ticket is no longer in flight, because it was dropped or the server was closed.
         """
-        ticket = self._pending(ticket_id)
-        store = self.store
+        ticket_id = applied.ticket_id
+        client = applied.ticket.client
+        # `drop` and `close` do not wait for a running update.
+        if ticket_id not in self.tickets.entries:
+            self.pending(ticket_id)  # raises
+        receipt = make_receipt(applied)
+        row = history_row(client, applied.reported_samples, receipt, applied.outcome.numbers)
+        closed = ClosedTicket(client, receipt)
         untold = self.pending_notifications
-        if applied.model is not None:
-            store = store.retain(("version", after.version), applied.model).release(self.current_key)
-            if self.has_averaging:
-                untold = (*untold, PendingNotification(after.version, applied.model))
-        if outcome.client_state is not update.client_state:
-            key = ("client", update.client)
-            if key in store:
-                store = store.release(key)
-            if outcome.client_state is not None:
-                store = store.retain(key, InMemoryTree(outcome.client_state))
+        if applied.model is not None and self.has_averaging:
+            untold = (*untold, PendingNotification(receipt.version, applied.model))
         state = self._replace(
-            model_state=after,
-            weights=self.weights.with_report(update.client, update.samples),
-            store=store.release(ticket.base_key),
+            model_state=applied.after,
+            store=self._store_after(applied),
             tickets=self.tickets.remove(ticket_id),
-            closed_tickets=self.closed_tickets.set(ticket_id, ClosedTicket(ticket.client, applied.receipt)).tail(
-                self.limits.receipt_cache_size
-            ),
-            history=self.history.set(self.history.next_index, applied.row).tail(self.limits.history_size),
+            closed_tickets=self.closed_tickets.set(ticket_id, closed, self.limits.receipt_cache_size),
+            history=self.history.set(self.history.next_index, row, self.limits.history_size),
+            weights=self.weights.with_report(client, applied.update.samples),
             pending_notifications=untold,
-        ).with_log_record(
+        )
+        if self.pending_log is not None or self.subscriptions:
+            state = state._with_acceptance(applied, receipt, row)
+        return state, receipt
+
+    def _with_acceptance(self, applied: AppliedUpdate, receipt: Receipt, row: HistoryRow) -> "ServerState":
+        """Return the state with the journal record and the event of an accepted update."""
+        ticket, update = applied.ticket, applied.update
+        state = self.with_log_record(
             "accepted",
             applied.payload,
-            ticket=ticket_id,
+            ticket=applied.ticket_id,
             samples=update.samples,
             weight=update.weight,
             share=update.share,
-            receipt=dict(vars(applied.receipt)),
+            receipt=dict(vars(receipt)),
             time=applied.received_at,
         )
         if not self.subscriptions:
@@ -347,13 +363,31 @@ class ServerState(NamedTuple):
         return state.with_event(
             Accepted,
             client=ticket.client,
-            ticket=ticket_id,
-            receipt=applied.receipt,
-            row=MappingProxyType(applied.row),
+            ticket=applied.ticket_id,
+            receipt=receipt,
+            row=MappingProxyType(row),
             latency=applied.received_at - ticket.issued_at,
             seconds=applied.seconds,
             memory=MappingProxyType(state.memory_usage()),
         )
+
+    def _store_after(self, applied: AppliedUpdate) -> Store:
+        """Return the store with the new model and client state of an update, without its base."""
+        released: list[StoreKey] = []
+        retained: dict[StoreKey, StoredTree | None] = {}
+        if applied.model is not None:
+            released.append(("version", self.model_state.version))
+            retained["version", applied.after.version] = applied.model
+        memory = applied.outcome.client_state
+        if memory is not applied.update.client_state:
+            key = ("client", applied.update.client)
+            if key in self.store.entries:
+                released.append(key)
+            if memory is not None:
+                retained[key] = InMemoryTree(memory)
+        if applied.ticket.base_key is not None:
+            released.append(applied.ticket.base_key)
+        return self.store.replaced(released, retained)
 
     def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
         """Return the state with an event that subscribers, if any, have not received."""
@@ -384,21 +418,19 @@ class ServerState(NamedTuple):
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
         """Return the state without a ticket in flight; its receipt is stored, unless the ticket was dropped."""
         ticket = self.tickets[ticket_id]
-        answered = self.closed_tickets
+        closed = self.closed_tickets
         if receipt is not None:
-            answered = answered.set(ticket_id, ClosedTicket(ticket.client, receipt)).tail(
-                self.limits.receipt_cache_size
-            )
-        tickets = self.tickets.remove(ticket_id)
-        return self._replace(store=self.store.release(ticket.base_key), tickets=tickets, closed_tickets=answered)
+            closed = closed.set(ticket_id, ClosedTicket(ticket.client, receipt), self.limits.receipt_cache_size)
+        store = self.store if ticket.base_key is None else self.store.release(ticket.base_key)
+        return self._replace(store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed)
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
         """Return the state without a ticket whose update will not arrive.
 
         Raises:
-            ArgumentError: if it is not out.
+            ArgumentError: if the ticket is not in flight.
         """
-        client = self._pending(ticket_id).client
+        client = self.pending(ticket_id).client
         return (
             self.without_ticket(ticket_id)
             .with_log_record("dropped", ticket=ticket_id)
@@ -411,13 +443,17 @@ class ServerState(NamedTuple):
         """Return the state with a counted rejection, by the first field of its reason, and the receipt.
 
         Args:
-            ticket_id: of the update, whatever it is.
-            reason: for the receipt.
-            received_at: the time of arrival, in seconds of the clock; NaN without subscribers.
-            is_final: whether the ticket, which is in flight, is closed.
+            ticket_id: the id of the update's ticket, which may be invalid.
+            reason: the reason for the receipt.
+            received_at: the time of arrival, in seconds of the clock.
+            is_final: whether the ticket is closed. If it is no longer in flight, the state is unchanged, and the
+                receipt is the existing one.
         """
-        field = reason.partition(":")[0].partition("[")[0]
         receipt = Receipt(False, reason, self.model_state.version)
+        if is_final and ticket_id not in self.tickets:
+            closed = self.closed_tickets.get(ticket_id)
+            return self, receipt if closed is None else closed.receipt
+        field = reason.partition(":")[0].partition("[")[0]
         state = self._replace(rejected=self.rejected.set(field, self.rejected.get(field, 0) + 1))
         if is_final:
             state = state.without_ticket(ticket_id, receipt).with_log_record(
@@ -437,17 +473,10 @@ class ServerState(NamedTuple):
         )
         return state, receipt
 
-    def with_final_rejection(self, ticket_id: str, reason: str, received_at: float) -> tuple["ServerState", Receipt]:
-        """Return the state without a ticket that can accept no update, and its receipt or an older one."""
-        if ticket_id in self.tickets:
-            return self.with_rejection(ticket_id, reason, received_at, is_final=True)
-        closed = self.closed_tickets.get(ticket_id)
-        return self, Receipt(False, reason, self.model_state.version) if closed is None else closed.receipt
-
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
         """Return the state without the tickets that are too old at `now`, except answered ones, and their ids."""
         timeout = self.limits.timeout
-        # To put tickets in order would cost every update, where long ones are between many that were short.
+        # Sorting the tickets at each update would be slow if a few old tickets remain among many short ones.
         if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
@@ -464,20 +493,10 @@ class ServerState(NamedTuple):
 
     def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
         """Return the entry of a ticket."""
-        if type(ticket_id) is not str:  # one of another class may do what it likes when it is looked up
+        if type(ticket_id) is not str:  # the hash of another class may run any code
             return None
-        return self.tickets.get(ticket_id) or self.closed_tickets.get(ticket_id)
-
-    def _pending(self, ticket_id: Any) -> PendingTicket:
-        """Return a ticket in flight.
-
-        Raises:
-            ArgumentError: if it is not.
-        """
-        found = self.find(ticket_id)
-        if isinstance(found, Receipt):
-            raise ArgumentError(UNKNOWN_TICKET)
-        return found
+        found = self.tickets.entries.get(ticket_id) or self.closed_tickets.entries.get(ticket_id)
+        return None if found is None else found[1]
 
     def close(self) -> "ServerState":
         """Return the state with nothing but the model and its recorded history."""
@@ -501,6 +520,23 @@ class ServerState(NamedTuple):
             "clients": used["client"],
             "spilled": used["spilled"],
         }
+
+
+def make_receipt(applied: AppliedUpdate) -> Receipt:
+    """Return the receipt of an applied update."""
+    update, numbers = applied.update, applied.outcome.numbers
+    return Receipt(
+        accepted=True,
+        reason="",
+        version=applied.after.version,
+        staleness=update.staleness,
+        weight=update.weight,
+        cosine=numbers.get("cosine", math.nan),
+        step=numbers.get("step", math.nan),
+        norm=numbers.get("norm", math.nan),
+        buffered=applied.model is None,
+        clipped=update.samples < applied.reported_samples or numbers.get("clip", 1.0) < 1,
+    )
 
 
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:

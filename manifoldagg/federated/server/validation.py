@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -25,7 +25,15 @@ from manifoldagg._validation import (
 )
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.limits import UpdateLimits
-from manifoldagg.federated.types import Payload, Point, Rule, State, check_rule_protocol
+from manifoldagg.federated.types import (
+    Payload,
+    Point,
+    Rule,
+    State,
+    accepts_tensor_lists,
+    check_rule_protocol,
+    extra_fields,
+)
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, ParameterSpace, check_point
 from manifoldagg.manifolds.layout import MASTER_DTYPES, Entry
@@ -46,12 +54,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""How many wrong names a refusal lists."""
-NESTED = attrgetter("is_nested")
-DTYPE = attrgetter("dtype")
-SHAPE = attrgetter("shape")
-DEVICE = attrgetter("device")
-LAYOUT = attrgetter("layout")
+"""The number of wrong names that an error message lists."""
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -115,17 +118,15 @@ class PayloadSchema:
     """The schema of the payloads of one server.
 
     Args:
-        space: of the points.
-        dtype: of the points.
-        device: where the server works.
-        tensors: further tensors by name, and how many points each holds; `None` for one.
-        numbers: names of further numbers.
-        buffers: that a client sends.
-        update_limits: the most samples and control points that are believed.
-        uses_tensor_lists: whether the rule reads of points and base no more than a Gram matrix and a combination, on a
-            flat space. Neither is finite where they are not: so nobody reads them first, and `raise_nonfinite` says
-            what it was.
-        self_checked: of what else it says the same: `"points"`, and the names of tensors.
+        space: the space of the points.
+        dtype: the dtype of the points.
+        device: the device of the server.
+        tensors: the number of points of each further tensor, by name; `None` for one point without a batch dimension.
+        numbers: the names of further numbers.
+        buffers: the buffers that a client returns.
+        update_limits: the limits on sample counts and control points.
+        self_checked: the fields whose finiteness the rule checks itself, as messages name them. The server does not
+            read these tensors. If a step fails, `raise_nonfinite` names the field that is not finite.
     """
 
     space: Manifold
@@ -135,13 +136,34 @@ class PayloadSchema:
     numbers: tuple[str, ...]
     buffers: tuple[Entry, ...]
     update_limits: UpdateLimits
-    uses_tensor_lists: bool = False
-    self_checked: frozenset[str] = frozenset()
+    self_checked: frozenset[str]
 
-    @property
-    def skips_finite_check(self) -> bool:
-        """Return whether the server skips its own finiteness check of points and base."""
-        return self.uses_tensor_lists or "points" in self.self_checked
+    @classmethod
+    def of(
+        cls, space: Manifold, rule: Rule, start: Tensor, buffers: tuple[Entry, ...], update_limits: UpdateLimits
+    ) -> "PayloadSchema":
+        """Return the schema of the payloads that a rule requires. The points are like `start`.
+
+        Raises:
+            ArgumentError: if the rule declares invalid tensors or numbers.
+        """
+        tensors, numbers = extra_fields(rule)
+        names = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
+        checked = {f"tensors: {name}" for name in tensors if name in names}
+        # A Gram matrix and a combination of points that are not finite are not finite either.
+        if "points" in names or accepts_tensor_lists(rule, space):
+            checked |= {"points", "base"}
+        return cls(space, start.dtype, start.device, tensors, numbers, buffers, update_limits, frozenset(checked))
+
+    def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
+        """Return `tensor`: finite, unless the rule checks that itself; points of a curved space must lie on it.
+
+        Raises:
+            ArgumentError: naming the field.
+        """
+        if is_point and not self.space.flat:
+            return check_point(self.space, tensor, name=field)
+        return tensor if field in self.self_checked else check_finite(field, tensor)
 
     @cached_property
     def axes(self) -> list[int | None]:
@@ -149,33 +171,28 @@ class PayloadSchema:
         return self.space.axes
 
     @cached_property
-    def buffer_specs(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]], list[int], list[int]]:
-        """The names, dtypes, shapes, sizes and item sizes of the buffers."""
-        names = [entry.name for entry in self.buffers]
-        dtypes = [entry.dtype for entry in self.buffers]
-        shapes = [entry.shape for entry in self.buffers]
-        sizes = [entry.size for entry in self.buffers]
-        return names, dtypes, shapes, sizes, [dtype.itemsize for dtype in dtypes]
+    def buffer_labels(self) -> dict[str, str]:
+        """The names of the buffers, and the fields that messages name."""
+        return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
     """Return the validated payload: plain tensors on the server's device and plain numbers.
 
-    What a payload is made of may be of classes with code of their own, which may raise, or say something else each time
-    that it is asked. Nothing of that gets further than this.
+    The parts of a payload may be of classes whose own code raises or returns another value at each call. The result
+    contains nothing of such classes.
 
     Args:
-        schema: what it must look like.
-        payload: as it came. It is not written; tensors that are right already are not copied. With
-            `schema.uses_tensor_lists`, what follows says whether points and base are finite.
-        requires_base: whether it must bring its base.
+        schema: the schema of the server.
+        payload: the payload of the client. It is not written; tensors that need no conversion are not copied.
+        requires_base: whether it must contain the base.
 
     Raises:
-        ArgumentError: naming the field that does not fit, first of all.
+        ArgumentError: naming the first invalid field.
     """
-    if not _is_instance(payload, Payload):
+    if not issubclass(type(payload), Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
-    given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", lambda: FIELDS(payload))
+    given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", partial(FIELDS, payload))
     points = _check_vectors(schema, "points", given, None)
     # Before the points are read, because they may be too many to read.
     count = points.shape[0]
@@ -188,28 +205,30 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
     if requires_base != (base is not None):
         expected = "the point that the client started from, which the server has not stored"
         raise ArgumentError(f"base: expected {expected if requires_base else 'no base, as the server has stored it'}")
-    return Payload(
-        points=_check_points(schema, "points", points),
-        samples=check_samples(samples, schema.update_limits.max_samples),
-        tensors=_check_tensors(schema, tensors),
-        numbers=_check_numbers(schema, numbers),
-        buffers=_check_buffers(schema, buffers),
-        base=_check_points(schema, "base", _check_vectors(schema, "base", base)) if requires_base else None,
-    )
+    points = schema.check_values("points", points)
+    samples = check_samples(samples, schema.update_limits.max_samples)
+    further: dict[str, Any] = {}
+    is_empty = type(tensors) is type(numbers) is type(buffers) is dict and not (tensors or numbers or buffers)
+    if not is_empty or schema.tensors or schema.numbers or schema.buffers:
+        further["tensors"] = _check_tensors(schema, tensors)
+        further["numbers"] = _check_numbers(schema, numbers)
+        further["buffers"] = _check_buffers(schema, buffers)
+    if requires_base:
+        base = schema.check_values("base", _check_vectors(schema, "base", base))
+    return Payload(points, samples, base=base, **further)
 
 
 def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
     """Raise an error that names the unchecked non-finite input of an update that failed, if there is one.
 
     Raises:
-        ArgumentError: naming the field, as `validate_payload` does where it looks.
+        ArgumentError: naming the field, as `validate_payload` does for the fields that it checks.
     """
-    if schema.skips_finite_check:
-        check_finite("points", payload.points)
-        if payload.base is not None:
-            check_finite("base", payload.base)
-    for name in schema.self_checked & payload.tensors.keys():
-        check_finite(f"tensors: {name}", payload.tensors[name])
+    fields = {"points": payload.points, "base": payload.base}
+    fields |= {f"tensors: {name}": tensor for name, tensor in payload.tensors.items()}
+    for field, tensor in fields.items():
+        if field in schema.self_checked and tensor is not None:
+            check_finite(field, tensor)
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
@@ -253,19 +272,6 @@ def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str,
         return rule.init(space, start)
 
 
-def _check_points(schema: PayloadSchema, name: str, points: Tensor) -> Tensor:
-    """Check vectors that must be on the manifold."""
-    if schema.skips_finite_check:
-        return points
-    check_finite(name, points)
-    return points if schema.space.flat else check_point(schema.space, points, name=name)
-
-
-def _is_instance(value: object, kind: type) -> bool:
-    """Return whether the type of an object is `kind`; its `__class__` may be wrong or raise."""
-    return issubclass(type(value), kind)
-
-
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
     """Call the code of an untrusted object, and report what it raises as an invalid argument."""
     try:
@@ -276,7 +282,8 @@ def _call_untrusted(name: str, function: Callable[[], T]) -> T:
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
     """Check plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
-    tensor = require_dense(name, value) if _is_instance(value, Tensor) else value
+    # By the type, because `__class__` of an untrusted object may be wrong or raise.
+    tensor = require_dense(name, value) if issubclass(type(value), Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
     if tensor.dtype != schema.dtype:
         raise ArgumentError(f"{name}: expected {schema.dtype}, got {tensor.dtype}")
@@ -286,7 +293,7 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
     """Return a plain tensor without derivative or subclass; unchanged if it already is one."""
     if type(tensor) is not Tensor:
-        # What dispatches by itself, such as a fake or a distributed tensor, has no memory of its own to read.
+        # A class with its own dispatch, such as a fake or distributed tensor, has no memory that can be read.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -300,9 +307,9 @@ def check_samples(value: Any, max_samples: int) -> int:
     """Return a reported sample count as a plain integer.
 
     Raises:
-        ArgumentError: if it is none from 1 to `max_samples`.
+        ArgumentError: if it is not an integer from 1 to `max_samples`.
     """
-    number = value if type(value) is int else _call_untrusted("samples", lambda: _as_int(value))
+    number = value if type(value) is int else _call_untrusted("samples", partial(_as_int, value))
     if number is None or not 1 <= number <= max_samples:
         raise ArgumentError(f"samples: expected an integer from 1 to {max_samples}, got {short_repr(value)}")
     return number
@@ -312,20 +319,19 @@ def _as_int(value: Any) -> int | None:
     """Return a value that is consistently an integer; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
-    # The first gives an integer, but of which class, the second a plain one.
+    # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
     number = int.__index__(operator.index(value))
     return number if int(value) == value.__index__() == number else None
 
 
 def _check_tensors(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
     given = _check_mapping("tensors", given, schema.tensors)
-    brought = {}
+    found = {}
     for name, count in schema.tensors.items():
         field = f"tensors: {name}"
-        brought[name] = _check_vectors(schema, field, given[name], *([] if count is None else [count]))
-        if name not in schema.self_checked:
-            check_finite(field, brought[name])
-    return brought
+        vectors = _check_vectors(schema, field, given[name], *([] if count is None else [count]))
+        found[name] = schema.check_values(field, vectors, is_point=False)
+    return found
 
 
 def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
@@ -335,7 +341,7 @@ def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
 
 def _check_finite_number(name: str, value: Any) -> float:
     """Return a finite float. `check_number` would propagate exceptions of the number's own code."""
-    number = value if type(value) is float else _call_untrusted(name, lambda: _as_float(value))
+    number = value if type(value) is float else _call_untrusted(name, partial(_as_float, value))
     if not math.isfinite(number):
         raise ArgumentError(f"{name}: expected a finite number, got {short_repr(value)}")
     return number
@@ -352,56 +358,32 @@ def _as_float(value: Any) -> float:
 
 
 def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
-    names, *_ = schema.buffer_specs
-    given = _check_mapping("buffers", given, names)
-    if not names:
-        return {}
-    brought = dict(zip(names, map(given.__getitem__, names), strict=True))
-    if _buffers_ok(schema, [*brought.values()]):
-        return brought
-    for entry in schema.buffers:
-        name = f"buffers: {entry.name}"
-        tensor = brought[entry.name]
-        real = _is_instance(tensor, Tensor)
-        if real:
-            tensor = _plain_tensor(name, tensor)
-        if not real or tensor.dtype != entry.dtype:
-            what = tensor.dtype if real else type(tensor).__name__
-            raise ArgumentError(f"{name}: expected a tensor of {entry.dtype}, got {what}")
-        tensor = require_dense(name, tensor)
-        if tuple(tensor.shape) != entry.shape:
-            raise ArgumentError(f"{name}: expected shape {entry.shape}, got {tuple(tensor.shape)}")
-        brought[entry.name] = tensor.to(schema.device)
-    return brought
+    given = _check_mapping("buffers", given, schema.buffer_labels)
+    # One check of all plain tensors is faster than one for each of them: models have hundreds of buffers.
+    is_tracked = needs_autograd_path([value for value in given.values() if type(value) is Tensor])
+    found = {}
+    for entry, label in zip(schema.buffers, schema.buffer_labels.values(), strict=True):
+        value = given[entry.name]
+        is_tensor = issubclass(type(value), Tensor)
+        if is_tensor:
+            value = require_dense(label, value, untracked=type(value) is Tensor and not is_tracked)
+        if not is_tensor or value.dtype != entry.dtype:
+            what = value.dtype if is_tensor else type(value).__name__
+            raise ArgumentError(f"{label}: expected a tensor of {entry.dtype}, got {what}")
+        if value.shape != entry.shape:
+            raise ArgumentError(f"{label}: expected shape {entry.shape}, got {tuple(value.shape)}")
+        found[entry.name] = value if value.device == schema.device else value.to(schema.device)
+    return found
 
 
-def _buffers_ok(schema: PayloadSchema, received: Sequence[Any]) -> bool:
-    """Return whether buffers are valid without conversion.
+def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tensor:
+    """Return a plain tensor that has values. Nested tensors have no shape, and freed storage has no values.
 
-    Models have hundreds: what is asked of all of them is asked in one go, attribute by attribute, not one by one.
+    `untracked` skips the check that neither autograd nor a functorch transform tracks the tensor.
     """
-    _, dtypes, shapes, sizes, widths = schema.buffer_specs
-    if (
-        not set(map(type, received)) <= {Tensor}
-        or any(map(NESTED, received))
-        or any(map(IS_FUNCTORCH_WRAPPED, received))
-    ):
-        return False
-    if list(map(DTYPE, received)) != dtypes or list(map(SHAPE, received)) != shapes:
-        return False
-    if not set(map(DEVICE, received)) <= {schema.device} or not set(map(LAYOUT, received)) <= {torch.strided}:
-        return False
-    if not all(map(Tensor.is_contiguous, received)) or needs_autograd_path(received):
-        return False
-    stored = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, received))
-    used = map(operator.add, map(Tensor.storage_offset, received), sizes)
-    return all(map(operator.ge, stored, map(operator.mul, used, widths)))
-
-
-def require_dense(name: str, value: Tensor) -> Tensor:
-    """Check that a plain tensor has values. Nested ones have no shape, and freed storage has no values."""
-    tensor = _plain_tensor(name, value)
-    if needs_autograd_path([tensor]):
+    is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
+    tensor = value if is_plain else _plain_tensor(name, value)
+    if not untracked and needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
@@ -421,11 +403,11 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     """Return a mapping as a dict by names.
 
     Raises:
-        ArgumentError: if it is no mapping from names, or cannot be read.
+        ArgumentError: if it is not a mapping from names, or cannot be read.
     """
-    if not _is_instance(mapping, Mapping):
+    if not issubclass(type(mapping), Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
-    found: dict[Any, Any] = mapping if type(mapping) is dict else _call_untrusted(name, lambda: dict(mapping))
+    found: dict[Any, Any] = mapping if type(mapping) is dict else _call_untrusted(name, partial(dict, mapping))
     if set(map(type, found)) <= {str}:
         return found
     others = [key for key in found if not isinstance(key, str)]
@@ -463,4 +445,4 @@ def _join_names(names: Collection[object]) -> str:
 
 def _short_name(name: Any) -> str:
     """Return a printable name without quotes."""
-    return one_line(str.__str__(name), 40) if _is_instance(name, str) else short_repr(name, 40)
+    return one_line(str.__str__(name), 40) if issubclass(type(name), str) else short_repr(name, 40)

@@ -18,6 +18,7 @@ from manifoldagg.federated import Message, Outcome, Payload, Server
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import FedAsync, FedOrtho
 from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server import state as state_module
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.server.validation import validate_payload
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
@@ -372,9 +373,9 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
         raise KeyboardInterrupt
 
     before = fingerprint(s)
-    for place in ("history_row", "AppliedUpdate", "step"):
+    for module, place in ((state_module, "history_row"), (server_module, "AppliedUpdate"), (server_module, "step")):
         with monkeypatch.context() as patch:
-            patch.setattr(server_module, place, interrupted)
+            patch.setattr(module, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 s.receive(tickets[0].id, payload())
         assert fingerprint(s) == before

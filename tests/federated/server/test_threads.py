@@ -10,6 +10,7 @@ import torch
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Receipt, Server
 from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Listens, versions
 
@@ -282,6 +283,22 @@ def test_beyond_those_that_may_wait_others_are_refused():
     assert receipts[0].accepted
     assert s.receive(second, LATER).accepted
     assert s._update_lock.num_queued == 0
+
+
+def test_the_next_update_removes_those_that_ended():
+    """An update that was interrupted cannot remove itself."""
+    lock = UpdateLock(None)
+    long = PendingUpdate("long")
+    with long.alive_lock:
+        lock.register(long)
+        for name in "abc":
+            update = PendingUpdate(name)
+            with update.alive_lock:
+                lock.register(update)
+                assert lock.tickets == ["long", name]
+        assert lock.tickets == ["long"]
+        assert len(lock._updates) == 2
+    assert lock.tickets == []
 
 
 def test_closing_tells_what_was_not_heard():

@@ -25,6 +25,7 @@ from manifoldagg.federated import Outcome, Payload, Server
 from manifoldagg.federated.limits import UpdateLimits, update_norm
 from manifoldagg.federated.pytrees import tensors as tensors_of
 from manifoldagg.federated.rules import AsyncBezier
+from manifoldagg.federated.server.validation import PayloadSchema, raise_nonfinite
 from manifoldagg.federated.types import accepts_tensor_lists, extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
@@ -539,6 +540,41 @@ def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype
         assert receipt.reason == f"base: expected finite values, got {value} at (5,)"
     assert fingerprint(s) == before
     assert s.receive(kept.id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
+
+
+class Selfish(Demanding):
+    """Checks some of its inputs itself."""
+
+    self_checked = ("control", "points")
+
+
+@pytest.mark.parametrize(
+    ("space", "rule", "fields"),
+    [
+        (Flat(P), Adds(), set()),
+        (Flat(P), Demanding(), set()),
+        (Flat(P), Selfish(), {"points", "base", "tensors: control"}),
+        (Flat(P), golden()["FedOrtho"], {"points", "base"}),
+        (Sphere(P), golden()["FedOrtho"], set()),
+        (Sphere(P), Selfish(), set()),
+    ],
+)
+def test_the_schema_names_the_fields_that_the_rule_checks(space, rule, fields):
+    schema = PayloadSchema.of(space, rule, torch.zeros(P), (), UpdateLimits())
+    assert schema.self_checked == fields
+    bad = torch.full((P,), NAN)
+    payload = Payload(bad[None], 1, {"control": bad, "moments": bad}, base=bad)
+    if fields:
+        with pytest.raises(ArgumentError, match="points: expected finite values"):
+            raise_nonfinite(schema, payload)
+    else:
+        raise_nonfinite(schema, payload)
+    for field in ("points", "base", "tensors: control", "tensors: moments"):
+        if field in fields:
+            assert schema.check_values(field, bad, is_point=False) is bad
+        else:
+            with pytest.raises(ArgumentError, match=f"{field}: expected finite values, got nan at"):
+                schema.check_values(field, bad, is_point=False)
 
 
 @given(seeds, st.sampled_from([(40_000,), (3, 20_000), (70_000, 1), (2, 3, 9_000)]), st.integers(1, 3))

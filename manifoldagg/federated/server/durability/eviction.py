@@ -1,28 +1,26 @@
 """Eviction of stored client state and old versions to files beyond a memory limit, the oldest first."""
 
 import logging
-from collections.abc import Callable
 
 from manifoldagg.errors import SpillError
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.spill import Spill, malloc_trim
-from manifoldagg.federated.server.durability.store import Store
 from manifoldagg.federated.server.state import ServerState
 
 __all__ = ["Evictor"]
 
 LOG = logging.getLogger("manifoldagg")
 MIN_TRIM_BYTES = 2**20
-"""Bytes that go to files between two requests that freed memory be returned, or a quarter of the limit."""
+"""The bytes evicted between two calls of `malloc_trim`, unless a quarter of the limit is larger."""
 
 
 class Evictor:
     """Evictor that limits the memory of stored trees.
 
     Args:
-        state: of the server.
-        limit: in bytes; `None` for none.
-        spill: where files go.
+        state: the state of the server.
+        limit: the limit in bytes; `None` for no limit.
+        spill: the folder of the files.
     """
 
     def __init__(self, state: AtomicReference[ServerState], limit: int | None, spill: Spill) -> None:
@@ -39,10 +37,6 @@ class Evictor:
                 self._untrimmed_bytes = 0
                 malloc_trim()
 
-    def close(self) -> None:
-        """Remove all files."""
-        self._spill.close()
-
     def _evict_one(self, limit: int) -> int:
         """Evict the oldest tree to a file; return its size, or 0 if no tree has to be or can be evicted."""
         state = self._state.value
@@ -56,10 +50,7 @@ class Evictor:
             LOG.warning("memory_limit: %s stays in memory: %s", key, error)
             if error.temporary:
                 return 0
-            self._update_store(lambda store: store.pinned(key, kept))
+            self._state.update(lambda now: (now._replace(store=now.store.pinned(key, kept)), None))
         else:
-            self._update_store(lambda store: store.evicted(key, kept, filed))
+            self._state.update(lambda now: (now._replace(store=now.store.evicted(key, kept, filed)), None))
         return kept.size
-
-    def _update_store(self, change: Callable[[Store], Store]) -> None:
-        self._state.update(lambda now: (now._replace(store=change(now.store)), None))

@@ -1,7 +1,7 @@
 """The store of trees in memory or in files, as an immutable value."""
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 from immutables import Map
 
@@ -9,7 +9,7 @@ from manifoldagg.federated.pytrees import Tree, size_of
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.durability.spill import SpilledTree
 
-__all__ = ["InMemoryTree", "Store", "StoreKey"]
+__all__ = ["InMemoryTree", "Store", "StoreKey", "StoredTree"]
 
 StoreKey = tuple[str, Hashable]
 """A kind (`"version"`, `"base"`, `"client"`) and a name."""
@@ -22,6 +22,7 @@ class InMemoryTree:
     Args:
         tree: an immutable tree.
         on_free: a function that receives the tree after its last reference is gone.
+        size: the bytes of the tree, if they are known.
 
     Example:
         >>> import torch
@@ -36,9 +37,9 @@ class InMemoryTree:
 
     __slots__ = ("_on_free", "size", "tree")
 
-    def __init__(self, tree: Tree, on_free: Callable[[Tree], object] | None = None) -> None:
+    def __init__(self, tree: Tree, on_free: Callable[[Tree], object] | None = None, size: int | None = None) -> None:
         self.tree = tree
-        self.size = size_of(tree)
+        self.size = size_of(tree) if size is None else size
         self._on_free = on_free
 
     def load(self) -> Tree:
@@ -51,13 +52,16 @@ class InMemoryTree:
             freed(self.tree)
 
 
+StoredTree = InMemoryTree | SpilledTree
+
+
 class Store(NamedTuple):
     """Reference-counted trees by key. Every change is a new store that shares its unchanged parts.
 
     Attributes:
-        entries: each tree, and how many hold it.
-        evictable: keys of what is in memory and may go to a file, the oldest first: to find it no one else is asked.
-        used_bytes: bytes by kind, in memory; those in files are `"spilled"`.
+        entries: each tree, and the number of its references.
+        evictable: the keys of the trees in memory that may be evicted to a file, the oldest first.
+        used_bytes: the bytes in memory by kind; `"spilled"` counts the bytes in files.
 
     Example:
         >>> import torch
@@ -67,14 +71,14 @@ class Store(NamedTuple):
         (True, False)
     """
 
-    entries: Map[StoreKey, tuple[InMemoryTree | SpilledTree, int]] = Map()
+    entries: Map[StoreKey, tuple[StoredTree, int]] = Map()
     evictable: PersistentOrderedMap[StoreKey, None] = PersistentOrderedMap()
     used_bytes: Map[str, int] = Map()
 
     def __contains__(self, key: object) -> bool:
         return key in self.entries
 
-    def find(self, key: StoreKey) -> InMemoryTree | SpilledTree | None:
+    def find(self, key: StoreKey) -> StoredTree | None:
         """Return the entry of a key, if it exists."""
         held = self.entries.get(key)
         return None if held is None else held[0]
@@ -88,38 +92,64 @@ class Store(NamedTuple):
         held = None if key is None else self.entries.get(key)
         return None if held is None else held[0].load()
 
-    def retain(self, key: StoreKey, tree: InMemoryTree | SpilledTree | None = None) -> "Store":
+    def retain(self, key: StoreKey, tree: StoredTree | None = None) -> "Store":
         """Return the store with one more reference to a key; `tree` is its value if the key is new."""
-        there = self.entries.get(key)
-        if there is not None:
-            return self._replace(entries=self.entries.set(key, (there[0], there[1] + 1)))
-        if tree is None:
-            raise KeyError(key)
-        movable = self.evictable.set(key, None) if isinstance(tree, InMemoryTree) and tree.size else self.evictable
-        return Store(self.entries.set(key, (tree, 1)), movable, self._updated_usage(key, tree, 1))
+        return self.replaced((), {key: tree})
 
-    def release(self, key: StoreKey | None) -> "Store":
-        """Return the store with one reference less, if the key exists."""
-        if key is None:
-            return self
-        kept, holders = self.entries[key]
-        if holders > 1:
-            return self._replace(entries=self.entries.set(key, (kept, holders - 1)))
-        movable = self.evictable.remove(key) if key in self.evictable else self.evictable
-        return Store(self.entries.delete(key), movable, self._updated_usage(key, kept, -1))
+    def release(self, key: StoreKey) -> "Store":
+        """Return the store with one reference less to a key."""
+        return self.replaced((key,), {})
+
+    def replaced(self, released: Iterable[StoreKey], retained: Mapping[StoreKey, StoredTree | None]) -> "Store":
+        """Return the store with one reference less to each released key, and then one more to each retained key.
+
+        Args:
+            released: the keys. A key may occur several times.
+            retained: the value of each key if the key is new; otherwise the value is ignored and may be `None`.
+
+        Raises:
+            KeyError: if a released key does not exist, or a new key has no value.
+        """
+        entries = self.entries.mutate()
+        changed: list[tuple[StoreKey, StoredTree, int]] = []
+        for key in released:
+            tree, references = entries[key]
+            if references > 1:
+                entries[key] = (tree, references - 1)
+            else:
+                del entries[key]
+                changed.append((key, tree, -1))
+        for key, value in retained.items():
+            if (held := entries.get(key)) is not None:
+                entries[key] = (held[0], held[1] + 1)
+            elif value is None:
+                raise KeyError(key)
+            else:
+                entries[key] = (value, 1)
+                changed.append((key, value, 1))
+        used = self.used_bytes.mutate()
+        gone = [key for key, _, sign in changed if sign < 0 and key in self.evictable.entries]
+        evictable = self.evictable.remove(*gone) if gone else self.evictable
+        for key, tree, sign in changed:
+            kind = SPILLED if isinstance(tree, SpilledTree) else key[0]
+            used[kind] = used.get(kind, 0) + sign * tree.size
+            if sign > 0 and tree.size and isinstance(tree, InMemoryTree):
+                evictable = evictable.set(key, None)
+        return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
         """Return the store with a tree moved to its file; unchanged if the key has another value by now."""
-        there = self.entries.get(key)
-        if there is None or there[0] is not tree:
+        found, references = self.entries.get(key, (None, 0))
+        if found is not tree:
             return self
-        used = self._updated_usage(key, tree, -1)
-        moved = Store(self.entries.set(key, (spilled, there[1])), self.evictable.remove(key), used)
-        return moved._replace(used_bytes=moved._updated_usage(key, spilled, 1))
+        used = self.used_bytes.mutate()
+        used[key[0]] -= tree.size
+        used[SPILLED] = used.get(SPILLED, 0) + spilled.size
+        return Store(self.entries.set(key, (spilled, references)), self.evictable.remove(key), used.finish())
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
         """Return the store with a tree pinned in memory."""
-        fits = key in self.evictable and self.find(key) is tree
+        fits = key in self.evictable.entries and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
@@ -138,15 +168,5 @@ class Store(NamedTuple):
         used = {kind: self.used_bytes.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
         kept = self.find(exclude)
         if kept is not None:
-            used[_usage_kind(exclude, kept)] -= kept.size
+            used[SPILLED if isinstance(kept, SpilledTree) else exclude[0]] -= kept.size
         return used
-
-    def _updated_usage(self, key: StoreKey, tree: InMemoryTree | SpilledTree, sign: int) -> Map[str, int]:
-        kind = _usage_kind(key, tree)
-        return (
-            self.used_bytes.set(kind, self.used_bytes.get(kind, 0) + sign * tree.size) if tree.size else self.used_bytes
-        )
-
-
-def _usage_kind(key: StoreKey, tree: Any) -> str:
-    return SPILLED if isinstance(tree, SpilledTree) else key[0]

@@ -333,6 +333,39 @@ def test_spilling_asks_nobody_but_who_goes():
     assert counts[0] == counts[1]
 
 
+KEYS = [("version", 0), ("version", 1), ("base", 0), ("client", "a"), ("client", "b")]
+
+
+@given(st.lists(st.tuples(st.lists(st.sampled_from(KEYS)), st.lists(st.sampled_from(KEYS), unique=True)), max_size=8))
+def test_one_replacement_is_the_same_as_single_steps(script):
+    trees = {key: InMemoryTree(torch.ones(i)) for i, key in enumerate(KEYS)}
+    trees["base", 0] = Spill().write(torch.ones(3))
+    store = single = Store()
+    for released, retained in script:
+        held = {key: references for key, (_, references) in single.entries.items()}
+        released = [key for i, key in enumerate(released) if released[:i].count(key) < held.get(key, 0)]
+        store = store.replaced(released, {key: trees[key] for key in retained})
+        for key in released:
+            single = single.release(key)
+        for key in retained:
+            single = single.retain(key, trees[key])
+        assert dict(store.entries) == dict(single.entries)
+        assert list(store.evictable) == list(single.evictable)
+        assert store.memory_usage(KEYS[0]) == single.memory_usage(KEYS[0])
+        by_kind = {"version": 0, "base": 0, "client": 0, "spilled": 0}
+        for key, (tree, _) in store.entries.items():
+            by_kind["spilled" if key == ("base", 0) else key[0]] += tree.size
+        assert {kind: store.used_bytes.get(kind, 0) for kind in by_kind} == by_kind
+
+
+def test_a_replacement_that_cannot_be_made_changes_nothing():
+    store = Store().retain(("version", 0), InMemoryTree(torch.ones(1)))
+    for released, retained in (([("version", 1)], {}), ([("version", 0)] * 2, {}), ([], {("version", 1): None})):
+        with pytest.raises(KeyError):
+            store.replaced(released, retained)
+    assert (dict(store.entries).keys(), store.memory_usage(("version", 1))["version"]) == ({("version", 0)}, 4)
+
+
 RESIDENT = """
 import sys, torch
 from manifoldagg import Server
