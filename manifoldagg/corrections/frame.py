@@ -17,9 +17,10 @@ from manifoldagg._validation import check_finite, check_number, check_shape, is_
 from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Row, TensorList, combine, gram
+from manifoldagg.kernels import Row, TensorList, as_operands, combine, gram
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.operands import Operands
 from manifoldagg.kernels.tensor_list import as_float64
 from manifoldagg.manifolds import Manifold, check_tangent
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
@@ -198,6 +199,11 @@ class Frame:
         """The number n of rows that are displacements."""
         return len(self.rows) - 1 - len(self.extra)
 
+    @cached_property
+    def operands(self) -> Operands:
+        """The rows of a flat frame as operands of the kernels, validated once."""
+        return as_operands(self.rows, self.minus)
+
     @property
     def is_flat(self) -> bool:
         """Whether the rows are rows of a flat space, whose combinations may be computed later."""
@@ -218,12 +224,16 @@ class Frame:
         r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
         if self.transporter is not None:
             return self.transporter.base.flatten()
-        return self._drift_endpoints[0]
+        base: Any = (self.rows if self.is_pseudo_gradient else self.minus)[self.num_displacements]
+        return base  # type: ignore[no-any-return]
 
     @cached_property
     def current(self) -> Row:
         r"""$\Theta^\tau$ as a row; a vector (P,) on a curved space."""
-        return self._drift_endpoints[1] if self.transporter is None else self.transporter.current.flatten()
+        if self.transporter is not None:
+            return self.transporter.current.flatten()
+        current: Any = (self.minus if self.is_pseudo_gradient else self.rows)[self.num_displacements]
+        return current  # type: ignore[no-any-return]
 
     @property
     def diagnostics(self) -> dict[str, float]:
@@ -232,13 +242,6 @@ class Frame:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
         return {"rungs": float(max(used))} if used else {}
-
-    @property
-    def _drift_endpoints(self) -> tuple[Row, Row]:
-        """The points whose difference is the drift of a flat space."""
-        row, less = self.rows[self.num_displacements], self.minus[self.num_displacements]
-        assert less is not None
-        return (row, less) if self.is_pseudo_gradient else (less, row)
 
     def row(self, i: int) -> Float64[Tensor, " P"]:
         """Compute one row in float64."""
@@ -330,9 +333,11 @@ class Frame:
         if self.transporter is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
             moving = every if self.ambient.leaves else self._nonzero_rows()
-            rows = [self.rows[i] for i in moving]
-            kernel = self.ambient.gram if self.ambient.leaves else gram
-            inner = kernel(rows, minus=[self.minus[i] for i in moving], segments=lengths)
+            if self.ambient.leaves:
+                inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
+            else:
+                rows = self.operands if len(moving) == len(every) else self.operands.select(moving)
+                inner = gram(rows, segments=lengths)
         else:
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
@@ -424,8 +429,10 @@ class Frame:
         if self.transporter is not None and base is not None:
             raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
         lines, segments, minus = self._resolve_coefficients(coefficients)
-        kernel = self.ambient.combine if self.ambient.leaves else combine
-        return kernel(base, self.rows, lines, minus=minus, segments=segments, out=out)
+        if self.ambient.leaves:
+            return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
+        rows = self.operands if minus is self.minus else self.operands.with_minus(minus)
+        return combine(base, rows, lines, segments=segments, out=out)
 
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
@@ -535,7 +542,9 @@ class Combination:
             `out`, or a new row: like the current model for a new model, else a vector (P,).
         """
         if self.from_current:
-            return self.frame.combine(self.frame.current, self._signed_coefficients, out=out)
+            # The rows of a pseudo-gradient frame are minus the tangents.
+            line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
+            return self.frame.combine(self.frame.current, line, out=out)
         return (
             self.frame.materialize(self.coefficients)
             if out is None
@@ -544,13 +553,10 @@ class Combination:
 
     def fused(self, out: TensorList) -> LinearCombination:
         """Return the combination as an operand of `combine_many`, which computes several in one pass."""
-        base = self.frame.current if self.from_current else None
-        return self.frame.combination(base, self._signed_coefficients, out)
-
-    @property
-    def _signed_coefficients(self) -> Matrix:
-        """The coefficients; negative if a step is added whose rows are pseudo-gradients."""
-        return -self.coefficients if self.from_current and self.frame.is_pseudo_gradient else self.coefficients
+        if not self.from_current:
+            return self.frame.combination(None, self.coefficients, out)
+        line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
+        return self.frame.combination(self.frame.current, line, out)
 
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Check that all entries are finite.

@@ -37,11 +37,20 @@ Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | F
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-__all__ = ["Row", "TensorList", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
+__all__ = [
+    "Row",
+    "TensorList",
+    "across_ranks",
+    "as_operands",
+    "available_backends",
+    "combine",
+    "gram",
+    "set_backend",
+]
 
 
 def gram(
-    rows: Float[Tensor, "k P"] | Sequence[Row],
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands,
     *,
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
@@ -53,7 +62,8 @@ def gram(
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
             shapes, the entries of which are read one tensor after another where they lie; the tuples of a call have
-            the same lengths tensor by tensor.
+            the same lengths tensor by tensor. Or the result of [`as_operands`][manifoldagg.kernels.as_operands], which
+            is not validated again and contains the $b_i$.
         minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` a row.
         segments: lengths that cut P into S consecutive pieces; `None` is one piece.
 
@@ -74,12 +84,11 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    if is_sharded(rows, minus):
-        with collective_guard(rows, minus):
-            lines = Operands.of(rows, minus)
+    lines = rows if isinstance(rows, Operands) else as_operands(rows, minus)
+    if is_sharded(lines.distinct):
+        with collective_guard(lines.distinct):
             cuts = segment_bounds(segments, lines.size)
         return sharded.gram(lines, cuts, selection)
-    lines = Operands.of(rows, minus)
     if needs_autograd_path(lines.distinct):
         dense = lines.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, lines.size)]
@@ -100,7 +109,7 @@ def gram(
 @overload
 def combine(
     base: R,
-    rows: Tensor | Sequence[Row],
+    rows: Tensor | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -110,7 +119,7 @@ def combine(
 @overload
 def combine(
     base: None,
-    rows: Tensor | Sequence[R],
+    rows: Tensor | Sequence[R] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -120,7 +129,7 @@ def combine(
 @overload
 def combine(
     base: Row | None,
-    rows: Tensor | Sequence[Row],
+    rows: Tensor | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -129,7 +138,7 @@ def combine(
 ) -> R: ...
 def combine(
     base: Row | None,
-    rows: Float[Tensor, "k P"] | Sequence[Row],
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -163,15 +172,14 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    if is_sharded(rows, minus, base, out):
-        with collective_guard(rows, minus, base, out):
-            lines = Operands.of(rows, minus)
+    lines = rows if isinstance(rows, Operands) else as_operands(rows, minus, base, out)
+    if is_sharded(lines.distinct, base, out):
+        with collective_guard(lines.distinct, base, out):
             cuts = segment_bounds(segments, lines.size)
             start, target = _check_base_and_out(lines, base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
         new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
-    lines = Operands.of(rows, minus)
     start, target = _check_base_and_out(lines, base, out)
     involved: list[Operand] = [*lines.distinct]
     if start is not None:
@@ -199,10 +207,38 @@ def combine(
     return out
 
 
+def as_operands(rows: Tensor | Sequence[Row], minus: Subtrahend = None, *others: Row | None) -> Operands:
+    """Validate rows, once for several calls of `gram` and `combine`.
+
+    Args:
+        rows: as in `gram`.
+        minus: as in `gram`.
+        others: further rows of the call; they decide with the others whether the rows are shards.
+
+    Raises:
+        ArgumentError: if the rows do not fit one another; for shards on every rank.
+
+    Example:
+        >>> import torch
+        >>> operands = as_operands([torch.ones(2), torch.tensor([2.0, 0.0])])
+        >>> gram(operands)[0, 0].tolist(), combine(None, operands, [1.0, 0.5])
+        ([2.0, 2.0], tensor([2., 1.]))
+    """
+    if is_sharded(rows, minus, *others):
+        with collective_guard(rows, minus, *others):
+            return Operands.of(rows, minus)
+    return Operands.of(rows, minus)
+
+
 def _check_base_and_out(lines: Operands, base: Row | None, out: Row | None) -> tuple[Operand | None, Operand | None]:
-    """The base and the target, checked."""
-    start = None if base is None else lines.as_operand("base", base)
-    return start, None if out is None else lines.as_operand("out", out)
+    """Return the base and the target as validated rows."""
+    known = lines.known
+    start = target = None
+    if base is not None:
+        start = known[id(base)] if id(base) in known else lines.as_operand("base", base)
+    if out is not None:
+        target = known[id(out)] if id(out) in known else lines.as_operand("out", out)
+    return start, target
 
 
 def _combine_autograd(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
@@ -57,28 +58,38 @@ NO_DEVICE = torch.device("meta")
 
 
 class Operands:
-    """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+    """Validated rows: k rows of P entries, where row i is `plus[i]`, or `plus[i] - minus[i]` if that is not `None`.
+
+    `gram` and `combine` accept an `Operands` in place of rows. They do not validate it again, and they describe each
+    row once to the native library.
 
     Attributes:
-        plus: vectors, or tensors that all have the same lengths.
-        minus: likewise.
-        distinct: all of them, each once.
-        shape: (P,), of a vector.
-        device: on which all are.
-        lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
+        plus: vectors, or tensor lists of the same lengths.
+        minus: the same, or `None`.
+        distinct: all rows, each once.
+        shape: (P,), the shape of a vector.
+        size: P, the number of entries of a row.
+        device: the common device.
+        lengths: the lengths of the tensors of a tensor list; `None` if all rows are vectors.
+        known: the validated rows by the `id` of the given rows, which `sources` keeps alive.
+        descriptors: the descriptions of rows for the native library, by the `id` of the validated rows.
     """
 
-    __slots__ = ("device", "distinct", "lengths", "minus", "plus", "shape")
+    __slots__ = ("descriptors", "device", "distinct", "known", "lengths", "minus", "plus", "shape", "size", "sources")
 
     plus: tuple[Operand, ...]
     minus: tuple[Operand | None, ...]
     distinct: tuple[Operand, ...]
+    sources: tuple[Any, ...]
     device: torch.device
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
+        self.size = 0
         self.device = NO_DEVICE
         self.lengths: tuple[int, ...] | None = None
+        self.known: dict[int, Operand] = {}
+        self.descriptors: dict[int, bytes | None] = {}
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
@@ -89,24 +100,45 @@ class Operands:
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
-        plus = _as_tuple("rows", rows)
-        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _as_tuple("minus", minus)
+        plus = rows if type(rows) is tuple else _as_tuple("rows", rows)
+        if minus is None or isinstance(minus, Tensor):
+            less: tuple[Any, ...] = (minus,) * len(plus)
+        else:
+            less = minus if type(minus) is tuple else _as_tuple("minus", minus)
         if not plus:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
         found = Operands()
-        lines: dict[int, Operand] = {}
-        for i, row in enumerate(plus):
-            if id(row) not in lines:
-                lines[id(row)] = found.as_operand("rows", row, i)
-        for i, row in enumerate(less):
-            if row is not None and id(row) not in lines:
-                lines[id(row)] = found.as_operand("minus", row, i)
-        found.plus = tuple([lines[id(row)] for row in plus])
-        found.minus = tuple([None if row is None else lines[id(row)] for row in less])
-        found.distinct = tuple(lines.values())
+        found.sources = (*plus, *less)
+        for name, group in (("rows", plus), ("minus", less)):
+            for i, row in enumerate(group):
+                if id(row) not in found.known and not (row is None and name == "minus"):
+                    found.known[id(row)] = found.as_operand(name, row, i)
+        return found._pair(plus, less)
+
+    def select(self, indices: Sequence[int]) -> "Operands":
+        """Return some of these rows."""
+        return self._derive()._pair([self.plus[i] for i in indices], [self.minus[i] for i in indices])
+
+    def with_minus(self, minus: Sequence[Row | None]) -> "Operands":
+        """Return these rows with other subtrahends, each of which is one of the given rows."""
+        return self._derive()._pair(self.plus, minus)
+
+    def _derive(self) -> "Operands":
+        """Return an object for rows among these, which shares what is known of them."""
+        found = Operands()
+        for name in ("descriptors", "device", "known", "lengths", "shape", "size", "sources"):
+            setattr(found, name, getattr(self, name))
         return found
+
+    def _pair(self, plus: Sequence[Row], minus: Sequence[Row | None]) -> "Operands":
+        """Set the rows, given or validated."""
+        known: dict[int, Any] = self.known
+        self.plus = tuple([known.get(id(row), row) for row in plus])
+        self.minus = tuple([None if row is None else known.get(id(row), row) for row in minus])
+        self.distinct = tuple({id(row): row for row in (*self.plus, *self.minus) if row is not None}.values())
+        return self
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
         """Check a row against the first one.
@@ -117,30 +149,24 @@ class Operands:
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
                 self.shape = row.shape
+                self.size = row.shape[0]
                 self.device = row.device
             fits = row.shape == self.shape and row.device == self.device
             if fits and row.dtype.is_floating_point and row.layout is torch.strided:
                 return row
         elif isinstance(row, tuple) and row:
             line = row if isinstance(row, TensorList) else TensorList(row)
-            if self._is_compatible(line):
-                self.lengths = line.lengths
-                return line
+            with suppress(TypeError, AttributeError):  # of an entry that is not a tensor
+                device = line.device
+                if self.device is NO_DEVICE and device is not None:
+                    self.size = line.size
+                    self.shape = (self.size,)
+                    self.device = device
+                alike = line.size == self.size and device == self.device and self.lengths in (None, line.lengths)
+                if alike and not ("torch.distributed.tensor" in sys.modules and dtensors_in((line,))):
+                    self.lengths = line.lengths
+                    return line
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
-
-    def _is_compatible(self, operand: TensorList) -> bool:
-        try:
-            device = operand.device
-            size = operand.size
-        except (TypeError, AttributeError):  # not of a tensor
-            return False
-        if device is None:
-            return False
-        if self.device is NO_DEVICE:
-            self.shape = (size,)
-            self.device = device
-        alike = self.shape == (size,) and self.lengths in (None, operand.lengths)
-        return alike and device == self.device and not dtensors_in((operand,))
 
     def _describe_error(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""
@@ -167,11 +193,6 @@ class Operands:
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     @property
-    def size(self) -> int:
-        """P, the number of entries of a row."""
-        return self.shape[0]
-
-    @property
     def dtypes(self) -> set[torch.dtype]:
         """The distinct dtypes."""
         found: set[torch.dtype] = set()
@@ -195,15 +216,10 @@ class Operands:
         """Return these rows with copies of noncontiguous tensors."""
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
-        lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        found = Operands()
-        found.shape = self.shape
-        found.device = self.device
-        found.lengths = self.lengths
-        found.plus = tuple([lines[id(row)] for row in self.plus])
-        found.minus = tuple([None if row is None else lines[id(row)] for row in self.minus])
-        found.distinct = tuple(lines.values())
-        return found
+        found = self._derive()
+        found.known = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        found.descriptors = {}
+        return found._pair(self.plus, self.minus)
 
 
 def _tensor_error(tensor: Any, device: torch.device) -> str | None:
@@ -425,7 +441,9 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 def is_sharded(*groups: Subtrahend) -> bool:
     """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
-    return not torch.compiler.is_compiling() and (SHARD_GROUP.get() is not None or bool(dtensors_in(groups)))
+    if torch.compiler.is_compiling():
+        return False
+    return SHARD_GROUP.get() is not None or ("torch.distributed.tensor" in sys.modules and bool(dtensors_in(groups)))
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:

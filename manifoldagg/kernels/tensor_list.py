@@ -136,13 +136,14 @@ class TensorList(tuple[Tensor, ...]):
         """
         if not self.dtypes <= NATIVE_DTYPES.keys() or any(map(Tensor.is_neg, self)):
             return None
+        addresses = self.addresses
         if len(self.dtypes) == 1:
             table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
         else:
             table = _descriptor_template(len(self), 0).copy()
             table[:, 2] = [NATIVE_DTYPES[d] for d in map(_dtype, self)]
-        table[:, 0] = self.addresses
-        if 0 in self.addresses:
+        table[:, 0] = addresses
+        if 0 in addresses:
             empty = table[:, 0] == 0
             if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
                 return None

@@ -74,7 +74,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     width = k * (k + 1) // 2
     memory = array("d", bytes(8 * count * width))
     done = _require_library().manifoldagg_gram(
-        *(k, *_edges(rows), _concat(tables, rows.plus), _concat(tables, rows.minus)),
+        *_row_arguments(rows, tables),
         *(count, blocks.table_address, memory.buffer_info()[0], _num_threads(rows, count)),
     )
     if not done:
@@ -96,7 +96,7 @@ def combine(
     count = len(blocks.table)
     numbers = array("d", [c for line in coefficients for c in line])
     done = _require_library().manifoldagg_combine(
-        *(len(rows.plus), *_edges(rows), _concat(tables, rows.plus), _concat(tables, rows.minus)),
+        *_row_arguments(rows, tables),
         *(tables[id(base)], tables[id(out)], numbers.buffer_info()[0]),
         *(count, blocks.table_address, _use_streaming_store(read, rows.size, out), _num_threads(rows, count)),
     )
@@ -153,16 +153,21 @@ NULL_DESCRIPTOR = _pack_triple(0, 1, 0)
 def _descriptors(
     rows: Operands, operands: Sequence[Operand], lengths: tuple[int, ...] | None = None
 ) -> dict[int, bytes] | None:
-    """By `id`, what describes each row, or `None`, piece by piece; `None` where the library could not read one."""
+    """Return the description of each row and of `None` by its `id`; `None` if the library cannot read one of them."""
     if rows.device != CPU:
         return None
     lengths = lengths or rows.lengths
     tables = {id(None): NULL_DESCRIPTOR if lengths is None else NULL_DESCRIPTOR * len(lengths)}
-    for line in operands:
-        table = line.descriptors if isinstance(line, TensorList) else _vector_descriptors(line, lengths)
+    for row in operands:
+        table = rows.descriptors.get(id(row)) if lengths is rows.lengths else None
+        if table is None:
+            table = row.descriptors if isinstance(row, TensorList) else _vector_descriptors(row, lengths)
         if table is None:
             return None
-        tables[id(line)] = table
+        tables[id(row)] = table
+    if lengths is rows.lengths:
+        # Rows that are not among the operands, such as a new `out`, are not kept: their `id` may be used again.
+        rows.descriptors.update((id(row), tables[id(row)]) for row in rows.distinct if id(row) in tables)
     return tables
 
 
@@ -182,27 +187,21 @@ def _vector_descriptors(vector: Tensor, lengths: tuple[int, ...] | None) -> byte
     return table.tobytes()
 
 
-def _concat(descriptors: dict[int, bytes], operands: Sequence[Operand | None]) -> bytes:
-    return b"".join([descriptors[id(line)] for line in operands])
-
-
-def _edges(rows: Operands) -> tuple[int, bytes]:
-    """The number of pieces, and where they begin and end."""
+def _row_arguments(rows: Operands, tables: dict[int, bytes]) -> tuple[int, int, bytes, bytes, bytes]:
+    """Return the number of rows, the number of pieces and their edges, and the descriptions of the rows."""
+    plus, minus = (b"".join([tables[id(row)] for row in group]) for group in (rows.plus, rows.minus))
     if rows.lengths is None:
-        return 1, _pack_pair(0, rows.size)
-    return len(rows.lengths), edges(rows.lengths).tobytes()
+        return len(rows.plus), 1, _pack_pair(0, rows.size), plus, minus
+    return len(rows.plus), len(rows.lengths), edges(rows.lengths).tobytes(), plus, minus
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Whether to write past the cache: a large target that is not read."""
-    if size * max(dtype.itemsize for dtype in _dtypes(out)) < MIN_STREAMING_BYTES:
+    """Return whether to write past the cache: a large target that is not read."""
+    width = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
+    if size * width < MIN_STREAMING_BYTES:
         return False
     apart = set(_addresses(out))
     return all(apart.isdisjoint(_addresses(row)) for row in read)
-
-
-def _dtypes(row: Operand) -> Iterable[torch.dtype]:
-    return (row.dtype,) if isinstance(row, Tensor) else row.dtypes
 
 
 def _addresses(row: Operand) -> Sequence[int]:

@@ -107,7 +107,7 @@ def combine(
 ) -> None:
     r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
     rows = rows.contiguous()
-    start = base.contiguous() if isinstance(base, TensorList) else base
+    start = base.contiguous() if isinstance(base, TensorList) and not base.is_contiguous else base
     target = out.new_empty() if isinstance(out, TensorList) and not out.is_contiguous else out
     if backend_for(rows.device).combine(start, rows, coefficients, blocks, target) is None:
         reference.combine(start, rows, coefficients, blocks, target)
