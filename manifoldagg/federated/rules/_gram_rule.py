@@ -105,7 +105,11 @@ class GramRule(TangentRule):
         """Return the displacements that the coefficients make of the rows of a frame."""
         gram = frame.gram(self.granularity)
         lines, after = self.coefficients(gram, state)
-        return Corrected(frame, gram, np.atleast_2d(np.array(lines, dtype=object)), after, gram)
+        c = np.array(lines, dtype=object)
+        if c.ndim not in (1, 2, 3) or c.shape[-1] != len(frame.rows):
+            expected = f"{len(frame.rows)} numbers, one for each of {', '.join(frame.names)}"
+            raise RuleError(f"coefficients: expected {expected}, got shape {c.shape}")
+        return Corrected(frame, gram, np.atleast_2d(c), after, gram)
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
         """Return the entries of the next state beside `version`."""

@@ -1,0 +1,165 @@
+"""`GramRule`: two methods are a whole rule, on every kind of model and space."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+
+from manifoldagg import Server, aggregate
+from manifoldagg.corrections import OrthoDC
+from manifoldagg.errors import RuleError
+from manifoldagg.federated import GramRule, Payload, Update
+from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedOrtho
+from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
+from tests.federated.fingerprint import bits
+from tests.support import draw, seeds
+
+CORRECTION = OrthoDC(1.0)
+MODEL = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
+
+
+class Ortho(GramRule):
+    """FedOrtho(0.5), in two methods."""
+
+    def coefficients(self, gram, state):
+        return CORRECTION.coefficients(gram)[0], state
+
+    def rate(self, state, update):
+        return 0.5 * update.weight
+
+
+class OrthoByTensor(Ortho):
+    granularity = "tensor"
+
+    def coefficients(self, gram, state):
+        return OrthoDC(1.0, granularity="tensor").coefficients(gram)[0], state
+
+
+class OrthoOfCurves(Ortho):
+    single_point = False
+
+
+def models(seed, count):
+    return [
+        {"w": w.view(2, 3), "b": b}
+        for w, b in zip(
+            draw(seed, count, 6, dtype=torch.float32), draw(seed + 1, count, 2, dtype=torch.float32), strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mine", "shipped", "points"),
+    [
+        (Ortho(), FedOrtho(0.5), 1),
+        (OrthoByTensor(), AsyncCorrected(0.5, correction=OrthoDC(1.0, granularity="tensor")), 1),
+        (OrthoOfCurves(), AsyncBezier(0.5, threshold=1.0), 2),
+    ],
+    ids=["model", "tensor", "curve"],
+)
+@given(seed=seeds)
+def test_two_methods_are_the_shipped_rule(mine, shipped, points, seed):
+    current, base, *update = models(seed, 2 + points)
+    given = update[0] if points == 1 else update
+    results = [aggregate(rule, None, current, base, given, staleness=1) for rule in (mine, shipped)]
+    assert bits(results[0]) == bits(results[1])
+
+
+def test_two_methods_are_the_shipped_rule_on_a_sphere():
+    space, generator = Sphere(5), torch.Generator().manual_seed(0)
+    start = space.random_point(generator=generator, dtype=torch.float64)
+    servers = [Server(space, rule, start, weights={"a": 1, "b": 1}) for rule in (Ortho(), FedOrtho(0.5))]
+    tickets = [[s.dispatch(client) for client in "ab"] for s in servers]
+    for i in range(2):
+        tangent = space.random_tangent(start[None].clone(), generator=generator)
+        points = space.exp(start[None].clone(), 0.1 * tangent)
+        for s, mine in zip(servers, tickets, strict=True):
+            assert s.receive(mine[i], Payload(points, 1)).accepted
+    assert bits(servers[0].model) == bits(servers[1].model)
+
+
+@dataclass(frozen=True)
+class Mean(GramRule):
+    """Scale each displacement to the mean squared length so far."""
+
+    def coefficients(self, gram, state):
+        count = state["version"] + 1
+        mean = state.get("mean", 0.0) * (count - 1) / count + gram.matrix[0, 0] / count
+        return [math.sqrt(mean / gram.matrix[0, 0]), 0.0], {**state, "mean": mean}
+
+
+def test_a_state_of_its_own_is_stored_and_the_version_is_counted():
+    model, state = [torch.zeros(1)], None
+    for length in (3.0, 1.0):
+        model, state, _ = aggregate(Mean(), state, model, model, [model[0] + length])
+    assert state == {"version": 2, "mean": 5.0}
+    assert model[0].item() == pytest.approx(3 + math.sqrt(5))
+
+
+class Returns(GramRule):
+    def __init__(self, coefficients, rate=1.0):
+        super().__init__()
+        object.__setattr__(self, "given", (coefficients, rate))
+
+    def coefficients(self, gram, state):
+        return self.given[0], state
+
+    def rate(self, state, update):
+        return self.given[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Returns([1.0]), r"coefficients: expected 2 numbers, one for each of v1, g, got shape \(1,\)"),
+        (Returns([1.0, 0.0, 0.0]), r"coefficients: expected 2 numbers"),
+        (Returns(1.0), r"coefficients: expected 2 numbers, one for each of v1, g, got shape \(\)"),
+        (Returns([1.0, 0.0], -1.0), "rate: step size: expected a finite number >= 0, got -1.0"),
+        (Returns([1.0, 0.0], math.nan), "rate: step size: expected a finite number >= 0"),
+    ],
+)
+def test_a_wrong_result_is_an_error_of_the_owner_of_the_rule(rule, words):
+    with pytest.raises(RuleError, match=words):
+        aggregate(rule, None, MODEL, MODEL, MODEL)
+
+
+def test_a_rule_without_coefficients_cannot_be_made():
+    with pytest.raises(TypeError, match="coefficients"):
+        GramRule()
+
+
+class Logs(ASGD):
+    """A subclass that overrides `step` alone, as a wrapper that observes the steps."""
+
+    seen = ()
+
+    def step(self, space, state, update, *, out=None):
+        Logs.seen = (*Logs.seen, update.client)
+        return super().step(space, state, update, out=out)
+
+
+def test_a_step_that_a_subclass_overrides_is_called_and_gives_the_same_bits():
+    Logs.seen = ()
+    points = draw(3, 1, 4, dtype=torch.float32)
+    servers = [Server(Flat(4), rule, torch.zeros(4)) for rule in (Logs(0.5), ASGD(0.5))]
+    for s in servers:
+        assert s.receive(s.dispatch("a"), Payload(points, 1)).accepted
+    assert Logs.seen == ("a",)
+    assert bits(servers[0].model) == bits(servers[1].model)
+    new = [aggregate(rule, None, MODEL, MODEL, models(5, 1)[0])[0] for rule in (Logs(0.5), ASGD(0.5))]
+    assert len(Logs.seen) == 2
+    assert bits(new[0]) == bits(new[1])
+
+
+def test_plan_computes_nothing_and_step_computes_it():
+    space = ParameterSpace.of_state_dict(MODEL)
+    start = torch.zeros(8)
+    update = Update("a", start, start + 1, draw(7, 1, 8, dtype=torch.float32))
+    rule = Ortho()
+    _, planned = rule.plan(space, rule.init(space, start), update)
+    out = torch.full((8,), math.nan)
+    _, done = rule.step(space, rule.init(space, start), update, out=out)
+    assert done.model is out
+    assert bits(planned.model.compute()) == bits(out)
