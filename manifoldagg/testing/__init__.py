@@ -1,6 +1,10 @@
-"""Laws that hold a manifold to its names, for our spaces and for yours."""
+"""Laws of manifolds and of aggregation rules, for those of this library and for yours."""
 
-from manifoldagg.testing.check import Finding, Verdict, check_manifold
+from manifoldagg.testing.check import check_manifold
 from manifoldagg.testing.laws import LAWS, LawCase
+from manifoldagg.testing.rule_case import RuleCase
+from manifoldagg.testing.rule_check import check_rule
+from manifoldagg.testing.rule_laws import RULE_LAWS
+from manifoldagg.testing.verdict import Finding, Verdict
 
-__all__ = ["LAWS", "Finding", "LawCase", "Verdict", "check_manifold"]
+__all__ = ["LAWS", "RULE_LAWS", "Finding", "LawCase", "RuleCase", "Verdict", "check_manifold", "check_rule"]

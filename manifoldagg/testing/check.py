@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -10,52 +9,12 @@ from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.manifolds import Manifold, Validated, norm
 from manifoldagg.testing.laws import LAWS, LawCase, min_injectivity_radius
+from manifoldagg.testing.verdict import Finding, Verdict
 
-__all__ = ["Finding", "Verdict", "check_manifold"]
+__all__ = ["check_manifold"]
 
 DISTANCES = (1e-7, 1e-3, 0.1, 0.7, 2.0)
 MIN_DISTANCE_FLOAT32 = 1e-3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """How a law fared: the worst violation relative to what it allows, and where; or what was raised."""
-
-    law: str
-    ratio: float
-    location: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether the law was kept everywhere."""
-        return self.ratio <= 1
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The findings of every law that is about what the space declares."""
-
-    space: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether every law was kept."""
-        return all(finding.holds for finding in self.findings)
-
-    @property
-    def broken_laws(self) -> list[str]:
-        """The names of the laws that were not."""
-        return [finding.law for finding in self.findings if not finding.holds]
-
-    def __str__(self) -> str:
-        kept = sum(finding.holds for finding in self.findings)
-        lines = [f"{self.space}: {kept} of {len(self.findings)} laws hold"]
-        for finding in self.findings:
-            mark = "holds " if finding.holds else "BROKEN"
-            name = finding.law.replace("_", " ")
-            lines.append(f"  {mark} {name:<60} {finding.ratio:9.3g} of what is allowed{finding.location}")
-        return "\n".join(lines)
 
 
 def check_manifold(

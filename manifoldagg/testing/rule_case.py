@@ -1,0 +1,321 @@
+"""The case of a rule's law: one reproducible asynchronous run, driven through `step`, `Server` or `aggregate`."""
+
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifoldagg.federated import Message, Outcome, Payload, Receipt, Rule, Server, Ticket, Update, aggregate
+from manifoldagg.federated.types import ClientState, State, accepts_tensor_lists, extra_fields
+from manifoldagg.manifolds import Manifold, ParameterSpace
+
+__all__ = ["MakePayload", "RuleCase"]
+
+MakePayload = Callable[[Message, torch.Generator], Payload]
+"""A function that returns the payload of a client for a message of the rule."""
+DISPLACEMENT = 0.1
+"""The standard deviation of an entry of a client's displacement."""
+MAX_SAMPLES = 9
+"""The largest sample count of a generated payload."""
+
+
+class Turn(NamedTuple):
+    """One update of a run: the position of its task among those in flight, and the client that starts next."""
+
+    place: int
+    next_client: Hashable
+
+
+class Record(NamedTuple):
+    """One update of a run through a server.
+
+    Attributes:
+        client: the client that returned it.
+        start_index: the number of updates that were applied before its task was dispatched.
+        message: the message of the rule.
+        payload: the payload, with its own memory.
+        receipt: the receipt of the server.
+        model: the model of the server after it (P,).
+    """
+
+    client: Hashable
+    start_index: int
+    message: Message
+    payload: Payload
+    receipt: Receipt
+    model: Tensor
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """One reproducible run of a rule: `len(clients)` tasks are always in flight and return in a random order.
+
+    Args:
+        rule: the rule.
+        space: the space of the models.
+        seed: the seed of all draws.
+        num_updates: the number of updates of the run.
+        num_points: the number of control points of an update.
+        clients: the names of the clients.
+        make_payload: a function that returns a payload; `None` for random ones.
+        by_tensor: whether the results of the rule may depend on the split of the model into tensors.
+    """
+
+    rule: Rule
+    space: Manifold
+    seed: int = 0
+    num_updates: int = 12
+    num_points: int = 1
+    clients: tuple[Hashable, ...] = ("client-1", "client-2", "client-3")
+    make_payload: MakePayload | None = None
+    by_tensor: bool = False
+    start: Tensor = field(init=False, repr=False)
+    turns: tuple[Turn, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        dtype = self.space.dtype if isinstance(self.space, ParameterSpace) else torch.float64
+        generator = self.generator(0)
+        object.__setattr__(self, "start", self.space.random_point(generator=generator, dtype=dtype))
+        draws = torch.randint(len(self.clients), (self.num_updates, 2), generator=generator).tolist()
+        object.__setattr__(self, "turns", tuple(Turn(place, self.clients[i]) for place, i in draws))
+
+    def generator(self, index: int) -> torch.Generator:
+        """Return the generator of one update; index 0 belongs to the case itself."""
+        return torch.Generator().manual_seed(2**20 * self.seed + index)
+
+    @cached_property
+    def sample_counts(self) -> dict[Hashable, int]:
+        """The sample counts of the clients.
+
+        Their sum is a power of 2. A mean that weighs by `update.share` then equals bit for bit a mean that weighs by
+        `update.weight`, as `aggregate` provides no share.
+        """
+        counts = list(range(1, len(self.clients)))
+        total = 1
+        while total <= sum(counts):
+            total *= 2
+        return dict(zip(self.clients, [*counts, total - sum(counts)], strict=True))
+
+    @cached_property
+    def requires_models_only(self) -> bool:
+        """Whether clients return only models."""
+        return extra_fields(self.rule) == ({}, ())
+
+    def payload(self, message: Message, index: int) -> Payload:
+        """Return the payload of update `index`, in memory of its own."""
+        generator = self.generator(index + 1)
+        if self.make_payload is not None:
+            return self.make_payload(message, generator)
+        start = message.start
+        tensors, numbers = extra_fields(self.rule)
+        points = torch.stack([self._near(start, generator) for _ in range(self.num_points)])
+        samples = int(torch.randint(1, MAX_SAMPLES + 1, (), generator=generator))
+        shapes = {name: ([] if count is None else [count]) + [*start.shape] for name, count in tensors.items()}
+        further = {name: _normal(shape, start, generator) for name, shape in shapes.items()}
+        return Payload(points, samples, further, {name: message.numbers.get(name, 1.0) for name in numbers})
+
+    def _near(self, start: Tensor, generator: torch.Generator) -> Tensor:
+        if self.space.flat:
+            return start + DISPLACEMENT * _normal([*start.shape], start, generator)
+        return self.space.exp(start, DISPLACEMENT * self.space.random_tangent(start, generator))
+
+    def direct_run(self) -> "DirectRun":
+        """Return a run through `rule.step`, before its first update."""
+        return DirectRun(self)
+
+    def server_run(self, space: Manifold | None = None) -> "ServerRun":
+        """Return a run through a new server, before its first update."""
+        server = Server(space or self.space, self.rule, self.start, weights=self.sample_counts)
+        run = ServerRun(self, server)
+        for client in self.clients:
+            run.dispatch(client)
+        return run
+
+    def aggregate_run(self, space: ParameterSpace, records: list[Record]) -> "AggregateRun":
+        """Return a run through `aggregate` on the state dicts of a space, with the updates of a run of a server."""
+        return AggregateRun(self, space, records)
+
+
+class DirectRun:
+    """A run through the methods of the rule alone."""
+
+    def __init__(self, case: RuleCase) -> None:
+        self.case = case
+        self.state: State = case.rule.init(case.space, case.start.clone())
+        self.current = case.start.clone()
+        self.version = 0
+        self.count = 0
+        self.client_states: dict[Hashable, ClientState] = {}
+        self.in_flight: list[tuple[Hashable, int, Tensor, Message]] = []
+        for client in case.clients:
+            self._dispatch(client)
+
+    def message(self, client: Hashable) -> Message:
+        """Return the message of the rule for a client."""
+        return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
+
+    def _dispatch(self, client: Hashable) -> None:
+        # On copies, so that a message that writes to its inputs does not go unnoticed by the laws.
+        held = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
+        sent = self.case.rule.message(self.case.space, *held)
+        self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
+
+    def next_update(self) -> Update:
+        """Return the next update, with base, current model and points in memory of their own."""
+        case = self.case
+        client, version, base, message = self.in_flight.pop(case.turns[self.count].place)
+        payload = case.payload(message, self.count)
+        counts = case.sample_counts
+        rows = accepts_tensor_lists(case.rule, case.space)
+        return Update(
+            client=client,
+            base=base.clone(),
+            current=self.current.clone(),
+            points=tuple(payload.points) if rows else payload.points,
+            staleness=self.version - version,
+            weight=counts[client] / sum(counts.values()),
+            samples=payload.samples,
+            tensors=payload.tensors,
+            numbers=payload.numbers,
+            client_state=self.client_states.get(client),
+            share=float(counts[client]),
+        )
+
+    def apply(self, update: Update, state: State, outcome: Outcome) -> None:
+        """Continue with the result of a step, and dispatch the next task."""
+        self.state = state
+        self.client_states[update.client] = outcome.client_state
+        if outcome.model is not None:
+            model: Any = outcome.model
+            self.current = model.clone()
+            self.version += 1
+        next_client = self.case.turns[self.count].next_client
+        self.count += 1
+        self._dispatch(next_client)
+
+
+class ServerRun:
+    """A run through a server. The server may be replaced by a resumed one between two updates."""
+
+    def __init__(self, case: RuleCase, server: Server) -> None:
+        self.case = case
+        self.server = server
+        self.records: list[Record] = []
+        self.in_flight: list[tuple[Hashable, int, Ticket]] = []
+
+    def dispatch(self, client: Hashable) -> None:
+        """Dispatch a task to a client."""
+        self.in_flight.append((client, len(self.records), self.server.dispatch(client)))
+
+    def resumed(self, server: Server) -> "ServerRun":
+        """Return the same run on a resumed server."""
+        other = ServerRun(self.case, server)
+        other.records = [*self.records]
+        other.in_flight = [*self.in_flight]
+        return other
+
+    def next_task(self) -> tuple[Ticket, Payload]:
+        """Return the ticket and the payload of the next update, without applying it."""
+        count = len(self.records)
+        _, _, ticket = self.in_flight[self.case.turns[count].place]
+        return ticket, self.case.payload(ticket.message, count)
+
+    def advance(self, num_updates: int) -> "ServerRun":
+        """Apply the next updates.
+
+        Raises:
+            ArgumentError: if the server rejects one, with the reason.
+        """
+        for _ in range(num_updates):
+            ticket, payload = self.next_task()
+            turn = self.case.turns[len(self.records)]
+            kept = replace(payload, points=payload.points.clone())
+            receipt = self.server.receive(ticket, payload).check()
+            client, start_index, _ = self.in_flight.pop(turn.place)
+            self.records.append(Record(client, start_index, ticket.message, kept, receipt, self.server.model))
+            self.dispatch(turn.next_client)
+        return self
+
+    def finish(self) -> "ServerRun":
+        """Apply all remaining updates."""
+        return self.advance(self.case.num_updates - len(self.records))
+
+    def contents(self) -> dict[str, Any]:
+        """Return everything that an update may change: model, state, client states, version, history and tickets."""
+        state = self.server.snapshot().server_state
+        return {
+            "model": self.server.model,
+            "state": state.model_state.state,
+            "client_states": {client: state.store.load(("client", client)) for client in self.case.clients},
+            "version": self.server.version,
+            "history": self.server.history,
+            "weights": state.weights,
+            "tickets": self.server.tickets,
+        }
+
+
+class AggregateRun:
+    """A run through `aggregate` on state dicts."""
+
+    def __init__(self, case: RuleCase, space: ParameterSpace, records: list[Record]) -> None:
+        self.case = case
+        self.space = space
+        self.records = records
+        self.state: State = None
+        self.models = [space.state_dict(case.start)]
+
+    def next_models(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """Return the current model, the base and the update of the next step, in memory of their own."""
+        record = self.records[len(self.models) - 1]
+        current, base = (_cloned(self.models[i]) for i in (-1, record.start_index))
+        points = [self.space.state_dict(point) for point in record.payload.points]
+        return current, base, points if len(points) > 1 else points[0]
+
+    def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
+        """Apply `aggregate` to models, with the staleness and the weight of the next update."""
+        record = self.records[len(self.models) - 1]
+        return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)
+
+    def advance(self, num_updates: int) -> dict[str, float]:
+        """Apply the next updates, and return the metrics of the last."""
+        metrics: dict[str, float] = {}
+        for _ in range(num_updates):
+            model, self.state, metrics = self.step(*self.next_models())
+            self.models.append(model)
+        return metrics
+
+    @property
+    def current(self) -> Tensor:
+        """The current model as a point (P,)."""
+        return self.space.point(self.models[-1])
+
+
+def _aggregate(
+    rule: Rule, state: State, current: Any, base: Any, update: Any, record: Record, space: ParameterSpace, out: Any
+) -> tuple[Any, State, dict[str, float]]:
+    """Call `aggregate` with the record of a server. This is the only call of `aggregate` in this package."""
+    return aggregate(
+        rule,
+        state,
+        current,
+        base,
+        update,
+        staleness=record.receipt.staleness,
+        weight=record.receipt.weight,
+        samples=record.payload.samples,
+        client=record.client,
+        manifolds=dict(space.manifolds) or None,
+        out=out,
+    )
+
+
+def _cloned(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def _normal(shape: list[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=like.dtype)

@@ -1,0 +1,158 @@
+"""`check_rule`: every law that applies to an aggregation rule, in several runs, as a readable verdict."""
+
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Rule
+from manifoldagg.federated.types import check_rule_protocol
+from manifoldagg.manifolds import Manifold, ParameterSpace
+from manifoldagg.manifolds.manifold import check_is_manifold
+from manifoldagg.testing.rule_case import MakePayload, RuleCase
+from manifoldagg.testing.rule_laws import RULE_LAWS, RuleLaw
+from manifoldagg.testing.verdict import Verdict, exact_finding
+
+__all__ = ["check_rule"]
+
+DEFAULT_SHAPES = {"hidden.weight": (4, 3), "hidden.bias": (4,), "out.weight": (2, 4), "scale": ()}
+"""The tensors of the default model."""
+CLIENTS = ("client-1", "client-2", "client-3")
+
+
+def check_rule(
+    rule: Rule,
+    *,
+    space: Manifold | None = None,
+    num_points: int = 1,
+    clients: Sequence[Hashable] = CLIENTS,
+    make_payload: MakePayload | None = None,
+    by_tensor: bool = False,
+    seeds: int = 3,
+    num_updates: int = 12,
+    laws: Iterable[str] | None = None,
+    verbose: bool = True,
+) -> Verdict:
+    r"""Check every law of [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that applies to a rule.
+
+    Each seed is one asynchronous run: as many tasks as clients are in flight and return in a random order, with random
+    models near their start models. All laws compare bits. An exception in a law breaks the law, and the finding
+    contains it. Warnings of the library are ignored.
+
+    Args:
+        rule: an instance of a rule. It must be deterministic: `Private` requires a `seed`.
+        space: the space of the models; the default is flat and has four tensors in float32. The laws about state dicts
+            require a [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace].
+        num_points: the number of control points of an update; `FLOCO` requires its number of vertices.
+        clients: the names of the clients, strings or integers, for a rule that knows its clients.
+        make_payload: a function of the message and a generator that returns the payload of a client. By default the
+            points are near the start model, the further tensors that the rule declares are random, and the further
+            numbers are those of the message, or 1.
+        by_tensor: whether the rule works tensor by tensor, so that its results may depend on the split of the model
+            into tensors. If it is `True`, the law about the split is omitted.
+        seeds: the number of runs.
+        num_updates: the number of updates of a run.
+        laws: the names of the laws to check; `None` for all.
+        verbose: whether to print the verdict.
+
+    Returns:
+        The verdict. A test asserts `verdict.holds`.
+
+    Raises:
+        ArgumentError: if an argument is invalid, or if the model does not move within `num_updates` updates.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedBuff
+        >>> verdict = check_rule(FedBuff(size=2), laws=["step_is_pure", "a_run_can_be_resumed"])
+        FedBuff(size=2): 2 of 2 laws hold
+          holds  step is pure
+          holds  a run can be resumed
+        >>> verdict.holds
+        True
+    """
+    check_rule_protocol(rule)
+    if space is not None:
+        check_is_manifold(space)
+    check_count("num_points", num_points)
+    check_count("seeds", seeds)
+    check_count("num_updates", num_updates)
+    check_choice("by_tensor", by_tensor, (True, False))
+    if make_payload is not None and not callable(make_payload):
+        raise ArgumentError(f"make_payload: expected a function of a message, got {short_repr(make_payload)}")
+    names = set(RULE_LAWS) if laws is None else {check_choice("laws", name, RULE_LAWS) for name in laws}
+    if not names:
+        raise ArgumentError("laws: expected at least one")
+    chosen = _default_space() if space is None else space
+    known = _check_clients(clients)
+    cases = [
+        RuleCase(rule, chosen, seed, num_updates, num_points, known, make_payload, by_tensor) for seed in range(seeds)
+    ]
+    findings, omitted = [], {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _check_model_moves(cases[0])
+        for name, (requirements, law) in RULE_LAWS.items():
+            if name not in names:
+                continue
+            if reason := next(filter(None, (requirement(cases[0]) for requirement in requirements)), ""):
+                omitted[name] = reason
+                continue
+            findings.append(exact_finding(name, next(filter(None, (_violation(law, case) for case in cases)), "")))
+    verdict = Verdict(_describe(rule), tuple(findings), omitted)
+    if verbose:
+        print(verdict)
+    return verdict
+
+
+def _describe(rule: Any) -> str:
+    """Return the class of a rule with the options that differ from their defaults."""
+    if not is_dataclass(rule):
+        return short_repr(rule)
+    changed = []
+    for field in fields(rule):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(rule, field.name)
+        # By their representations, because an option may be a tensor.
+        if field.init and repr(value) != repr(default):
+            changed.append(f"{field.name}={short_repr(value)}")
+    return f"{type(rule).__name__}({', '.join(changed)})"
+
+
+def _default_space() -> ParameterSpace:
+    return ParameterSpace.of_state_dict({name: torch.zeros(shape) for name, shape in DEFAULT_SHAPES.items()})
+
+
+def _check_clients(clients: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    if isinstance(clients, str) or not isinstance(clients, Sequence) or not clients:
+        raise ArgumentError(f"clients: expected a sequence of names, got {short_repr(clients)}")
+    for client in clients:
+        if type(client) not in (str, int):
+            raise ArgumentError(f"clients: expected strings or integers, got {short_repr(client)}")
+    if len(set(clients)) < len(clients):
+        raise ArgumentError(f"clients: expected distinct names, got {short_repr(clients)}")
+    return tuple(clients)
+
+
+def _check_model_moves(case: RuleCase) -> None:
+    """Check that the run is long enough that the laws say something about a moved model."""
+    try:
+        version = case.server_run().finish().server.version
+    except Exception:  # the laws report it
+        return
+    if version == 0:
+        raise ArgumentError(
+            f"num_updates: expected enough updates to move the model, got {case.num_updates}, which are all buffered"
+        )
+
+
+def _violation(law: RuleLaw, case: RuleCase) -> str:
+    """Return the location of a violation: of the first difference, or of an exception of the rule."""
+    try:
+        told = law(case)
+    except Exception as error:  # of the code of the rule
+        told = f"{type(error).__name__}: {error}"
+    return f" (seed {case.seed}): {told}" if told else ""

@@ -1,0 +1,369 @@
+"""The laws of an aggregation rule, one function each: what the protocol `Rule` promises.
+
+A law takes a [`RuleCase`][manifoldagg.testing.RuleCase] and returns a description of the first violation, or an empty
+string. All laws compare bits: they have no tolerance.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import AsyncAggregator, Message, Outcome, Payload, Server
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.testing.rule_case import AggregateRun, DirectRun, RuleCase, ServerRun
+from manifoldagg.testing.trees import first_difference, shared_memory
+
+__all__ = ["RULE_LAWS", "rule_law"]
+
+RuleLaw = Callable[[RuleCase], str]
+Requirement = Callable[[RuleCase], str]
+"""A function that returns why a law does not apply to a case; an empty string if it applies."""
+RULE_LAWS: dict[str, tuple[tuple[Requirement, ...], RuleLaw]] = {}
+"""Every law of a rule by name, with its requirements."""
+RECEIPT_METRICS = ("cosine", "step", "norm")
+HUGE = "a huge number"
+INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "NaN": lambda tensor: torch.full_like(tensor, torch.nan),
+    "infinity": lambda tensor: torch.full_like(tensor, torch.inf),
+    "a tensor of the wrong shape": lambda tensor: torch.stack([tensor, tensor]),
+    HUGE: lambda tensor: torch.full_like(tensor, torch.finfo(tensor.dtype).max),
+}
+"""What an invalid update contains in place of its last tensor. A huge number is not always invalid."""
+NUM_LAST = 3
+"""The number of last updates before which a law tries a huge update: a buffer has a different length at each."""
+
+
+def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
+    """Register a law of rules that applies if all requirements hold."""
+
+    def register(function: RuleLaw) -> RuleLaw:
+        RULE_LAWS[function.__name__] = (requirements, function)
+        return function
+
+    return register
+
+
+def needs_state_dicts(case: RuleCase) -> str:
+    """Require that `aggregate` applies: models with named tensors, without adapters and without rounding."""
+    space = case.space
+    if not isinstance(space, ParameterSpace) or space.adapters is not None:
+        return "it requires a ParameterSpace without adapters"
+    if {leaf.dtype for leaf in space.layout.leaves} != {space.dtype}:
+        return f"it requires tensors of {space.dtype}, as `aggregate` rounds others at each call"
+    return "" if case.requires_models_only else "the rule requires more than models, which `aggregate` does not accept"
+
+
+def needs_flat_tensors(case: RuleCase) -> str:
+    """Require a model that can be split into other tensors, and a rule that does not step tensor by tensor."""
+    if case.by_tensor:
+        return "the rule works tensor by tensor (by_tensor=True)"
+    return "" if case.space.flat else "it requires a flat space"
+
+
+@rule_law()
+def step_is_pure(case: RuleCase) -> str:
+    """The same step from the same state gives the same bits, and `message` and `step` write to no input but `out`."""
+    rule, space = case.rule, case.space
+    run = case.direct_run()
+    seen = []
+    for index in range(case.num_updates):
+        where = f"update {index}: "
+        update = run.next_update()
+        kept = copy.deepcopy((run.state, update, run.current))
+
+        def written(where: str = where, kept: Any = kept, update: Any = update) -> str:
+            """Describe the first input that was written."""
+            names = (f"{where}the state", f"{where}update", f"{where}the current model")
+            told = map(first_difference, names, kept, (run.state, update, run.current))
+            return next((f"{words}: an input was written" for words in told if words), "")
+
+        messages = [run.message(update.client) for _ in range(2)]
+        answers = []
+        for out in (None, None, torch.full_like(update.current, torch.nan)):
+            answers.append(copy.deepcopy(_step(rule, space, run, update, out)))
+            if told := written():
+                return told
+        if told := first_difference(f"{where}the message of the same state", *messages):
+            return told
+        for other, what in zip(answers[1:], ("the same step again", "the same step with out="), strict=True):
+            if told := _answer_difference(f"{where}{what}: ", answers[0], other):
+                return told
+        run.apply(update, *answers[0])
+        seen.append(answers[0])
+    again = case.direct_run()
+    for index, answer in enumerate(seen):
+        update = again.next_update()
+        state, outcome = _step(rule, space, again, update, None)
+        if told := _answer_difference(f"update {index}: the same run again: ", answer, (state, outcome)):
+            return told
+        again.apply(update, state, outcome)
+    return ""
+
+
+@rule_law()
+def nothing_is_aliased(case: RuleCase) -> str:
+    """New model, new state and new client state share no memory with the inputs of the call or with each other.
+
+    A new state may share memory with the previous state, and a new client state with the previous one: both are
+    immutable.
+    """
+    rule, space = case.rule, case.space
+    start = case.start.clone()
+    if told := shared_memory({"the initial state": rule.init(space, start)}, {"the start": start}):
+        return told
+    run = case.direct_run()
+    for index in range(case.num_updates):
+        update = run.next_update()
+        out = torch.empty_like(update.current) if index % 2 else None
+        state, outcome = _step(rule, space, run, update, out)
+        model = {"the new model": outcome.model}
+        mine = {"the new state": state}
+        client = {"the new client state": outcome.client_state}
+        lent = {f"update.{name}": getattr(update, name) for name in ("base", "current", "points", "tensors")}
+        previous = {"the previous state": run.state, "the previous client state": update.client_state}
+        for trees, others in (
+            (model, lent | mine | client | previous),
+            (mine, lent | client | {"out": out}),
+            (client, lent | {"out": out}),
+        ):
+            if told := shared_memory(trees, others):
+                return f"update {index}: {told}"
+        run.apply(update, state, outcome)
+    return ""
+
+
+@rule_law()
+def rejection_changes_nothing(case: RuleCase) -> str:
+    """A rejected update changes neither model, state, client states, version nor history.
+
+    `Server` and `aggregate` must reject points that are not finite or have the wrong shape. The run then continues with
+    the bits of a run that never received the invalid update. An update near the largest finite number may be rejected.
+    """
+    run, twin = case.server_run(), case.server_run()
+    for index in range(case.num_updates):
+        ticket, payload = run.next_task()
+        invalid = _invalid_payloads(payload)
+        what = [*invalid][index % len(invalid)]
+        told = _rejection(run, ticket, what, invalid[what], must_reject=True)
+        if told is None or told:
+            return f"update {index}: {told or f'{what}: the server accepted it'}"
+        run.advance(1)
+        twin.advance(1)
+        if told := first_difference(f"update {index}: record", twin.records[-1], run.records[-1]):
+            return f"{told}: a rejected update changed the run"
+    for index in range(max(case.num_updates - NUM_LAST, 0), case.num_updates):
+        run = case.server_run().advance(index)
+        ticket, payload = run.next_task()
+        told = _rejection(run, ticket, "a huge update", _huge(payload), must_reject=False)
+        if told:
+            return f"update {index}: {told}"
+        if told is not None:
+            run.advance(1)
+            if told := first_difference(f"update {index}: record", twin.records[index], run.records[-1]):
+                return f"{told}: a rejected huge update changed the run"
+    if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case):
+        return _aggregate_rejections(case, case.space, twin)
+    return ""
+
+
+@rule_law(needs_state_dicts)
+def aggregate_equals_server(case: RuleCase) -> str:
+    """`aggregate` on state dicts and `Server` on points give the same models and metrics, bit for bit."""
+    assert isinstance(case.space, ParameterSpace)
+    server = case.server_run().finish()
+    run = case.aggregate_run(case.space, server.records)
+    for index, record in enumerate(server.records):
+        metrics = run.advance(1)
+        if told := first_difference(f"update {index}: the model of aggregate", record.model, run.current):
+            return told
+        for name in RECEIPT_METRICS:
+            theirs = float(getattr(record.receipt, name))
+            if name in metrics and repr(float(metrics[name])) != repr(theirs):
+                return f"update {index}: {name} is {metrics[name]} from aggregate and {theirs} from Server"
+    return ""
+
+
+@rule_law(needs_flat_tensors)
+def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
+    """The same entries as one tensor, as two tensors and as one tensor per entry give the same bits."""
+    size, dtype = case.start.numel(), case.start.dtype
+    expected: Any = None
+    for sizes in ([size], [size // 3, size - size // 3], [1] * size):
+        named = {str(i): torch.zeros(part, dtype=dtype) for i, part in enumerate(sizes) if part}
+        space = ParameterSpace.of_state_dict(named)
+        run = case.server_run(space).finish()
+        found: dict[str, Any] = {"server": run.records}
+        if case.requires_models_only:
+            other = case.aggregate_run(space, run.records)
+            found["aggregate"] = [(other.advance(1), other.current) for _ in run.records]
+        expected = found if expected is None else expected
+        if told := first_difference(f"as {len(named)} tensors: run", expected, found):
+            return told
+    return ""
+
+
+@rule_law()
+def a_run_can_be_resumed(case: RuleCase) -> str:
+    """A server that is saved and resumed continues with the bits of a server without interruption.
+
+    If clients receive and return only models, the same holds for `AsyncAggregator.state` and `load`.
+    """
+    count = case.num_updates // 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "server"
+        run = case.server_run().advance(count)
+        saved = copy.deepcopy(run.contents())
+        run.server.save(path)
+        paused = run.resumed(run.server)
+        # The run ends before another server exists, so that both cannot affect each other through the rule.
+        run.finish()
+        resumed = paused.resumed(Server.resume(path, case.space, case.rule))
+        if told := first_difference("after the resume: server", saved, resumed.contents()):
+            return told
+        resumed.finish()
+        for index in range(count, case.num_updates):
+            if told := first_difference(
+                f"update {index}: record of the resumed server", run.records[index], resumed.records[index]
+            ):
+                return told
+    if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case) and _sends_models_only(run):
+        return _aggregator_resumes(case, case.space, run, count)
+    return ""
+
+
+def _step(rule: Any, space: Any, run: DirectRun, update: Any, out: Any) -> tuple[Any, Outcome]:
+    state, outcome = rule.step(space, run.state, update, out=out)
+    return state, outcome
+
+
+def _answer_difference(where: str, expected: tuple[Any, Outcome], found: tuple[Any, Outcome]) -> str:
+    trees = [
+        {
+            "the new state": state,
+            "the new model": outcome.model,
+            "the new client state": outcome.client_state,
+            "the metrics": dict(outcome.numbers),
+        }
+        for state, outcome in (expected, found)
+    ]
+    told = (first_difference(f"{where}{name}", trees[0][name], trees[1][name]) for name in trees[0])
+    return next((words for words in told if words), "")
+
+
+def _invalid_payloads(payload: Payload) -> dict[str, Payload]:
+    """Return payloads that a server must reject, by what is wrong with them."""
+    points = payload.points
+    bad = {}
+    for what, value in (("NaN in the points", torch.nan), ("infinity in the points", torch.inf)):
+        spoiled = points.clone()
+        spoiled[-1].view(-1)[-1] = value
+        bad[what] = replace(payload, points=spoiled)
+    bad["points of the wrong shape"] = replace(payload, points=torch.cat([points, points[:, :1]], 1))
+    bad["an update without points"] = replace(payload, points=points[:0])
+    for name, tensor in payload.tensors.items():
+        spoiled = tensor.clone()
+        spoiled.view(-1)[0] = torch.nan
+        bad[f"NaN in the tensor {name}"] = replace(payload, tensors={**payload.tensors, name: spoiled})
+    for name in payload.numbers:
+        bad[f"NaN as the number {name}"] = replace(payload, numbers={**payload.numbers, name: torch.nan})
+    return bad
+
+
+def _huge(payload: Payload) -> Payload:
+    """Return an update whose displacement overflows in most computations."""
+    most = torch.finfo(payload.points.dtype).max
+    return replace(payload, points=payload.points.sign() * most)
+
+
+def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
+    """Describe what a rejected update changed; `None` if the server accepted it."""
+    before = copy.deepcopy(run.contents())
+    kept = copy.deepcopy(payload)
+    if run.server.receive(ticket, payload).accepted:
+        return None
+    told = first_difference(f"{what}: payload", kept, payload)
+    told = told or first_difference(f"{what}: server", before, run.contents())
+    return f"{told}, after a rejected update" if told else ""
+
+
+def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
+    """Describe what an update changed that `aggregate` rejected."""
+    plain = case.aggregate_run(space, twin.records)
+    run = case.aggregate_run(space, twin.records)
+    for index in range(case.num_updates):
+        kind = [*INVALID_ENTRIES][index % len(INVALID_ENTRIES)]
+        if told := _aggregate_rejection(run, kind):
+            return f"update {index}: aggregate: {told}"
+        run.advance(1)
+        plain.advance(1)
+        if told := first_difference(f"update {index}: aggregate: the model", plain.models[-1], run.models[-1]):
+            return f"{told}, after a rejected update"
+    return ""
+
+
+def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
+    """Describe what an invalid update changed, or that `aggregate` accepted one that it must reject."""
+    current, base, update = run.next_models()
+    for model in update if isinstance(update, list) else [update]:
+        name, tensor = [*model.items()][-1]
+        model[name] = INVALID_ENTRIES[kind](tensor)
+    out = {name: torch.full_like(tensor, 7.0) for name, tensor in current.items()}
+    kept = copy.deepcopy((run.state, current, base, update, out))
+    names = ("the state", "current", "base", "update", "out")
+    try:
+        run.step(current, base, update, out)
+    except ArgumentError:
+        told = map(first_difference, names, kept, (run.state, current, base, update, out))
+        return next((f"{words}, after {kind} in the update was rejected" for words in told if words), "")
+    return "" if kind == HUGE else f"{kind} in the update was accepted"
+
+
+def _sends_models_only(run: ServerRun) -> bool:
+    """Return whether no message of a run contains more than a model."""
+    messages: list[Message] = [record.message for record in run.records]
+    return not any(message.tensors or message.numbers for message in messages)
+
+
+def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, count: int) -> str:
+    """Describe the first difference of an aggregator that loads its state from one that continues."""
+    first = space.state_dict(case.start)
+
+    def make() -> AsyncAggregator:
+        return AsyncAggregator(case.rule, first, weights=case.sample_counts, manifolds=dict(space.manifolds) or None)
+
+    def play(aggregator: AsyncAggregator, begin: int, end: int, tasks: list[Any]) -> list[Any]:
+        told = []
+        for index in range(begin, end):
+            place, next_client = case.turns[index]
+            client, task = tasks.pop(place)
+            record = run.records[index]
+            models = [space.state_dict(point) for point in record.payload.points]
+            told.append(
+                aggregator.submit(
+                    client, models if len(models) > 1 else models[0], samples=record.payload.samples, task=task
+                )
+            )
+            told.append(aggregator.model)
+            aggregator.checkout(next_client, index)
+            tasks.append((next_client, index))
+        return told
+
+    aggregator = make()
+    tasks: list[Any] = [(client, -1) for client in case.clients]
+    for client, task in tasks:
+        aggregator.checkout(client, task)
+    play(aggregator, 0, count, tasks)
+    saved, pending = aggregator.state(), [*tasks]
+    expected = play(aggregator, count, case.num_updates, tasks)
+    other = make()
+    other.load(saved)
+    return first_difference(
+        "the run of a loaded AsyncAggregator", expected, play(other, count, case.num_updates, pending)
+    )

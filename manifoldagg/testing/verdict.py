@@ -1,0 +1,79 @@
+"""The results of a law suite: a finding for each law, and the verdict over all of them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Finding", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one law.
+
+    Attributes:
+        law: the name of the law.
+        ratio: the worst violation divided by the tolerance of the law. For an exact law, which compares bits, it is 0
+            or infinity.
+        location: the case of the worst violation, with the difference or the exception.
+        exact: whether the law compares bits and has no tolerance.
+    """
+
+    law: str
+    ratio: float
+    location: str
+    exact: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the law holds in every case."""
+        return self.ratio <= 1
+
+    def __str__(self) -> str:
+        name = self.law.replace("_", " ")
+        mark = "holds " if self.holds else "BROKEN"
+        if self.exact:
+            return f"{mark} {name}{self.location}"
+        return f"{mark} {name:<60} {self.ratio:9.3g} of what is allowed{self.location}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The findings of every law that applies to the subject.
+
+    Attributes:
+        subject: the representation of the space or rule.
+        findings: the results, one for each law that was checked.
+        omitted: the laws that were left out, with the reasons.
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    omitted: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every law holds."""
+        return all(finding.holds for finding in self.findings)
+
+    @property
+    def broken_laws(self) -> list[str]:
+        """The names of the broken laws."""
+        return [finding.law for finding in self.findings if not finding.holds]
+
+    def __str__(self) -> str:
+        num_kept = sum(finding.holds for finding in self.findings)
+        lines = [f"{self.subject}: {num_kept} of {len(self.findings)} laws hold"]
+        lines += [f"  {finding}" for finding in self.findings]
+        lines += [f"  omitted {name.replace('_', ' ')}: {reason}" for name, reason in self.omitted.items()]
+        return "\n".join(lines)
+
+
+def exact_finding(law: str, location: str) -> Finding:
+    """Return the finding of an exact law: it holds if `location` is empty.
+
+    Example:
+        >>> print(exact_finding("step_is_pure", ": seed 0: the model differs"))
+        BROKEN step is pure: seed 0: the model differs
+    """
+    return Finding(law, math.inf if location else 0.0, location, exact=True)
