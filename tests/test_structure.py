@@ -291,8 +291,8 @@ def test_public_names_import_as_written_and_are_documented(name):
 
 
 def snippets():
-    """Each of the README runs alone; those of a page of the site one after another."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    """Return each snippet of the README alone, and the snippets of other pages together."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
         name = str(page.relative_to(ROOT))
         if name == "README.md":
