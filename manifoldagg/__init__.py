@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from manifoldagg.averaging import average, average_adapters
     from manifoldagg.curves import Bezier, Fit, fit
     from manifoldagg.errors import ManifoldAggError
-    from manifoldagg.federated import AsyncAggregator, Server, aggregate
+    from manifoldagg.federated import AsyncAggregator, Server, UpdateInfo, aggregate
     from manifoldagg.federated import rules as rules
     from manifoldagg.manifolds import ParameterSpace
 
@@ -53,6 +53,7 @@ _HOMES = {
     "ManifoldAggError": "errors",
     "ParameterSpace": "manifolds",
     "Server": "federated",
+    "UpdateInfo": "federated",
     "aggregate": "federated",
     "average": "averaging",
     "average_adapters": "averaging",
@@ -67,6 +68,7 @@ __all__ = [
     "ManifoldAggError",
     "ParameterSpace",
     "Server",
+    "UpdateInfo",
     "aggregate",
     "average",
     "average_adapters",

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
+from types import MappingProxyType
 from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
@@ -261,13 +262,16 @@ def other_type_hint(value: object, known: Collection[object]) -> str:
     return f" ({type(value).__name__}); did you mean {other!r} ({type(other).__name__})?"
 
 
-def check_keywords(name: str, keywords: Collection[str], known: Collection[str]) -> None:
+def check_keywords(
+    name: str, keywords: Collection[str], known: Collection[str], moved: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Check that a function has the keywords that it is called with.
 
     Args:
         name: the name of the function.
         keywords: the keywords of the call.
         known: the keywords of the function.
+        moved: keywords of other functions, and how to pass these options instead.
 
     Raises:
         TypeError: naming the first unknown keyword and the closest known one, or all known ones.
@@ -282,6 +286,7 @@ def check_keywords(name: str, keywords: Collection[str], known: Collection[str])
         if keyword not in known:
             near = closest_match(keyword, known)
             hint = f"expected one of {', '.join(known)}" if near is None else f"did you mean {near!r}?"
+            hint = moved.get(keyword, hint)
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}; {hint}")
 
 
@@ -306,12 +311,15 @@ def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in named and p.name not in ("self", "cls"))
 
 
-def suggests_keywords(name: str, *forwards_to: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def suggests_keywords(
+    name: str, *forwards_to: Callable[..., Any], moved: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that adds the closest keyword to the `TypeError` for an unknown one.
 
     Args:
         name: the name of the function in the message.
         *forwards_to: functions that receive the further keywords of the decorated function.
+        moved: as in `check_keywords`.
 
     Example:
         >>> @suggests_keywords("Server")
@@ -327,7 +335,8 @@ def suggests_keywords(name: str, *forwards_to: Callable[..., Any]) -> Callable[[
 
         @wraps(function)
         def checked(*args: P.args, **keywords: P.kwargs) -> T:
-            check_keywords(name, keywords, known)
+            if not keywords.keys() <= known.keys():
+                check_keywords(name, keywords, known, moved)
             return function(*args, **keywords)
 
         return checked

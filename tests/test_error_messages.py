@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manifoldagg import AsyncAggregator, Server, aggregate
+from manifoldagg import AsyncAggregator, Server, UpdateInfo, aggregate
 from manifoldagg._io import new_figure
 from manifoldagg.errors import ManifoldAggError
 from manifoldagg.federated import Payload
@@ -81,7 +81,9 @@ MISTAKES = {
     "a difference with a negative variance": lambda: aggregate(
         RULE, None, BATCH_NORM, BATCH_NORM, batch_norm_difference()
     ),
-    "a sample count for a weight": lambda: aggregate(RULE, None, *[net().state_dict()] * 2, trained(), weight=100),
+    "a sample count for a weight": lambda: aggregate(
+        RULE, None, *[net().state_dict()] * 2, trained(), info=UpdateInfo(weight=100)
+    ),
     "exchanged arguments": lambda: AsyncAggregator(net(), RULE),
     "a rule by its name": lambda: step(trained(), "fedasync"),
     "a class for a rule": lambda: step(trained(), FedAsync),
@@ -137,7 +139,7 @@ WARNS = """
 import warnings
 import torch
 from torch import nn
-from manifoldagg import AsyncAggregator, Server, aggregate
+from manifoldagg import AsyncAggregator, Server, UpdateInfo, aggregate
 from manifoldagg.federated.rules import FedAsync
 
 torch.manual_seed(0)
@@ -150,7 +152,7 @@ server = Server.of(model, FedAsync(0.5))
 ticket = server.dispatch("a")
 warnings.simplefilter("always")
 aggregate(FedAsync(0.5), None, base, base, short)  # warns
-aggregate(FedAsync(0.5), None, base, base, base, weight=100)  # warns
+aggregate(FedAsync(0.5), None, base, base, base, info=UpdateInfo(weight=100))  # warns
 aggregator.submit("a", short, samples=1)  # warns
 server.receive_model(ticket, short, samples=1)  # warns
 Server.of({"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}, FedAsync(0.5))  # warns

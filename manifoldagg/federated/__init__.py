@@ -8,6 +8,7 @@ from manifoldagg.federated.server.async_aggregator import AsyncAggregator
 from manifoldagg.federated.server.durability.checkpoint import CheckpointPolicy
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.server import Server
+from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.stability import stability_limit, suggest_rate
 from manifoldagg.federated.types import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 
@@ -26,6 +27,7 @@ __all__ = [
     "Ticket",
     "Trainer",
     "Update",
+    "UpdateInfo",
     "UpdateLimits",
     "aggregate",
     "stability_limit",

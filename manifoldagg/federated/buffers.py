@@ -1,8 +1,7 @@
 """Model buffers: tensors of a model that are not trained, and their update policies."""
 
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -12,35 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, short_repr
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
-from manifoldagg.manifolds.layout import Entry
+from manifoldagg.manifolds.buffer_policies import BufferPolicy, resolve_policies
 
 __all__ = [
-    "BufferPolicy",
     "PackedBuffers",
     "PendingBuffers",
     "accumulate",
     "apply_pending",
     "buffers_from_tree",
     "buffers_to_tree",
-    "check_buffer_policy",
     "initial_buffers",
-    "resolve_policies",
 ]
 
-POLICIES = ("average", "latest", "leave")
 VARIANCE_SUFFIX = "running_var"
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
 _is_cpu = attrgetter("is_cpu")
-BufferPolicy = Mapping[str, str] | Sequence[str]
-"""Policy by name or glob pattern; or patterns alone, that are averaged."""
 
 
 @dataclass(frozen=True)
@@ -147,53 +140,6 @@ class PendingBuffers:
     total: tuple[Tensor, ...]
     latest: PackedBuffers
     count: int = 1
-
-
-def check_buffer_policy(patterns: Any) -> BufferPolicy:
-    """Validate buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
-
-    Raises:
-        ArgumentError: if they are neither. A single string is not a sequence of patterns.
-    """
-    is_valid = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    if not is_valid or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ArgumentError(
-            f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {short_repr(patterns)}"
-        )
-    return patterns if isinstance(patterns, Mapping) else list(patterns)
-
-
-def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
-    """Return the policy of each entry: `"average"`, `"latest"` or `"leave"`.
-
-    A name goes before a pattern, an earlier pattern before a later one. What no pattern matches is averaged. Where
-    averaging makes no sense, in all that is not a floating number of 16 bits or more, the latest is taken in its place.
-
-    Raises:
-        ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches nothing.
-
-    Example:
-        >>> counter = Entry("1.num_batches_tracked", (), torch.int64)
-        >>> entries = [Entry("1.running_mean", (4,), torch.float32), counter]
-        >>> resolve_policies(entries, {"*running*": "leave"})
-        {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
-    """
-    given = check_buffer_policy(patterns)
-    named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
-    for pattern, policy in named.items():
-        check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
-        matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
-        if isinstance(given, Mapping) and not any(matched):
-            raise ArgumentError(f"buffer_policy: {short_repr(pattern)} matches no entry of the model")
-    chosen = {}
-    for entry in entries:
-        policy = "average"
-        if named:  # otherwise hundreds of names without a pattern take a millisecond
-            matches = (policy for pattern, policy in named.items() if fnmatch.fnmatchcase(entry.name, pattern))
-            policy = named.get(entry.name) or next(matches, "average")
-        averages = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        chosen[entry.name] = "latest" if policy == "average" and not averages else policy
-    return chosen
 
 
 def accumulate(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from manifoldagg._validation import check_choice, is_finite, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = [
@@ -22,9 +23,13 @@ __all__ = [
     "MASTER_DTYPES",
     "Entry",
     "Layout",
+    "ModelSignature",
     "check_memory",
     "check_names",
+    "check_tensors",
+    "layout_of",
     "matches_any",
+    "signature_of",
     "tensors_of",
 ]
 
@@ -33,11 +38,14 @@ EXTRA_STATE = "_extra_state"
 BATCH_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """What layers call the statistics of their batches: no parameters, as a step past one would make variances negative."""
 DENSE_STORAGE = (torch.strided, False)
+STRIDED = {torch.strided}
 _storage = attrgetter("layout", "is_meta")
 _layout = attrgetter("layout")
 _is_cpu = attrgetter("is_cpu")
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
+_device = attrgetter("device")
+CPU_ONLY = frozenset({CPU})
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,22 @@ class Entry:
     def is_counter(self) -> bool:
         """Whether an integer entry is a counter: a single number, or a statistic."""
         return self.shape == () or self.is_statistic
+
+
+class ModelSignature(NamedTuple):
+    """What the layout of a state dict depends on: models with equal signatures have equal layouts.
+
+    Attributes:
+        names: the names of the tensors in order.
+        shapes: their shapes.
+        dtypes: their dtypes.
+        tied: (name, first name) for each further name of a floating tensor.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    tied: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -114,15 +138,12 @@ class Layout:
 
     @staticmethod
     def of_state_dict(
-        state: Mapping[str, Tensor], buffers: Sequence[str] = (), dtype: torch.dtype | None = None
+        state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
         """Return the layout of a state dict: floating tensors are leaves, except statistics and pattern matches."""
-        if isinstance(buffers, str) or not all(isinstance(pattern, str) for pattern in buffers):
-            raise ArgumentError(f"buffers: expected a sequence of glob patterns, got {short_repr(buffers)}")
-        tensors = tensors_of(state)
-        held = tensors.values()
-        names, shapes, dtypes = tuple(tensors), tuple(map(_shape, held)), tuple(map(_dtype, held))
-        return _cached_layout(names, shapes, dtypes, _find_tied(tensors), tuple(buffers), dtype)
+        if dtype is not None:
+            check_choice("dtype", dtype, MASTER_DTYPES)
+        return layout_of(signature_of(state), tuple(buffer_patterns), dtype)
 
     @cached_property
     def size(self) -> int:
@@ -136,7 +157,7 @@ class Layout:
 
     @cached_property
     def _list_attributes(self) -> dict[str, Any]:
-        """What `TensorList` of the leaves would be asked one by one."""
+        """The attributes that the `TensorList` of every model of this layout has in common."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property
@@ -194,16 +215,23 @@ class Layout:
         Raises:
             StateDictError: as `check`.
         """
+        self._in_order(tensors, prefix)
+        check_memory(tensors, prefix)
+
+    def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
+        """Return the checked tensors in the order of the entries, and whether all are on the CPU."""
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
+        is_on_cpu = all(map(_is_cpu, given))
         if (
             len(given) < max(len(names), len(tensors))
             or [*map(_shape, given)] != shapes
             or [*map(_dtype, given)] != dtypes
-            or not _are_dense(given)
+            or {*map(_layout, given)} != STRIDED
+            or not (is_on_cpu or {*map(_storage, given)} == {DENSE_STORAGE})
         ):
-            _check_entries(self.entries, tensors, prefix)
-        check_memory(tensors, prefix)
+            check_tensors(self.entries, tensors, prefix)
+        return given, is_on_cpu
 
     def check_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         """Check that the names, shapes and dtypes of `tensors` match the carried tensors.
@@ -211,7 +239,7 @@ class Layout:
         Raises:
             StateDictError: as `check`.
         """
-        _check_entries({entry.name: entry for entry in self.buffers}, tensors)
+        check_tensors({entry.name: entry for entry in self.buffers}, tensors)
         check_memory(tensors, "")
 
     def read_points(
@@ -235,27 +263,57 @@ class Layout:
             self.check_values(models)
         return points
 
-    def tensor_lists(self, models: Mapping[str, Mapping[str, Tensor]], *, reference: str = "") -> list[TensorList]:
+    def tensor_lists(
+        self, models: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = None
+    ) -> list[TensorList]:
         """Return the leaves of models, by their labels for error messages, on the device of the first.
 
         Args:
             models: name to tensor.
-            reference: the model of which this is the layout: its names, shapes and dtypes have been seen.
+            reference: the label of the model from which this layout was made. Its names, shapes, dtypes and density
+                are not checked again.
 
         Raises:
             StateDictError: as `check`.
         """
-        rows = []
-        device = None
+        rows: list[TensorList] = []
         for label, tensors in models.items():
-            check_memory(tensors, label) if label == reference else self.check_entries(tensors, label)
-            self._check_tied(tensors, label)
-            row = TensorList([tensors[leaf.name] for leaf in self.leaves])
-            device = device or row[0].device
-            row = row if row.devices == {device} else TensorList([tensor.to(device) for tensor in row])
-            row.__dict__.update(self._list_attributes, device=device)
-            rows.append(row)
+            device = rows[0].device if rows else None
+            rows.append(self._tensor_list(tensors, label, device, is_reference=label == reference))
         return rows
+
+    def _tensor_list(
+        self, tensors: Mapping[str, Tensor], prefix: str, device: torch.device | None, *, is_reference: bool
+    ) -> TensorList:
+        """Check a model, and return its leaves with the attributes that the kernels read.
+
+        `device` is the device of the result; `None` selects that of the first leaf.
+        """
+        if is_reference:
+            entries = [tensors[name] for name in self._expected[0]]
+            is_on_cpu = all(map(_is_cpu, entries))
+        else:
+            entries, is_on_cpu = self._in_order(tensors, prefix)
+        try:
+            addresses = tuple(map(Tensor.data_ptr, entries))
+        except RuntimeError:  # Tensors within transforms of torch have no addresses.
+            addresses = ()
+        if 0 in addresses:
+            check_memory(tensors, prefix)
+        if self.aliases:
+            self._check_tied(tensors, prefix)
+        row = TensorList(entries[: len(self.leaves)])
+        devices = CPU_ONLY if is_on_cpu else frozenset(map(_device, row))
+        device = device or row[0].device
+        if devices != {device}:
+            row = TensorList([tensor.to(device) for tensor in row])
+            row.__dict__.update(self._list_attributes, device=device, devices=frozenset({device}))
+            return row
+        contiguous = all(map(Tensor.is_contiguous, row))
+        row.__dict__.update(self._list_attributes, device=device, devices=devices, is_contiguous=contiguous)
+        if addresses:
+            row.__dict__["addresses"] = addresses[: len(row)]
+        return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Check that the leaves of models, by their labels for error messages, are finite.
@@ -293,11 +351,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a module (not copies) or of a state dict, by name.
 
     Raises:
-        StateDictError: if an entry has no name, is not a tensor, or a tensor without storage.
+        StateDictError: after `prefix`, if an entry has no name, is not a tensor, or a tensor without storage.
         ArgumentError: if `source` is neither a module nor a mapping.
     """
     if isinstance(source, nn.Module):
@@ -316,12 +374,12 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.rpartition(".")[2] == EXTRA_STATE:
             continue
         if not isinstance(tensor, Tensor):
-            raise StateDictError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+            raise StateDictError(f"{prefix}{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if nn.parameter.is_lazy(tensor):
-            raise StateDictError(f"{name}: not initialised yet; run the model once before it has a layout")
+            raise StateDictError(f"{prefix}{name}: not initialised yet; run the model once before it has a layout")
         if tensor.is_meta or tensor.layout is not torch.strided:
             given = "on the meta device" if tensor.is_meta else tensor.layout
-            raise StateDictError(f"{name}: expected a dense tensor with values, got one {given}")
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {given}")
         tensors[name] = tensor
     return tensors
 
@@ -337,8 +395,12 @@ def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
             raise StateDictError(f"{prefix}{problem}: {_join_names(names)}{wrapper_hint(given, expected)}")
 
 
-def _check_entries(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Exactly these names, with these shapes and dtypes."""
+def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Check that the names, shapes and dtypes of `tensors` are exactly those of the entries, and that all are dense.
+
+    Raises:
+        StateDictError: as `Layout.check`.
+    """
     check_names(entries.keys(), tensors.keys(), prefix)
     for name, entry in entries.items():
         given = tensors[name]
@@ -383,11 +445,21 @@ def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
             raise StateDictError(f"{prefix}{name}: expected a tensor with memory, got one whose memory was freed")
 
 
+def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignature:
+    """Return what the layout of a state dict depends on.
+
+    Raises:
+        StateDictError: as `tensors_of`.
+    """
+    tensors = tensors_of(state, prefix)
+    held = tensors.values()
+    addresses = [*map(Tensor.data_ptr, held)]
+    tied = () if len(set(addresses)) == len(addresses) else _find_tied(tensors)
+    return ModelSignature(tuple(tensors), tuple(map(_shape, held)), tuple(map(_dtype, held)), tied)
+
+
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     """(name, the first one) for each floating tensor that is another one: the same entries of the same storage."""
-    addresses = [*map(Tensor.data_ptr, tensors.values())]
-    if len(set(addresses)) == len(addresses):
-        return ()
     first: dict[tuple[object, ...], str] = {}
     tied = []
     for name, tensor in tensors.items():
@@ -398,23 +470,19 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     return tuple(tied)
 
 
-# Kept by content: whoever aggregates state dicts brings the same names, shapes and dtypes each time.
+# A caller that aggregates state dicts passes the same names, shapes and dtypes each time.
 @lru_cache(maxsize=64)
-def _cached_layout(
-    names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    tied: tuple[tuple[str, str], ...],
-    buffers: tuple[str, ...],
-    dtype: torch.dtype | None,
+def layout_of(
+    signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """The layout of a state dict with these names, shapes and dtypes."""
+    """Return the layout of the state dicts with a signature, as `Layout.of_state_dict`."""
+    names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]
     owners: dict[str, str | None] = {}
     first: dict[str, str] = {}
     for entry in entries:
         carried = not entry.dtype.is_floating_point or entry.is_statistic
-        carried = carried or matches_any(entry.name, buffers)
+        carried = carried or matches_any(entry.name, buffer_patterns)
         place = dict(tied).get(entry.name, entry.name)
         # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.
         owners[entry.name] = None if carried else first.setdefault(place, entry.name)

@@ -281,7 +281,7 @@ def check_is_manifold(space: object, hint: str = "") -> None:
     if isinstance(space, Manifold):
         return
     if isinstance(space, torch.nn.Module | Mapping):  # which would say all its layers
-        made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model, buffers=...)"
+        made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model)"
         told = f"{type(space).__name__}: write {hint or f'ParameterSpace.{made}'}"
     else:
         told = short_repr(space)

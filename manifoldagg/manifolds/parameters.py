@@ -1,7 +1,8 @@
 """The parameter space: a model's trainable parameters as one point of a manifold."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import glob
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,18 +15,25 @@ from manifoldagg._validation import check_finite, check_shape, is_finite, short_
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds.assign import Assignment, assign_manifolds, declared_manifolds
+from manifoldagg.manifolds.buffer_policies import (
+    BufferPolicy,
+    check_buffer_policy,
+    named_policies,
+    resolve_policies,
+)
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.flat import Flat
-from manifoldagg.manifolds.layout import Entry, Layout, tensors_of
+from manifoldagg.manifolds.layout import Entry, Layout, check_tensors, tensors_of
 from manifoldagg.manifolds.lora.leaves import Adapters
 from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
+from manifoldagg.manifolds.model_io import Model, as_tensors
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
 
-__all__ = ["ParameterSpace"]
+__all__ = ["ParameterSpace", "check_unscaled"]
 
 FLAT_PREFIX_SUFFIX = "..before"
 FLAT_TAIL = "..after"
@@ -46,7 +54,9 @@ class ParameterSpace(Delegate):
     Args:
         layout: names, shapes, order and dtypes of the model's tensors.
         manifolds: (leaf, space) for each curved leaf, in the order of the layout.
-        adapters: pairs of factors that state dicts have in place of a leaf; `None`: none.
+        adapters: the pairs of factors that state dicts contain in place of a leaf, or `None`.
+        buffer_policies: (name, policy) of each carried tensor that `buffer_policy` names, for servers. They are not
+            geometry: equality, hashes and `spec` ignore them.
 
     Example:
         >>> import torch
@@ -63,6 +73,7 @@ class ParameterSpace(Delegate):
     layout: Layout
     manifolds: tuple[tuple[str, Manifold], ...] = ()
     adapters: Adapters | None = None
+    buffer_policies: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         return format_result(
@@ -71,7 +82,11 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of(
-        model: nn.Module, manifolds: Assignment | None = None, *, dtype: torch.dtype | None = None
+        model: nn.Module,
+        manifolds: Assignment | None = None,
+        *,
+        buffer_policy: BufferPolicy = (),
+        dtype: torch.dtype | None = None,
     ) -> "ParameterSpace":
         """Return the space of a module's parameters that require a gradient.
 
@@ -82,6 +97,8 @@ class ParameterSpace(Delegate):
             manifolds: name or glob pattern to the space of those leaves, a name before a pattern and an earlier
                 pattern before a later one; it overrides what parameters bring. The trailing axes of a leaf have the
                 shape of the space, further ones are copies of it. A geoopt manifold takes its sizes from each leaf.
+            buffer_policy: the policies of the carried tensors, as in `of_state_dict`. The policy of a frozen parameter
+                is `"leave"` unless a pattern matches its name.
             dtype: of points: float32 or float64; the default is the narrower one that holds every leaf exactly.
 
         Raises:
@@ -96,14 +113,18 @@ class ParameterSpace(Delegate):
             (('weight', Power(space=Sphere(n=3), copies=(2,))),)
         """
         layout = Layout.of(model, dtype)
-        return ParameterSpace(layout, assign_manifolds(layout, manifolds, declared_manifolds(model)))
+        curved = assign_manifolds(layout, manifolds, declared_manifolds(model))
+        frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
+        policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
+        return ParameterSpace(layout, curved, buffer_policies=policies)
 
     @staticmethod
     def of_state_dict(
-        state: Mapping[str, Tensor],
+        state: Model,
         manifolds: Assignment | None = None,
         *,
-        buffers: Sequence[str] = (),
+        buffer_policy: BufferPolicy = (),
         dtype: torch.dtype | None = None,
         adapters: bool = False,
         scaling: Scaling = 1.0,
@@ -119,10 +140,14 @@ class ParameterSpace(Delegate):
         its factors, the rest of B is 0 and that of A is not, as where PEFT begins: all of it goes on learning.
 
         Args:
-            state: name to tensor. Tensors that share storage, shape and strides are tied.
+            state: a state dict, or a list of tensors or NumPy arrays, whose names are "0", "1" and so on. Tensors that
+                share storage, shape and strides are tied.
             manifolds: as in `of`.
-            buffers: glob patterns of floating tensors that are not parameters, such as `"*mask"`. Those called
-                `running_mean`, `running_var` or `num_batches_tracked`, and integer and boolean ones, never are.
+            buffer_policy: glob patterns of floating tensors that are not parameters, such as `"*mask"`, or a mapping
+                from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
+                `num_batches_tracked`, and integer and boolean tensors, are always buffers. A server moves a buffer with
+                the policy `"average"`, the default, linearly by the rule's step towards the client's value. Integer and
+                boolean tensors become the client's, except with `"leave"`.
             dtype: of points, as in `of`.
             adapters: whether pairs of factors are one matrix each. Otherwise they are tensors like others, and means
                 of factors are not the factors of means.
@@ -147,16 +172,19 @@ class ParameterSpace(Delegate):
         """
         if not isinstance(adapters, bool):
             raise ArgumentError(f"adapters: expected True or False, got {short_repr(adapters)}")
+        if not adapters:
+            check_unscaled(scaling)
+        policy = check_buffer_policy(buffer_policy)
+        tensors: Mapping[str, Tensor] = as_tensors("state", state)
+        found = None
         if adapters:
-            tensors = tensors_of(state)
-            found = Adapters.of(tensors, scaling)
-            layout = Layout.of_state_dict(found.empty_stacked(tensors), buffers, dtype)
-            return ParameterSpace(layout, assign_manifolds(layout, manifolds, found.spaces), found)
-        if isinstance(scaling, bool) or scaling != 1.0:
-            raise ArgumentError("scaling: expected 1 without `adapters`, whose products are scaled")
-        layout = Layout.of_state_dict(state, buffers, dtype)
-        curved = assign_manifolds(layout, manifolds)
-        return ParameterSpace(layout, curved) if curved else _flat_space(layout)
+            found = Adapters.of(tensors_of(tensors), scaling)
+            tensors = found.empty_stacked(tensors)
+        layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
+        curved = assign_manifolds(layout, manifolds, None if found is None else found.spaces)
+        policies = named_policies(layout.buffers, policy)
+        is_flat = not curved and found is None
+        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, found, policies)
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
@@ -193,6 +221,11 @@ class ParameterSpace(Delegate):
                 raise ArgumentError(f"manifolds: {name} has shape {shapes[name]}, which is not that of {space}")
         if self.adapters is not None:
             self.adapters.check_space(self.layout, self.manifolds)
+
+    @cached_property
+    def policies(self) -> dict[str, str]:
+        """The policy of each carried tensor by name, including the defaults of those without a policy."""
+        return resolve_policies(self.layout.buffers, ()) | dict(self.buffer_policies)
 
     @cached_property
     def base_space(self) -> Manifold:
@@ -307,6 +340,21 @@ class ParameterSpace(Delegate):
         if scaling is not None:
             raise ArgumentError("scaling: expected None, as the space has no adapters")
         return state
+
+    def state_layout(self, state: Mapping[str, Tensor], prefix: str = "") -> Layout:
+        """Return the layout of a state dict of this space, in which the factors of adapters are separate leaves.
+
+        Args:
+            state: name to tensor, with the ranks of the space.
+            prefix: the start of messages.
+
+        Raises:
+            StateDictError: naming a tensor that does not match the space.
+        """
+        if self.adapters is None:
+            return self.layout
+        check_tensors(self.entries, state, prefix)
+        return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Replace each adapter in a stacked state dict by its norm, which is independent of the gauge."""
@@ -423,6 +471,16 @@ class ParameterSpace(Delegate):
         return views
 
 
+def check_unscaled(scaling: Any) -> None:
+    """Check that the scaling of a model without adapters has its default.
+
+    Raises:
+        ArgumentError: if it has another value.
+    """
+    if not (isinstance(scaling, int | float) and not isinstance(scaling, bool) and scaling == 1):
+        raise ArgumentError(f"scaling: expected 1 without adapters=True, got {short_repr(scaling)}")
+
+
 @lru_cache(maxsize=64)
-def _flat_space(layout: Layout) -> ParameterSpace:
-    return ParameterSpace(layout)
+def _flat_space(layout: Layout, buffer_policies: tuple[tuple[str, str], ...]) -> ParameterSpace:
+    return ParameterSpace(layout, buffer_policies=buffer_policies)

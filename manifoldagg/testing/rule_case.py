@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifoldagg.federated import Message, Outcome, Payload, Receipt, Rule, Server, Ticket, Update, aggregate
+from manifoldagg.federated import (
+    Message,
+    Outcome,
+    Payload,
+    Receipt,
+    Rule,
+    Server,
+    Ticket,
+    Update,
+    UpdateInfo,
+    aggregate,
+)
 from manifoldagg.federated.types import ClientState, State, accepts_tensor_lists, extra_fields
 from manifoldagg.manifolds import Manifold, ParameterSpace
 
@@ -304,11 +315,13 @@ def _aggregate(
         current,
         base,
         update,
-        staleness=record.receipt.staleness,
-        weight=record.receipt.weight,
-        samples=record.payload.samples,
-        client=record.client,
-        manifolds=dict(space.manifolds) or None,
+        info=UpdateInfo(
+            client=record.client,
+            staleness=record.receipt.staleness,
+            weight=record.receipt.weight,
+            samples=record.payload.samples,
+        ),
+        space=space,
         out=out,
     )
 

@@ -336,7 +336,7 @@ def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, c
     first = space.state_dict(case.start)
 
     def make() -> AsyncAggregator:
-        return AsyncAggregator(case.rule, first, weights=case.sample_counts, manifolds=dict(space.manifolds) or None)
+        return AsyncAggregator(case.rule, first, weights=case.sample_counts, space=space)
 
     def play(aggregator: AsyncAggregator, begin: int, end: int, tasks: list[Any]) -> list[Any]:
         told = []

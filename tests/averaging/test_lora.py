@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg import aggregate, average_adapters
+from manifoldagg import ParameterSpace, aggregate, average_adapters
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
@@ -324,10 +324,11 @@ def test_memory_that_was_freed_is_named(name):
     words = f"{name}: expected a tensor with memory, got one whose memory was freed"
     with pytest.raises(StateDictError, match=rf"adapters\[1\]: {words}"):
         average_adapters([whole, freed], None, 1)
+    space = ParameterSpace.of_state_dict(whole, adapters=True)
     with pytest.raises(StateDictError, match=f"current: {words}"):
-        aggregate(FedAsync(0.5), None, freed, whole, whole, adapters=True)
+        aggregate(FedAsync(0.5), None, freed, whole, whole, space=space)
     with pytest.raises(StateDictError, match=f"update: {words}"):
-        aggregate(FedAsync(0.5), None, whole, whole, freed, adapters=True)
+        aggregate(FedAsync(0.5), None, whole, whole, freed, space=space)
 
 
 def test_nothing_has_the_size_of_a_weight():

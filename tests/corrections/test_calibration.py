@@ -82,7 +82,7 @@ def test_what_is_no_parameter_is_copied():
     assert list(out) == ["n", "w", "b"]
     assert out["n"].item() == 7
     assert out["n"] is not counter
-    space = ParameterSpace.of_state_dict(start, buffers=["b"])
+    space = ParameterSpace.of_state_dict(start, buffer_policy=["b"])
     assert torch.equal(calibrate(start, shift, own, space=space)["b"], start["b"])
 
 

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, aggregate
-from manifoldagg.federated.buffers import PackedBuffers, accumulate, apply_pending, resolve_policies
+from manifoldagg.federated.buffers import PackedBuffers, accumulate, apply_pending
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat, ParameterSpace
+from manifoldagg.manifolds.buffer_policies import resolve_policies
 from manifoldagg.manifolds.layout import Entry
 from tests.federated.fingerprint import Adds, Gathers, bits
 from tests.support import draw, seeds
@@ -270,15 +271,16 @@ def test_aggregate_takes_the_same_policies():
     model = {name: t.float() if t.is_floating_point() else t for name, t in net().state_dict().items()}
     other = {name: t + 1 if t.is_floating_point() else t for name, t in model.items()}
     for policy, expected in (("average", 0.25), ("latest", 1.0), ("leave", 0.0)):
-        new, _, _ = aggregate(
-            FedAsync(0.25), None, model, model, other, buffer_policy={"*mean": policy, "*var": "leave"}
-        )
+        space = ParameterSpace.of_state_dict(model, buffer_policy={"*mean": policy, "*var": "leave"})
+        new, _, _ = aggregate(FedAsync(0.25), None, model, model, other, space=space)
         assert new["1.running_mean"].tolist() == [expected] * 2
         assert new["1.running_var"].tolist() == [1.0, 1.0]
     state, rule = None, Gathers(2)
     for expected in (0.0, 1.0):
         kept = bits(model)
-        new, state, _ = aggregate(rule, state, model, model, other, buffer_policy=["*running*"])
+        new, state, _ = aggregate(
+            rule, state, model, model, other, space=ParameterSpace.of_state_dict(model, buffer_policy=["*running*"])
+        )
         assert new["1.running_mean"].tolist() == [expected] * 2
         assert bits(model) == kept
     assert state["steps"] == 1

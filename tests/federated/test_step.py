@@ -19,7 +19,7 @@ from tests.support import draw, seeds
 
 NAN = float("nan")
 MODEL = {"w": torch.zeros(4), "mean": torch.zeros(2)}
-SPACE = ParameterSpace.of_state_dict(MODEL, buffers=("mean",))
+SPACE = ParameterSpace.of_state_dict(MODEL, buffer_policy=["mean"])
 
 
 def scene(seed, rule, count):
@@ -117,7 +117,7 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload(torch.ones(1, 4), 1)).reason.startswith(words.format("points"))
     with pytest.raises(ArgumentError) as error:
-        aggregate(rule, None, MODEL, MODEL, MODEL, buffer_policy=["mean"])
+        aggregate(rule, None, MODEL, MODEL, MODEL, space=SPACE)
     assert str(error.value).startswith(words.format("update"))
 
 
@@ -142,7 +142,7 @@ def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, w
     with pytest.raises(RuleError, match=words):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, 4), 1))
     with pytest.raises(RuleError, match=words):
-        aggregate(rule, None, MODEL, MODEL, MODEL, buffer_policy=["mean"])
+        aggregate(rule, None, MODEL, MODEL, MODEL, space=SPACE)
 
 
 class Large(TorchDispatchMode):

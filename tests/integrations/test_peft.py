@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manifoldagg import ParameterSpace, Server, aggregate, average_adapters
+from manifoldagg import ParameterSpace, Server, UpdateInfo, aggregate, average_adapters
 from manifoldagg.federated.rules import FedAsync, FedAvg
 from manifoldagg.manifolds.lora.scaling import ScaledModule, resolve_scalings
 
@@ -156,11 +156,12 @@ def test_rounds_through_aggregate_are_those_of_dense_weights(llama):
     model = adapted(llama, 8, lora_alpha=8, target_modules=TARGETS)
     config = model.peft_config["default"]
     current, state, exact = state_of(model), None, merged(model, state_of(model))
+    space = ParameterSpace.of_state_dict(current, adapters=True, scaling=config)
     for seed in range(2):
         update = trained(model, seed, start=current)
         exact = {n: 0.5 * x + 0.5 * merged(model, update)[n] for n, x in exact.items()}
         rule = FedAsync(0.5)
-        current, state, numbers = aggregate(rule, state, current, current, update, adapters=True, scaling=config)
+        current, state, numbers = aggregate(rule, state, current, current, update, space=space)
         assert numbers["norm"] > 0
     lost = dense(llama, [exact], [1.0])
     # In the second round a matrix of rank 16 comes to rank 8.
@@ -178,9 +179,12 @@ def test_embeddings_convolutions_biases_and_heads(mixed, bias):
     current, rule = own, FedAsync(1.0)
     first, second = (model.peft_config["default"] for model in clients)
     config = server.peft_config["default"]
-    current, _, _ = aggregate(rule, None, own, own, states[0], adapters=True, scaling=(config, first))
+    space = ParameterSpace.of_state_dict(own, adapters=True, scaling=config)
+    current, _, _ = aggregate(rule, None, own, own, states[0], info=UpdateInfo(scaling=first), space=space)
     assert near(output(load(server, current)), output(load(clients[0], states[0])), output(mixed))
-    current, _, _ = aggregate(FedAsync(0.75), None, current, own, states[1], adapters=True, scaling=(config, second))
+    current, _, _ = aggregate(
+        FedAsync(0.75), None, current, own, states[1], info=UpdateInfo(scaling=second), space=space
+    )
     expected = output(dense(mixed, [merged(m, s) for m, s in zip(clients, states, strict=True)], [0.25, 0.75]))
     assert near(output(load(server, current)), expected, output(mixed))
 
@@ -207,7 +211,9 @@ def test_narrow_adapters_come_back_narrow(llama):
     model = adapted(llama, 4, lora_alpha=8, target_modules=TARGETS)
     states = [trained(model, seed) for seed in range(2)]
     narrow = [{name: x.bfloat16() for name, x in state.items()} for state in states]
-    mean, _, _ = aggregate(FedAsync(1.0), None, narrow[0], narrow[0], narrow[1], adapters=True)
+    mean, _, _ = aggregate(
+        FedAsync(1.0), None, *narrow[:1] * 2, narrow[1], space=ParameterSpace.of_state_dict(narrow[0], adapters=True)
+    )
     assert {x.dtype for x in mean.values()} == {torch.bfloat16}
     a, b = (output(load(model, {n: x.float() for n, x in state.items()})) for state in (mean, narrow[1]))
     assert (a - b).norm() <= 2.0**-6 * b.norm()

@@ -87,7 +87,7 @@ def test_a_state_dict_gives_the_points_of_its_module(kind, seed):
     model = build(kind, seed)
     state = model.state_dict()
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    bare = ParameterSpace.of_state_dict(state, buffers=(*frozen, "minus_infinity"))
+    bare = ParameterSpace.of_state_dict(state, buffer_policy=(*frozen, "minus_infinity"))
     assert bare == ParameterSpace.of(model)
     assert hash(bare) == hash(ParameterSpace.of(model))
     assert torch.equal(bare.point(state), ParameterSpace.of(model).point(model))
@@ -202,12 +202,16 @@ def test_models_that_have_no_point_are_refused():
         ParameterSpace.of(nn.LazyBatchNorm1d(affine=False))
     with pytest.raises(ArgumentError, match="model: expected a torch.nn.Module, got dict; see of_state_dict"):
         ParameterSpace.of({})
-    with pytest.raises(ArgumentError, match="buffers: expected a sequence of glob patterns"):
-        ParameterSpace.of_state_dict({}, buffers="*running_*")
+    with pytest.raises(ArgumentError, match="buffer_policy: expected a sequence of glob patterns"):
+        ParameterSpace.of_state_dict({}, buffer_policy="*running_*")
+    with pytest.raises(ArgumentError, match="state: expected a state dict or a list of arrays, got Linear: pass its"):
+        ParameterSpace.of_state_dict(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="state: w: expected a tensor or an array, got float"):
+        ParameterSpace.of_state_dict({"w": 1.0})
     with pytest.raises(ArgumentError, match="source: expected a torch.nn.Module or a state dict, got list"):
-        ParameterSpace.of_state_dict([torch.ones(2)])
+        ParameterSpace.of_state_dict({"0": torch.ones(2)}).point([torch.ones(2)])
     with pytest.raises(StateDictError, match="source: expected names, got 0"):
-        ParameterSpace.of_state_dict({0: torch.ones(2)})
+        ParameterSpace.of_state_dict({"0": torch.ones(2)}).point({0: torch.ones(2)})
     with pytest.raises(ArgumentError, match="dtype: expected one of"):
         ParameterSpace.of(nn.Linear(2, 2), dtype=torch.float16)
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from manifoldagg.corrections import OrthoDC, OrthoDyn
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import aggregate
+from manifoldagg.federated import UpdateInfo, aggregate
 from manifoldagg.federated.rules import (
     ASGD,
     DCASGD,
@@ -100,7 +100,7 @@ def test_a_step_is_that_of_the_front_door(name, seed):
         pseudo(seed + i, params)
         update = {key: b - p.grad for (key, b), p in zip(base.items(), params, strict=True)}
         known = {"staleness": i % 3, "weight": 0.5 + (i % 2) / 2}
-        model, state, _ = aggregate(rule, state, model, base, update, client=f"w{i % 2}", **known)
+        model, state, _ = aggregate(rule, state, model, base, update, info=UpdateInfo(f"w{i % 2}", **known))
         outer.step(worker=f"w{i % 2}", base=mine[place], **known)
         versions.append(model)
         mine.append([p.detach().clone() for p in params])

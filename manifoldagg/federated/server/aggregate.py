@@ -1,18 +1,98 @@
-"""The function `aggregate`: one server step on plain state dicts or lists of arrays."""
+"""The function `aggregate`: one server step on plain state dicts or lists of arrays, read in place."""
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
 
-from manifoldagg.federated.buffers import BufferPolicy
-from manifoldagg.federated.server._aggregate import UpdateInfo, aggregate_step
-from manifoldagg.federated.types import Rule, State
-from manifoldagg.manifolds.assign import Assignment
-from manifoldagg.manifolds.lora.scaling import Scaling
-from manifoldagg.manifolds.model_io import Model
+import torch
+from torch import Tensor
 
-__all__ = ["aggregate"]
+from manifoldagg._validation import rename_argument, short_repr, suggests_keywords
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
+from manifoldagg.federated.model_state import ModelState
+from manifoldagg.federated.pytrees import has_structure, upcast_8bit
+from manifoldagg.federated.server.input_warnings import (
+    warn_about_update,
+    warn_if_adapter_factors,
+)
+from manifoldagg.federated.server.update_info import UpdateInfo
+from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.step import StepPlan, step
+from manifoldagg.federated.types import ClientState, Rule, State, Update, check_parameter_space, extra_fields
+from manifoldagg.kernels.alloc import empty_like, stack
+from manifoldagg.kernels.operands import check_no_alias
+from manifoldagg.manifolds import Layout, ParameterSpace
+from manifoldagg.manifolds.layout import ModelSignature, layout_of, signature_of
+from manifoldagg.manifolds.lora.peft import find_first_factor
+from manifoldagg.manifolds.model_io import (
+    Model,
+    ModelsByPrefix,
+    as_tensors,
+    check_no_overlap,
+    convert_like,
+    copy_into,
+    open_for_write,
+    writable_leaves,
+)
+
+__all__ = [
+    "AggregateState",
+    "StepResult",
+    "aggregate",
+    "aggregate_step",
+    "check_rule_needs_models_only",
+    "inferred_space",
+]
+
+SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The signed dtypes whose sums have the same bits as those of integers that torch does not add."""
+CURRENT, BASE = "current: ", "base: "
+INIT_NAMES = {"space": "current", "start": "current"}
+STEP_NAMES = {"points": "update", "space": "current"}
+"""The arguments of `aggregate` that correspond to those of a rule's methods."""
+USAGE = "aggregate(rule, state, current, base, update)"
+ADAPTERS_HINT = (
+    "pass space=ParameterSpace.of_state_dict(model, adapters=True) for their products, or the same with adapters=False"
+)
+DEFAULT_INFO = UpdateInfo()
+NO_BUFFERS = PackedBuffers()
+SPACE_KEYWORDS = {
+    name: f"pass space=ParameterSpace.of_state_dict(model, {name}=...)"
+    for name in ("buffer_policy", "manifolds", "adapters", "scaling")
+}
+INFO_KEYWORDS = {
+    name: f"pass info=UpdateInfo({name}=...)" for name in ("client", "weight", "samples", "difference", "share")
+}
+"""The options of an update or a space, and how to pass them."""
 
 
+@dataclass(frozen=True)
+class AggregateState:
+    """A rule's state, with the buffers and client states that a server stores.
+
+    Attributes:
+        state: the state of the rule.
+        pending_buffers: the buffers of the updates since the model last moved.
+        client_states: the state that is stored for each client.
+    """
+
+    state: State
+    pending_buffers: PendingBuffers | None = None
+    client_states: Mapping[Hashable, ClientState] = field(default_factory=dict)
+
+
+class StepResult(NamedTuple):
+    """The result of a step: the new model, the next state, the metrics, and whether the model has moved."""
+
+    model: Any
+    state: State
+    numbers: dict[str, float]
+    has_moved: bool
+
+
+@suggests_keywords("aggregate", moved=INFO_KEYWORDS | SPACE_KEYWORDS)
 def aggregate(
     rule: Rule,
     state: State,
@@ -20,15 +100,9 @@ def aggregate(
     base: Model,
     update: Model | Sequence[Model],
     *,
-    staleness: int = 0,
-    weight: float = 1.0,
-    samples: int = 1,
-    client: Hashable = None,
-    buffer_policy: BufferPolicy = (),
-    manifolds: Assignment | None = None,
-    difference: bool = False,
-    adapters: bool | None = None,
-    scaling: Scaling = 1.0,
+    info: UpdateInfo = DEFAULT_INFO,
+    staleness: int | None = None,
+    space: ParameterSpace | None = None,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
     r"""Apply one step of `rule`: aggregate a client's (stale) model into the server's model.
@@ -45,27 +119,13 @@ def aggregate(
         base: $\Theta^t$, the model that the client started from.
         update: the client's model; for a curve a sequence of models, the control points
             $\varphi_1, \dots, \varphi_n$ with the client's model last.
-        staleness: $\tau - t$ in versions.
-        weight: $w_i$, the client's share of the data, in (0, 1].
-        samples: the number of samples that the client trained on.
-        client: the client's name, for rules with client states.
-        buffer_policy: glob patterns of floating entries that are not parameters, such as `"*mask"`, or a mapping from
-            patterns to `"average"`, `"latest"` or `"leave"`. Entries named `running_mean`, `running_var` or
-            `num_batches_tracked` are always buffers. `"average"`, the default, moves a buffer linearly by the rule's
-            step towards the client's value. Integer and boolean entries become the client's, except with `"leave"`.
-        manifolds: name or glob pattern to the space of those entries, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
-        difference: whether `update` is the difference $\varphi_i - \Theta^t$, entry by entry, instead of the model. The
-            function adds `base` and rounds the sum once to the dtype of the entry. The sum equals $\varphi_i$ bit for
-            bit, up to the sign of a zero, if the client's subtraction was exact, as it is for numbers within a factor
-            of 2 of each other. Buffers are differences too, but a boolean is the client's own value. Only for flat
-            spaces, because differences of adapter factors are not differences of adapters.
-        adapters: whether pairs of factors, found by PEFT's names, are one matrix each, as in
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Models may have
-            different ranks; the new model has the ranks of `current`. With `False` and `None`, factors are ordinary
-            tensors. `None` warns if the model has factors.
-        scaling: the scaling of the adapters: a number, patterns or a config, as in `of_state_dict`. A tuple of two
-            scalings applies to `current`, `base` and the new model, and to `update`.
+        info: the information about the update besides the models, such as the client's name and its share of the data:
+            [`UpdateInfo`][manifoldagg.UpdateInfo].
+        staleness: $\tau - t$ in versions, a shortcut for `info=UpdateInfo(staleness=...)`.
+        space: the space of the models, with buffer policies, manifolds and adapters:
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Without it, the
+            function infers `ParameterSpace.of_state_dict(current)`: entries named `running_mean`, `running_var` or
+            `num_batches_tracked` are buffers, all other floating entries are parameters of a flat space.
         out: a model like `current`, into which the function writes the new model. It may be `current` itself or another
             argument. Each entry has its own memory. The function writes after all checks: a rejected update leaves
             `out` unchanged.
@@ -90,14 +150,15 @@ def aggregate(
         RuleError: if the rule, or a schedule in it, returns an invalid result.
 
     Warns:
-        UserWarning: if `weight` is above 1; if the update looks like a difference of models; if an integer tensor with
-            several entries changes and `buffer_policy` does not name it; or if the model has factors of adapters and
-            `adapters` is `None`. If the warning is raised as an error, the call has changed nothing.
+        UserWarning: if the update looks like a difference of models; if an integer tensor with several entries changes
+            and the space has no policy for it; or if the model has factors of adapters and no `space` is given. If the
+            warning is raised as an error, the call has changed nothing.
 
     Cost: a rule that works on rows reads and writes the tensors in place, as often as its docstring says, and only the
     result needs memory. Three kinds of tensors are copied: arrays in foreign byte order, 8-bit tensors, and tensors
     that are not contiguous or are on another device than the first tensor. Other rules, and curved spaces, copy every
-    model into a vector. With `difference` the function computes the models first.
+    model into a vector. If the update is a difference, the
+    function computes the models first.
 
     Example:
         >>> import numpy as np
@@ -110,19 +171,330 @@ def aggregate(
         >>> current
         [array([2.])]
     """
-    known = UpdateInfo(client, staleness, weight, samples)
-    model, state, metrics, _ = aggregate_step(
-        rule,
-        state,
-        current,
-        base,
-        update,
-        known,
-        buffer_policy=buffer_policy,
-        manifolds=manifolds,
-        difference=difference,
-        adapters=adapters,
-        scaling=scaling,
-        out=out,
-    )
+    if staleness is not None:
+        info = _with_staleness(info, staleness)
+    model, state, metrics, _ = aggregate_step(rule, state, current, base, update, info, space, out)
     return model, state, metrics
+
+
+def _with_staleness(info: UpdateInfo, staleness: int) -> UpdateInfo:
+    """Return the information about an update for the shortcut `staleness=`.
+
+    Raises:
+        ArgumentError: if `staleness` is invalid, or differs from that of another `info`.
+    """
+    shortcut = UpdateInfo(staleness=staleness)
+    if info is not DEFAULT_INFO and isinstance(info, UpdateInfo) and info.staleness != staleness:
+        raise ArgumentError(
+            f"staleness: expected {short_repr(info.staleness)}, as in `info`, or no value, got {short_repr(staleness)}"
+        )
+    return shortcut if info is DEFAULT_INFO else info
+
+
+def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
+    """Check that a rule needs only models from clients.
+
+    Args:
+        rule: to check.
+        usage: as in `check_rule`.
+
+    Raises:
+        ArgumentError: if it needs more, or is not a rule.
+    """
+    if any(extra_fields(check_rule(rule, usage))):
+        raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
+    return rule
+
+
+class _Inputs(NamedTuple):
+    """The checked models of a call.
+
+    Attributes:
+        plan: the plan of the step.
+        space: the space of the models.
+        given: the named tensors of each model as the caller passed them.
+        models: the named tensors in the leaves of the layout: stacks of adapters, and models instead of differences.
+        points: the point of each model: a tensor list or a vector.
+        name: the argument that contains the client's model, which is the last model.
+    """
+
+    plan: StepPlan
+    space: ParameterSpace
+    given: ModelsByPrefix
+    models: ModelsByPrefix
+    points: list[Any]
+    name: str
+
+
+def aggregate_step(
+    rule: Rule,
+    state: State,
+    current: Model,
+    base: Model,
+    update: Model | Sequence[Model],
+    info: UpdateInfo,
+    space: ParameterSpace | None,
+    out: Model | None = None,
+    *,
+    difference_option: str = "info=UpdateInfo(difference=True)",
+) -> StepResult:
+    """Apply one step as `aggregate` does, and return whether it has moved the model.
+
+    `difference_option` is the argument by which the caller passes a difference, for a warning.
+    """
+    with torch.no_grad():
+        inputs = _read_inputs(rule, current, base, update, info, space)
+        plan, space, here = inputs.plan, inputs.space, inputs.points[0]
+        target = None
+        memory = None if plan.uses_tensor_lists else empty_like(here)
+        if out is not None:
+            target, memory = _open_target(inputs, out, memory)
+        kept = state if isinstance(state, AggregateState) else AggregateState(state)
+        received = _received(inputs, info, kept)
+        newest, start, now = inputs.models[f"{inputs.name}: "], inputs.models[BASE], inputs.models[CURRENT]
+        hint = None if info.difference else f"pass {difference_option} for a difference"
+        warn_about_update(inputs.name, space, newest, start, now, hint)
+        before = ModelState(
+            here,
+            _initial_state(rule, space, here) if kept.state is None else kept.state,
+            PackedBuffers.of(plan.policies, now) if plan.policies else NO_BUFFERS,
+            kept.pending_buffers,
+        )
+        try:
+            after, outcome = step(plan, before, received, newest, memory)
+        except Exception as error:
+            _raise_explained(error, inputs, state)
+        following = _next_state(kept, after, info.client, outcome.client_state)
+        new = _new_model(inputs, before, after, outcome.model is not None, current, target)
+        return StepResult(new if out is None else out, following, dict(outcome.numbers), outcome.model is not None)
+
+
+def _read_inputs(
+    rule: Any, current: Model, base: Model, update: Model | Sequence[Model], info: UpdateInfo, space: Any
+) -> _Inputs:
+    """Check the arguments and read the models in place.
+
+    Raises:
+        ArgumentError: naming the argument that is invalid, and the tensor in it.
+    """
+    if not isinstance(info, UpdateInfo):
+        raise ArgumentError(f"info: expected an UpdateInfo, got {short_repr(info)}")
+    if space is not None:
+        check_parameter_space(space)
+    reference = CURRENT if space is None else None
+    try:
+        given: ModelsByPrefix = _named_models(current, base, update)
+        if space is None:
+            space, has_factors = inferred_space(signature_of(given[CURRENT], CURRENT))
+            if has_factors:
+                warn_if_adapter_factors("current", given[CURRENT], ADAPTERS_HINT)
+    except ArgumentError:
+        check_rule_needs_models_only(rule)  # If the rule is invalid too, the arguments may be in the wrong order.
+        raise
+    try:
+        plan = _cached_plan(rule, space, space.buffer_policies)
+    except TypeError:  # The rule cannot be hashed.
+        plan = _make_plan(rule, space, space.buffer_policies)
+    if plan.rule is not rule:  # an equal rule
+        plan = replace(plan, rule=rule)
+    models = given
+    if space.adapters is not None or info.difference or info.scaling is not None:
+        models = _models_in_layout(space, given, info)
+    lists = plan.uses_tensor_lists
+    points: list[Any] = [*(space.layout.tensor_lists(models, reference=reference) if lists else space.points(models))]
+    return _Inputs(plan, space, given, models, points, [*given][-1].removesuffix(": "))
+
+
+@lru_cache(maxsize=64)
+def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
+    """Return the space without options of the models with a signature, and whether they have factors of adapters."""
+    return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
+
+
+def _initial_state(rule: Rule, space: ParameterSpace, start: Any) -> State:
+    """Return the state of a rule before the first step."""
+    try:
+        return rule.init(space, start)
+    except ArgumentError as error:
+        error.args = (rename_argument(str(error), INIT_NAMES, "rule: "), *error.args[1:])
+        raise
+
+
+def _make_plan(rule: Rule, space: ParameterSpace, buffer_policies: tuple[tuple[str, str], ...]) -> StepPlan:
+    """Check a rule and the layout of a space.
+
+    The space contains the policies; they are an argument because equal spaces may have different policies.
+    """
+    check_rule_needs_models_only(rule)
+    space.layout.check_parameters("current")
+    return StepPlan(space, rule, space.policies, buffers_label="update")
+
+
+_cached_plan = lru_cache(maxsize=16)(_make_plan)
+
+
+def _named_models(current: Model, base: Model, update: Any) -> ModelsByPrefix:
+    """Return the named tensors of each model, the client's last."""
+    points = [update] if isinstance(update, Mapping) or not _is_curve(current, update) else list(update)
+    if not points:
+        raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
+    given = {CURRENT: as_tensors("current", current), BASE: as_tensors("base", base)}
+    for i, model in enumerate(points):
+        name = "update" if len(points) == 1 else f"update[{i}]"
+        given[f"{name}: "] = as_tensors(name, model)
+    return given
+
+
+def _is_curve(current: Model, update: Any) -> bool:
+    """Return whether the update is a sequence of models of the kind of `current`."""
+    if not isinstance(update, Sequence):
+        return False
+    inner = Mapping if isinstance(current, Mapping) else list | tuple
+    return len(update) == 0 or isinstance(update[0], inner)
+
+
+def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: UpdateInfo) -> ModelsByPrefix:
+    """Return the models in the leaves of the layout: stacks of adapter factors, and models instead of differences.
+
+    Raises:
+        ArgumentError: naming the argument or the tensor that is invalid.
+    """
+    if info.scaling is not None and space.adapters is None:
+        given = f"got {short_repr(info.scaling)}; {ADAPTERS_HINT}"
+        raise ArgumentError(f"scaling: expected None, as the space has no adapters, {given}")
+    theirs = [label for label in named if label not in (CURRENT, BASE)]
+    models = {
+        label: space.stack_factors(model, label, info.scaling if label in theirs else None)
+        for label, model in named.items()
+    }
+    space.state_layout(named[CURRENT], CURRENT)
+    if info.difference:
+        _check_flat(space)
+        models |= {label: _apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
+    return models
+
+
+def _check_flat(space: ParameterSpace) -> None:
+    """Check that a point and a difference of points can be added.
+
+    Raises:
+        ArgumentError: naming a leaf where they have no sum.
+    """
+    for name, curved in space.manifolds:
+        if not curved.flat:
+            given = f"as {name} is a point of {curved}, where points have no sums"
+            raise ArgumentError(f"difference: expected False, {given}; pass the model without difference=True")
+
+
+def _apply_difference(
+    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """Return the model at this difference from the base.
+
+    Raises:
+        ArgumentError: if one of them does not match the layout.
+    """
+    layout.check_entries(base, BASE)
+    layout.check_entries(difference, label)
+    return {name: _add(base[name], difference[name]) for name in difference}
+
+
+def _add(start: Tensor, difference: Tensor) -> Tensor:
+    """Return the sum, rounded once to the dtype of `start`; a boolean is the client's own."""
+    step = difference.to(start.device)
+    if start.dtype is torch.bool:
+        return step
+    signed = SIGNED_DTYPES.get(start.dtype)
+    if signed is not None:
+        return (start.view(signed) + step.view(signed)).view(start.dtype)
+    return (upcast_8bit(start) + upcast_8bit(step)).to(start.dtype)
+
+
+def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the writable tensors of `out` by name, and the memory for the point of the new model.
+
+    Raises:
+        ArgumentError: if `out` does not match the models, or a tensor shares memory with another entry.
+    """
+    plan, space, given, _, points, _ = inputs
+    written = space.state_layout(given[CURRENT])
+    target = open_for_write(written, out, given[CURRENT])
+    in_place = False
+    if plan.uses_tensor_lists:
+        memory = writable_leaves(space.layout, target)
+        in_place = memory[0] is target[space.layout.leaves[0].name]
+    if in_place and not space.layout.buffers and not space.layout.aliases:
+        check_no_alias(memory, points, space.layout.sizes)
+    else:
+        check_no_overlap(written, target, given)
+    if in_place:
+        memory.disjoint_from = tuple(points)  # The step does not check this again.
+    return target, memory
+
+
+def _received(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> Update:
+    """Return the update in the form in which the rule reads it."""
+    here, base, *points = inputs.points
+    rows = inputs.plan.uses_tensor_lists
+    return Update(
+        client=info.client,
+        base=base if rows else base.to(here.device),
+        current=here,
+        points=tuple(points) if rows else stack(points).to(here.device),
+        staleness=info.staleness,
+        weight=info.weight,
+        samples=info.samples,
+        client_state=kept.client_states.get(info.client),
+        share=info.share,
+    )
+
+
+def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
+    """Raise the error of a step again, naming the argument of `aggregate` that caused it."""
+    plan, space, _, models, (here, _, *points), _ = inputs
+    own = state.state if isinstance(state, AggregateState) else state
+    # The models have been checked, so a row that does not match is part of the state.
+    if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
+        expected = f"what {type(plan.rule).__name__} returned for such models, or None"
+        raise ArgumentError(f"state: expected {expected}") from error
+    if isinstance(error, ArgumentError):
+        if plan.uses_tensor_lists:
+            space.layout.check_values(models)
+        names = STEP_NAMES | ({"points[0]": "update"} if len(points) == 1 else {})
+        error.args = (rename_argument(str(error), names),)
+    raise error
+
+
+def _new_model(
+    inputs: _Inputs, before: ModelState, after: ModelState, has_moved: bool, current: Model, target: Any
+) -> Any:
+    """Return the new model in the format of `current`, or write it into `target`."""
+    plan, space, given, _, _, _ = inputs
+    new: Mapping[str, Tensor] = given[CURRENT]
+    if not has_moved:
+        if target is None:
+            written = space.state_layout(new)
+            new = written.to_state_dict([new[leaf.name].clone() for leaf in written.leaves], before.buffers.to_dict())
+    elif not plan.uses_tensor_lists:
+        new = space._state_dict(after.current, after.buffers)
+    else:
+        buffers: Mapping[str, Tensor] = {}
+        if plan.policies:
+            buffers = after.buffers if target is not None else after.buffers.to_dict()
+        new = space.layout.to_state_dict(after.current, buffers)
+    if target is None:
+        return convert_like(current, new, given[CURRENT])
+    copy_into(target, new)
+    return None
+
+
+def _next_state(
+    before: AggregateState, after: ModelState, client: Hashable, client_state: ClientState | None
+) -> State | AggregateState:
+    """Return the state for the next call: that of the rule alone if there are no buffers and no client states."""
+    memories = {name: tree for name, tree in before.client_states.items() if name != client}
+    if client_state is not None:
+        memories[client] = client_state
+    if memories or after.pending_buffers is not None:
+        return AggregateState(after.state, after.pending_buffers, memories)
+    return after.state

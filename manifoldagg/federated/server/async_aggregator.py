@@ -8,37 +8,33 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import (
-    BufferPolicy,
-    PendingBuffers,
-    buffers_from_tree,
-    buffers_to_tree,
-    check_buffer_policy,
-    resolve_policies,
-)
+from manifoldagg.federated.buffers import PendingBuffers, buffers_from_tree, buffers_to_tree
 from manifoldagg.federated.limits import DEFAULT_LIMITS
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor, has_structure, tree_map
-from manifoldagg.federated.server._aggregate import (
+from manifoldagg.federated.server.aggregate import (
+    ADAPTERS_HINT,
+    SPACE_KEYWORDS,
     AggregateState,
-    UpdateInfo,
     aggregate_step,
     check_rule_needs_models_only,
-    infer_space,
+    inferred_space,
 )
 from manifoldagg.federated.server.dispatch import make_message
 from manifoldagg.federated.server.durability.fingerprint import import_path
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.spill import SpilledTree
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
+from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
-from manifoldagg.federated.types import ClientState, Message, Rule, State
+from manifoldagg.federated.types import ClientState, Message, Rule, State, check_parameter_space
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
-from manifoldagg.manifolds import Layout
-from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import signature_of
 from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 
@@ -64,10 +60,8 @@ class AsyncAggregator:
         model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
         weights: as in a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. An observed sample
             count is capped at 100 times the median of the other clients' reports, once five others have reported.
-        buffer_policy: as in `aggregate`.
-        manifolds: as in `aggregate`.
-        adapters: as in `aggregate`.
-        scaling: as in `aggregate`, for the models that are sent.
+        space: as in `aggregate`: the space of the models, with buffer policies, manifolds and adapters. Its scaling is
+            that of the models that are sent.
 
     Raises:
         ArgumentError: naming the argument, and the tensor in it, that does not fit.
@@ -87,32 +81,27 @@ class AsyncAggregator:
         manifoldagg.errors.ArgumentError: client: expected a client with a task in flight, got 'ward-8'
     """
 
-    @suggests_keywords("AsyncAggregator")
+    @suggests_keywords("AsyncAggregator", moved=SPACE_KEYWORDS)
     def __init__(
         self,
         rule: Rule,
         model: Model,
         *,
         weights: str | Mapping[Any, int] = "observed",
-        buffer_policy: BufferPolicy = (),
-        manifolds: Assignment | None = None,
-        adapters: bool | None = None,
-        scaling: Scaling = 1.0,
+        space: ParameterSpace | None = None,
     ) -> None:
         self._rule = check_rule_needs_models_only(rule, "AsyncAggregator(rule, model)")
-        self._buffer_policy = check_buffer_policy(buffer_policy)
-        self._manifolds = manifolds
         self._template = model
         first = as_tensors("model", model)
-        self._space = infer_space("model", first, manifolds, self._buffer_policy, adapters, scaling)
-        self._adapters = self._space.adapters is not None
-        self._scaling = scaling
-        layout = self._space.layout
-        layout.check_parameters("model")
-        resolve_policies(layout.buffers, self._buffer_policy)
-        # Models are kept as they come.
-        self._layout = Layout.of_state_dict(first, list(self._buffer_policy)) if self._adapters else layout
+        if space is None:
+            space, has_factors = inferred_space(signature_of(first, "model: "))
+            if has_factors:
+                warn_if_adapter_factors("model", first, ADAPTERS_HINT)
+        self._space = check_parameter_space(space)
+        self._space.layout.check_parameters("model")
         point = self._point(first)
+        # The stored models are state dicts, in which the factors of adapters are separate.
+        self._layout = self._space.state_layout(first, "model: ")
         self._template = self._build_model(first)
         state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
         self._make_message(ModelState(point, state), None)
@@ -199,8 +188,6 @@ class AsyncAggregator:
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         check_choice("difference", difference, (True, False))
-        if scaling is not None and not self._adapters:
-            raise ArgumentError(f"scaling: expected None, as the model has no adapters, got {short_repr(scaling)}")
         if self._update_lock.held_by_me():
             raise ArgumentError(
                 "async_aggregator: an update cannot wait for itself; submit this one after the other was applied"
@@ -220,6 +207,8 @@ class AsyncAggregator:
                 staleness=now.version - began,
                 weight=now.weights.weight(client, believed),
                 samples=believed,
+                difference=difference,
+                scaling=scaling,
                 share=now.weights.share(client, believed),
             )
             made = aggregate_step(
@@ -229,11 +218,8 @@ class AsyncAggregator:
                 now.model(began),
                 update,
                 known,
-                buffer_policy=self._buffer_policy,
-                manifolds=self._manifolds,
-                difference=difference,
-                adapters=self._adapters,
-                scaling=(self._scaling, scaling),
+                self._space,
+                difference_option="difference=True",
             )
             if not self._warned_unstable:
                 self._warned_unstable = warn_if_unstable(

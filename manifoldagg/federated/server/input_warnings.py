@@ -9,13 +9,20 @@ from torch import Tensor
 
 from manifoldagg._validation import short_repr, warn_caller
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import VARIANCE_SUFFIX, BufferPolicy
+from manifoldagg.federated.buffers import VARIANCE_SUFFIX
 from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.federated.server.validation import require_dense
-from manifoldagg.manifolds.layout import Layout, matches_any
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
 
-__all__ = ["warn_if_adapter_factors", "warn_if_difference", "warn_if_integers_change", "warn_if_not_share"]
+__all__ = [
+    "warn_about_update",
+    "warn_if_adapter_factors",
+    "warn_if_difference",
+    "warn_if_integers_change",
+    "warn_if_not_share",
+]
 
 MAX_NORM_RATIO = 0.1
 """Training rarely shrinks all tensors of a model to this part: weight decay of 1e-4 per step alone needs 23,000 steps.
@@ -26,6 +33,39 @@ MIN_PARAMETERS = 32
 """A model with fewer parameters may be trained to nearly zero."""
 SAMPLE_SIZE = 2**12
 """The number of entries of a tensor that the first pass reads."""
+POLICY_HINT = "space=ParameterSpace.of_state_dict(model, buffer_policy=...)"
+"""How to set the policy of a buffer."""
+
+
+def warn_about_update(
+    name: str,
+    space: ParameterSpace,
+    update: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
+    hint: str | None,
+) -> None:
+    """Warn about a client's model that is probably a difference of models, or that changes integers.
+
+    Args:
+        name: the argument that the update was passed as.
+        space: the space of the models, which have the leaves of its layout.
+        update: the client's model.
+        base: the model that the client started from.
+        current: the server's model.
+        hint: how to pass a difference; `None` if the update is one.
+
+    Raises:
+        ArgumentError: as `warn_if_difference`.
+    """
+    if hint is not None:
+        read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
+        pair = (update, base)
+        if space.adapters is not None:
+            pair = (space.gauge_free_norms(update), space.gauge_free_norms(base))
+        warn_if_difference(name, space.layout, *pair, buffers=read, hint=hint)
+    if space.layout.buffers:
+        warn_if_integers_change(name, space, update, current)
 
 
 def warn_if_difference(
@@ -87,31 +127,30 @@ def warn_if_not_share(name: str, weight: float) -> None:
         warn_caller(f"{name}: expected the client's share of the data, at most 1, got {short_repr(weight)}; {how}")
 
 
-def warn_if_adapter_factors(name: str, model: Iterable[str]) -> None:
+def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
     """Warn about adapter factors in a model without `adapters`, because the server would average them separately."""
     found = find_first_factor(model)
     if found is not None:
-        told = "factors of adapters would be averaged apart; say adapters=True for their products, or adapters=False"
-        warn_caller(f"{name}: {found}: {told}")
+        warn_caller(f"{name}: {found}: the factors of adapters would be averaged separately; {hint}")
 
 
 def warn_if_integers_change(
-    name: str, layout: Layout, update: Mapping[str, Tensor], current: Mapping[str, Tensor], buffer_policy: BufferPolicy
+    name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
     """Warn about integers that change and have no buffer policy, because the server replaces them.
 
     A tensor with a single integer is a counter.
     """
-    for entry in layout.buffers:
+    named = dict(space.buffer_policies)
+    for entry in space.layout.buffers:
         if entry.dtype.is_floating_point or entry.dtype.is_complex or entry.dtype is torch.bool:
             continue
-        if entry.is_counter or matches_any(entry.name, buffer_policy):
+        if entry.is_counter or entry.name in named:
             continue
         mine = current[entry.name]
         if not torch.equal(update[entry.name].to(mine.device), mine):
             told = (
-                f"{entry.dtype} is not averaged but becomes the client's; "
-                "name it in `buffer_policy` if it is no parameter"
+                f"{entry.dtype} is not averaged but becomes the client's; if it is not a parameter, pass {POLICY_HINT}"
             )
             warn_caller(f"{name}: {entry.name}: {told}")
 

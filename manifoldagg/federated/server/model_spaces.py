@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import renamed_arguments, short_repr
+from manifoldagg._validation import check_choice, renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy
-from manifoldagg.federated.server._aggregate import check_adapter_options, infer_space
-from manifoldagg.federated.server.state_dicts import freeze_policies
+from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
 from manifoldagg.manifolds.layout import tensors_of
 from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.manifolds.parameters import check_unscaled
 
 __all__ = ["MODEL_NAMES", "initial_model", "model_space", "resumed_space"]
 
@@ -50,22 +50,38 @@ def model_space(
     if not isinstance(model, torch.nn.Module | Mapping):
         raise ArgumentError(f"model: expected {expected}, got {short_repr(model)}; write {usage}")
     with renamed_arguments(MODEL_NAMES):
-        if not isinstance(model, torch.nn.Module):
-            policies = check_buffer_policy(buffer_policy)
-            space = infer_space("model", model, manifolds, policies, adapters, scaling)
-        else:
-            check_adapter_options(adapters, scaling)
-            if adapters:
-                raise ArgumentError(
-                    "adapters: expected False for a module, got True; pass the state dict "
-                    "that get_peft_model_state_dict of PEFT returns"
+        try:
+            if isinstance(model, torch.nn.Module):
+                _check_module_options(adapters, scaling)
+                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy)
+            else:
+                space = ParameterSpace.of_state_dict(
+                    tensors_of(model),
+                    manifolds,
+                    buffer_policy=buffer_policy,
+                    adapters=False if adapters is None else adapters,
+                    scaling=scaling,
                 )
-            try:
-                space, policies = ParameterSpace.of(model, manifolds), freeze_policies(model, buffer_policy)
-            except StateDictError as error:
-                raise StateDictError(f"model: {error}") from None
+        except StateDictError as error:
+            raise StateDictError(f"model: {str(error).removeprefix('source: ')}") from None
+    if adapters is None and not isinstance(model, torch.nn.Module):
+        warn_if_adapter_factors("model", model, "pass adapters=True for their products, or adapters=False")
     space.layout.check_parameters("model")
-    return space, policies
+    return space, dict(space.buffer_policies)
+
+
+def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
+    """Check that the options for adapters have their defaults, because those of a module are not recognised.
+
+    Raises:
+        ArgumentError: naming the option that has another value.
+    """
+    if adapters is not None and check_choice("adapters", adapters, (True, False)):
+        raise ArgumentError(
+            "adapters: expected False for a module, got True; pass the state dict "
+            "that get_peft_model_state_dict of PEFT returns"
+        )
+    check_unscaled(scaling)
 
 
 def initial_model(
@@ -103,11 +119,11 @@ def resumed_space(
             if not (value is default or (type(value) is float and value == default)):
                 raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
         return model
-    # The name of a buffer may contain the special characters of a pattern.
-    saved = {glob.escape(name): policy for name, policy in saved_policies.items()}
+    # The name of a buffer may contain the special characters of a pattern. A pattern of a sequence may match nothing.
+    saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
     space, policies = model_space(
         model,
-        options.get("buffer_policy", {} if isinstance(model, torch.nn.Module) else saved),
+        options.get("buffer_policy", saved),
         manifolds,
         adapters,
         scaling,

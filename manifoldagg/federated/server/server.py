@@ -26,7 +26,7 @@ from manifoldagg._validation import (
 )
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
 from manifoldagg.federated._autograd import no_grad
-from manifoldagg.federated.buffers import BufferPolicy, initial_buffers
+from manifoldagg.federated.buffers import initial_buffers
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
@@ -85,6 +85,7 @@ from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
 from manifoldagg.manifolds.layout import Entry
 from manifoldagg.manifolds.lora.scaling import Scaling
 

@@ -5,36 +5,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import BufferPolicy, check_buffer_policy
 from manifoldagg.federated.server.input_warnings import warn_if_difference
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
 from manifoldagg.federated.types import Payload, check_parameter_space
 from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, ParameterSpace
-from manifoldagg.manifolds.layout import EXTRA_STATE, matches_any
+from manifoldagg.manifolds.layout import EXTRA_STATE
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
-__all__ = ["freeze_policies", "payload_from_state_dict", "payload_names"]
-
-
-def freeze_policies(model: nn.Module, patterns: BufferPolicy) -> BufferPolicy:
-    """Return the buffer policies of a module: the given ones, and `"leave"` for frozen parameters.
-
-    Args:
-        model: the module.
-        patterns: go before.
-    """
-    given = check_buffer_policy(patterns)
-    named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
-    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    for name in frozen:
-        if not matches_any(name, given):
-            named[name] = "leave"
-    return named
+__all__ = ["payload_from_state_dict", "payload_names"]
 
 
 def payload_names(model: Any) -> dict[str, str]:

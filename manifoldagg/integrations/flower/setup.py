@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from manifoldagg._validation import closest_match, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated import CheckpointPolicy, Rule, Server
-from manifoldagg.federated.buffers import check_buffer_policy
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.events import Callback
-from manifoldagg.federated.server.state_dicts import freeze_policies
 from manifoldagg.integrations.flower.records import state_dict
 from manifoldagg.manifolds import Flat, ParameterSpace
+from manifoldagg.manifolds.buffer_policies import check_buffer_policy
 
 __all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
@@ -116,13 +115,14 @@ def build_server(
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
-    buffers = options.pop("buffer_policy", ())
+    policy = options.pop("buffer_policy", ())
     if resume:
         assert checkpoint is not None
         # The checkpoint contains the policies of the buffers.
         return Server.resume(checkpoint.path, space, rule, replace=replace, checkpoint=checkpoint, **options)
-    buffers = buffers if module is None else freeze_policies(module, buffers)
-    return Server(space, rule, start, buffers=carried, buffer_policy=buffers, checkpoint=checkpoint, **options)
+    if module is not None:  # frozen parameters are left unchanged
+        policy = dict(ParameterSpace.of(module, buffer_policy=policy).buffer_policies)
+    return Server(space, rule, start, buffers=carried, buffer_policy=policy, checkpoint=checkpoint, **options)
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -344,7 +344,7 @@ def test_leaves_narrower_than_their_master_lie_on_the_space_up_to_their_own_roun
     for i in range(3):
         client = {"w": torch.linalg.qr(model["w"].double() + 0.05 * draw(i + 1, 32, 4)).Q}
         client = {"w": (client["w"] * (client["w"] * model["w"]).sum(0).sign()).bfloat16()}
-        model, state, _ = aggregate(rule, state, model, model, client, manifolds=space)
+        model, state, _ = aggregate(rule, state, model, model, client, space=ParameterSpace.of_state_dict(model, space))
     w = model["w"].double()
     # Columns of unit length are off by the rounding of their entries.
     assert (w.mT @ w - torch.eye(4)).abs().max() <= 2**-7

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, aggregate
+from manifoldagg.federated import Payload, Server, UpdateInfo, aggregate
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
@@ -73,7 +73,7 @@ def agree(name, seed, script, manifolds=None):
     if manifolds:
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     state_dict = net.state_dict()
-    space = ParameterSpace.of_state_dict(state_dict, manifolds, buffers=list(POLICIES))
+    space = ParameterSpace.of_state_dict(state_dict, manifolds, buffer_policy=list(POLICIES))
     chosen = policies(RULES[name])
     server = Server(
         space,
@@ -103,12 +103,8 @@ def agree(name, seed, script, manifolds=None):
             current,
             base,
             models if count > 1 else models[0],
-            staleness=receipt.staleness,
-            weight=receipt.weight,
-            samples=5,
-            client=client,
-            buffer_policy=chosen,
-            manifolds=manifolds,
+            info=UpdateInfo(client, receipt.staleness, receipt.weight, samples=5),
+            space=ParameterSpace.of_state_dict(current, manifolds, buffer_policy=chosen),
         )
         receipts += 1
         assert all(torch.equal(tensor, current[key]) for key, tensor in server.state_dict().items())

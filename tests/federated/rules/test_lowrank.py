@@ -290,7 +290,7 @@ def test_the_front_door_takes_the_step_of_a_server(rule):
     assert server.receive(ticket, Payload(points, 1)).accepted
     now, theirs = SPACE.state_dict(start), SPACE.state_dict(points[0])
     kept = copy.deepcopy(now)
-    new, _, numbers = aggregate(rule, None, now, now, theirs, manifolds=dict(SPACE.manifolds))
+    new, _, numbers = aggregate(rule, None, now, now, theirs, space=SPACE)
     assert all(torch.equal(x, kept[name]) for name, x in now.items())
     assert all(torch.equal(x, new[name]) for name, x in server.state_dict().items())
     assert numbers["truncated"] == server.history[-1]["truncated"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Update, aggregate
+from manifoldagg.federated import Update, UpdateInfo, aggregate
 from manifoldagg.federated.rules import ASGD, DelayedNesterov, FedAvg, HeLoCo, Momentum, RadialDirectional
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat, Sphere
@@ -50,7 +50,7 @@ def ours(rule, seed, steps, **known):
         # Each worker starts from the model of the step before, if there is one.
         base = found[-2] if len(found) > 1 else model
         point = [b + d for b, d in zip(base, v, strict=True)]
-        model, state, _ = aggregate(rule, state, model, base, point, **known)
+        model, state, _ = aggregate(rule, state, model, base, point, info=UpdateInfo(**known))
         found.append(model)
     return found, state
 
@@ -142,7 +142,7 @@ def radial_directional_is_the_mean_length_of_the_mean_direction(k):
             base = model
             for v, weight in zip(every, weights, strict=True):
                 point = [b + d for b, d in zip(base, v, strict=True)]
-                model, state, numbers = aggregate(rule, state, model, base, point, weight=weight)
+                model, state, numbers = aggregate(rule, state, model, base, point, info=UpdateInfo(weight=weight))
             new = []
             for i, x in enumerate(theirs):
                 size = sum(w * v[i].norm() for w, v in zip(weights, every, strict=True)) / sum(weights)

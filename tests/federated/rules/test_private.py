@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated import Payload, Server, Update, UpdateLimits, aggregate, rules
+from manifoldagg.federated import Payload, Server, Update, UpdateInfo, UpdateLimits, aggregate, rules
 from manifoldagg.federated.rules import FADAS, DeFedAvg, FedAdam, FedAvg, FedBuff, Momentum, Private
 from manifoldagg.federated.rules._base import commit
 from manifoldagg.federated.staleness import Constant
@@ -204,7 +204,7 @@ def test_the_front_door_keeps_count_of_clients():
     rule, model = Private(FedBuff(1), 1.0, 1.0), {"w": torch.zeros(4, dtype=torch.bfloat16)}
     state, told = None, []
     for client in "aab":
-        model, state, numbers = aggregate(rule, state, model, model, {"w": model["w"] + 1}, client=client)
+        model, state, numbers = aggregate(rule, state, model, model, {"w": model["w"] + 1}, info=UpdateInfo(client))
         told.append(numbers["participations"])
     assert told == [1.0, 2.0, 2.0]
     assert model["w"].isfinite().all()

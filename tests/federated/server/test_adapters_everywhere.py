@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldagg import AsyncAggregator, ParameterSpace, Server, aggregate, wire
+from manifoldagg import AsyncAggregator, ParameterSpace, Server, UpdateInfo, aggregate, wire
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import rules
 from manifoldagg.manifolds import LowRank
@@ -67,12 +67,18 @@ def turned(state, seed, condition=10.0):
     return found
 
 
+def lora(model, scaling=1.0, manifolds=None, adapters=True):
+    """The space of a model whose pairs of factors are one matrix each."""
+    return ParameterSpace.of_state_dict(model, manifolds, adapters=adapters, scaling=scaling)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 5), st.floats(0.2, 5), st.floats(0.2, 5))
 def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rule, seed, rank, ours, theirs):
     """The server's factors hold any matrix; the clients have a rank and a scaling of their own."""
     current, plain = adapter(seed, 6), None
+    space = ParameterSpace.of_state_dict(current, adapters=True, scaling=ours)
     full = dense(current, ours)
     state = None
     bases = [current, current]
@@ -80,10 +86,10 @@ def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rul
     for i in range(4):
         update = adapter(seed + 10 * i, rank)
         options = {"staleness": i % 2, "weight": 0.5, "samples": 3 + i}
-        new, state, numbers = aggregate(
-            rule, state, current, bases[-1 - i % 2], update, adapters=True, scaling=(ours, theirs), **options
-        )
-        made, plain, told = aggregate(rule, plain, full, plains[-1 - i % 2], dense(update, theirs), **options)
+        info = UpdateInfo(**options, scaling=theirs)
+        new, state, numbers = aggregate(rule, state, current, bases[-1 - i % 2], update, info=info, space=space)
+        info = UpdateInfo(**options)
+        made, plain, told = aggregate(rule, plain, full, plains[-1 - i % 2], dense(update, theirs), info=info)
         assert apart(dense(new, ours), made) <= 1e3 * EPS * max(1, ours, theirs)
         for name in told:
             assert numbers[name] == pytest.approx(told[name], rel=1e-9, abs=1e-9, nan_ok=True)
@@ -96,7 +102,7 @@ def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rul
 def test_otherwise_it_is_the_nearest_of_the_rank(seed, rank, other):
     other = min(other, rank)
     current, base, update = (adapter(seed + 10 * i, r) for i, r in enumerate((rank, rank, other)))
-    new, _, _ = aggregate(rules.ASGD(0.5), None, current, base, update, adapters=True, scaling=2.0)
+    new, _, _ = aggregate(rules.ASGD(0.5), None, current, base, update, space=lora(current, scaling=2.0))
     made, _, _ = aggregate(rules.ASGD(0.5), None, *(dense(x, 2.0) for x in (current, base, update)))
     assert apart(dense(new, 2.0), best(made, rank)) <= 1e7 * EPS
     assert new[A].shape == current[A].shape
@@ -111,7 +117,7 @@ def test_where_updates_cancel_what_is_left_goes_on_learning(dtype, seed, scaling
     plus = {name: x for name, x in adapter(seed, 3, dtype).items() if name in (A, B)}
     less, still = plus | {B: -plus[B]}, plus | {B: 0 * plus[B]}
     other = {name: x.to(dtype) for name, x in turned(adapter(seed, 3), seed).items() if name in (A, B)}
-    options = {"adapters": True, "scaling": scaling}
+    options = {"space": lora(plus, scaling=scaling)}
     one, state, _ = aggregate(rules.FedAvg(2), None, still, still, plus, **options)
     found = [
         aggregate(rules.FedAvg(2), state, one, still, less, **options)[0],
@@ -140,7 +146,7 @@ def test_a_small_direction_that_a_client_has_learned_is_not_lost_beside_a_large_
 def test_a_state_rank_may_be_set_for_adapters():
     models = [{name: x for name, x in adapter(10 * i, 2).items() if name in (A, B)} for i in range(3)]
     space = {"q.lora.weight": LowRank(6, 7, 2, state_rank=7)}
-    new, _, _ = aggregate(rules.FedBuff(1), None, *models, adapters=True, manifolds=space)
+    new, _, _ = aggregate(rules.FedBuff(1), None, *models, space=lora(models[0], manifolds=space))
     assert new[A].shape == (2, 7)
 
 
@@ -149,21 +155,26 @@ def test_one_adapter_in_ten_gauges_is_itself(rule):
     one = adapter(0, 3)
     current, state = adapter(7, 3), None
     for i in range(10):
-        current, state, _ = aggregate(rule, state, current, current, turned(one, i), adapters=True)
+        current, state, _ = aggregate(rule, state, current, current, turned(one, i), space=lora(current))
     assert apart(dense(current), dense(one)) <= 1e4 * EPS
     # Whoever averages the factors is told.
-    with pytest.warns(UserWarning, match="current: q.lora_A.weight: factors of adapters would be averaged apart"):
+    with pytest.warns(
+        UserWarning,
+        match="current: q.lora_A.weight: the factors of adapters would be averaged separately; pass space=Param",
+    ):
         aggregate(rules.FedAsync(0.5), None, one, one, turned(one, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        apart_ = aggregate(rules.FedAsync(0.5), None, one, one, turned(one, 1), adapters=False)[0]
+        apart_ = aggregate(
+            rules.FedAsync(0.5), None, one, one, turned(one, 1), space=ParameterSpace.of_state_dict(one)
+        )[0]
     assert apart(dense(apart_), dense(one)) > 0.05
 
 
 def test_the_kind_comes_back_and_what_came_is_not_written():
     arrays = [{name: x.float().numpy() for name, x in adapter(10 * i, 3).items()} for i in range(3)]
     before = [{name: x.copy() for name, x in array.items()} for array in arrays]
-    new, _, _ = aggregate(rules.FedAsync(0.5), None, *arrays, adapters=True)
+    new, _, _ = aggregate(rules.FedAsync(0.5), None, *arrays, space=lora(arrays[0]))
     assert [(name, type(x), x.dtype, x.shape) for name, x in new.items()] == [
         (name, np.ndarray, np.float32, x.shape) for name, x in arrays[0].items()
     ]
@@ -174,86 +185,103 @@ def test_the_kind_comes_back_and_what_came_is_not_written():
 
 def test_out_is_written_where_the_step_fits_and_else_is_as_it_was():
     current, base, update = (adapter(10 * i, 3) for i in range(3))
-    expected, _, _ = aggregate(rules.FedAsync(0.5), None, current, base, update, adapters=True)
+    space = lora(current)
+    expected, _, _ = aggregate(rules.FedAsync(0.5), None, current, base, update, space=space)
     out = {name: x.clone() for name, x in current.items()}
     places = {name: x.data_ptr() for name, x in out.items()}
-    new, _, _ = aggregate(rules.FedAsync(0.5), None, out, base, update, adapters=True, out=out)
+    new, _, _ = aggregate(rules.FedAsync(0.5), None, out, base, update, space=space, out=out)
     assert new is out
     assert all(torch.equal(out[name], expected[name]) and out[name].data_ptr() == places[name] for name in out)
     before = {name: x.clone() for name, x in out.items()}
     for wrong in (update | {A: update[A] / 0}, {name: x for name, x in update.items() if name != B}):
         with pytest.raises(ArgumentError, match="^update: "):
-            aggregate(rules.FedAsync(0.5), None, out, base, wrong, adapters=True, out=out)
+            aggregate(rules.FedAsync(0.5), None, out, base, wrong, space=space, out=out)
     with pytest.raises(ArgumentError, match="^out: "):
-        aggregate(rules.FedAsync(0.5), None, current, base, update, adapters=True, out=adapter(0, 2))
+        aggregate(rules.FedAsync(0.5), None, current, base, update, space=space, out=adapter(0, 2))
     assert all(torch.equal(out[name], before[name]) for name in out)
 
 
 def test_a_rule_that_waits_returns_the_model_as_it_is():
     current, base, update = (adapter(10 * i, 3) for i in range(3))
-    new, _, _ = aggregate(rules.FedBuff(2), None, current, base, update, adapters=True)
+    new, _, _ = aggregate(rules.FedBuff(2), None, current, base, update, space=lora(current))
     assert all(torch.equal(new[name], x) and new[name] is not x for name, x in current.items())
 
 
 def test_a_curve_of_adapters():
     current, *points = (adapter(10 * i, 3) for i in range(4))
-    new, _, numbers = aggregate(rules.AsyncBezier(rate=0.5), None, current, current, points, adapters=True)
+    new, _, numbers = aggregate(rules.AsyncBezier(rate=0.5), None, current, current, points, space=lora(current))
     assert numbers["norm"] > 0
     assert new[A].shape == current[A].shape
 
 
 def test_a_difference_of_adapters_is_refused_and_looks_like_one():
     current, base = adapter(0, 3), adapter(10, 3)
+    space = lora(current)
     near = {name: x + 1e-4 * draw(5, *x.shape) for name, x in base.items()}
     less = {name: near[name] - x for name, x in base.items()}
-    with pytest.raises(ArgumentError, match="difference: expected models, as q.lora.weight lives on LowRank"):
-        aggregate(rules.FedAsync(0.5), None, current, base, less, adapters=True, difference=True)
+    with pytest.raises(ArgumentError, match="difference: expected False, as q.lora.weight is a point of LowRank"):
+        aggregate(rules.FedAsync(0.5), None, current, base, less, info=UpdateInfo(difference=True), space=space)
     with pytest.warns(UserWarning, match="looks like a difference of models"):
-        aggregate(rules.FedAsync(0.5), None, current, base, less, adapters=True)
+        aggregate(rules.FedAsync(0.5), None, current, base, less, space=space)
     # In a gauge of its own a model is none, however short its factors are.
     far = base | {A: 1e3 * base[A], B: 1e-3 * base[B], E[0]: 1e-3 * base[E[0]], E[1]: 1e3 * base[E[1]]}
-    aggregate(rules.FedAsync(0.5), None, current, far, near | {BIAS: near[BIAS]}, adapters=True)
+    aggregate(rules.FedAsync(0.5), None, current, far, near | {BIAS: near[BIAS]}, space=space)
 
 
+GOOD = lora(adapter(0, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*factors of adapters")
 @pytest.mark.parametrize(
     ("place", "change", "options", "words"),
     [
-        (0, {A: None}, {}, f"current: {B}: expected pairs"),
-        (0, {"x.hada_w1_a": draw(0, 2)}, {}, "current: x.hada_w1_a: .* another kind"),
-        (0, {A: draw(0, 4, 7)}, {}, rf"current: {B}: expected shape \(any, 4\)"),
+        (0, {A: None}, {}, f"{B}: expected pairs"),
+        (0, {"x.hada_w1_a": draw(0, 2)}, {}, "x.hada_w1_a: .* another kind"),
+        (0, {A: draw(0, 4, 7)}, {}, rf"{B}: expected shape \(any, 4\)"),
+        (0, {A: None}, {"space": GOOD}, f"current: missing: {A}"),
+        (0, {"x.hada_w1_a": draw(0, 2)}, {"space": GOOD}, "current: extra: x.hada_w1_a"),
+        (0, {A: draw(0, 4, 7)}, {"space": GOOD}, rf"current: {B}: expected shape \(any, 4\)"),
+        (0, {A: draw(0, 2, 7), B: draw(0, 6, 2)}, {"space": GOOD}, rf"current: {A}: expected shape \(3, 7\)"),
         (1, {B: None}, {}, f"base: missing: {B}"),
         (1, {A: draw(0, 3, 8)}, {}, "base: .* but for the rank"),
         (2, {HEAD: draw(0, 2, 2)}, {}, f"update: {HEAD}: expected shape"),
         (2, {B: draw(0, 6, 3) / 0}, {}, f"update: {B}: expected finite"),
-        (2, {}, {"scaling": (1.0, {"lora_alpha": 4, "r": 2})}, "update: scaling: expected rank 2 at q"),
+        (2, {}, {"info": UpdateInfo(scaling={"lora_alpha": 4, "r": 2})}, "update: scaling: expected rank 2 at q"),
         (2, {}, {"scaling": {"lora_alpha": 4, "r": 2}}, "scaling: expected rank 2 at q"),
         (2, {}, {"scaling": 0.0}, "scaling: expected a finite number > 0"),
         (2, {}, {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without adapters=True, got 2.0"),
         (
             2,
             {},
-            {"adapters": False, "scaling": (1.0, 2.0)},
-            "scaling: expected 1 without adapters=True, got two values",
+            {"space": None, "info": UpdateInfo(scaling=2.0)},
+            r"scaling: expected None, as the space has no adapters, got 2.0; pass space=ParameterSpace\.of_state_dict",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_door(place, change, options, words):
     models = [adapter(10 * i, 3) for i in range(3)]
     models[place] = {name: x for name, x in (models[place] | change).items() if x is not None}
+    known = {name: value for name, value in options.items() if name in ("info", "space")}
+
+    def call():
+        if "space" not in known:
+            known["space"] = lora(models[0], **{name: x for name, x in options.items() if name not in known})
+        aggregate(rules.FedAsync(0.5), None, *models, **known)
+
     with pytest.raises(ArgumentError, match=f"^{words}"):
-        aggregate(rules.FedAsync(0.5), None, *models, **{"adapters": True} | options)
+        call()
 
 
 def test_a_list_of_arrays_has_no_names_of_factors():
-    with pytest.raises(ArgumentError, match="current: expected pairs such as"):
-        aggregate(rules.FedAsync(0.5), None, *[[torch.ones(2, 2)]] * 3, adapters=True)
+    with pytest.raises(ArgumentError, match="^expected pairs such as"):
+        aggregate(rules.FedAsync(0.5), None, *[[torch.ones(2, 2)]] * 3, space=lora([torch.ones(2, 2)]))
 
 
 def test_versions_and_servers_do_what_aggregate_does():
     rule = rules.FedOrtho(0.5)
     start = adapter(0, 3)
     server = Server.of(start, rule, adapters=True, scaling=2.0, weights="uniform")
-    versions = AsyncAggregator(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    versions = AsyncAggregator(rule, start, weights="uniform", space=lora(start, scaling=2.0))
     assert apart(dense(versions.model), dense(start)) == 0
     tickets = {}
     for name in "ab":
@@ -270,7 +298,7 @@ def test_versions_and_servers_do_what_aggregate_does():
         tickets[name] = server.dispatch(name)
         sent = versions.checkout(name)
         assert apart(dense(tickets[name].state_dict()), dense(sent)) <= 1e5 * EPS
-    again = AsyncAggregator(rule, start, adapters=True, scaling=2.0, weights="uniform")
+    again = AsyncAggregator(rule, start, weights="uniform", space=lora(start, scaling=2.0))
     again.load(versions.state())
     assert apart(dense(again.model), dense(versions.model)) == 0
     assert again.in_flight == versions.in_flight
@@ -319,7 +347,7 @@ def test_what_narrow_dtypes_lose_on_the_way_out_is_given_back(dtype):
 def test_a_module_is_no_state_dict_of_adapters():
     with pytest.raises(ArgumentError, match="adapters: expected False for a module, got True; pass the state dict"):
         Server.of(torch.nn.Linear(2, 2), rules.FedAsync(0.5), adapters=True)
-    with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
+    with pytest.warns(UserWarning, match="model: q.lora_A.weight: the factors of adapters"):
         Server.of(adapter(0, 3), rules.FedAsync(0.5))
-    with pytest.warns(UserWarning, match="model: q.lora_A.weight: factors of adapters"):
+    with pytest.warns(UserWarning, match="model: q.lora_A.weight: the factors of adapters"):
         AsyncAggregator(rules.FedAsync(0.5), adapter(0, 3))

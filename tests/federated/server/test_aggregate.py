@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manifoldagg import AsyncAggregator, aggregate
+from manifoldagg import AsyncAggregator, UpdateInfo, aggregate
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.rules import (
@@ -56,7 +56,7 @@ def arrays(state):
 def test_it_is_the_rule_on_the_points_of_the_models(seed, rule):
     base, current, mine = states(seed)
     space = ParameterSpace.of_state_dict(base)
-    new, state, numbers = aggregate(rule, None, current, base, mine, staleness=1, weight=0.5)
+    new, state, numbers = aggregate(rule, None, current, base, mine, info=UpdateInfo(staleness=1, weight=0.5))
     here = space.point(current)
     update = Update("late", space.point(base), here, space.point(mine)[None], staleness=1, weight=0.5)
     after, outcome = rule.step(space, rule.init(space, here), update)
@@ -75,7 +75,7 @@ def test_it_agrees_with_the_server_bit_for_bit(rule):
     state, current = None, base
     for staleness, (ticket, update) in enumerate(((quick, other), (late, mine))):
         receipt = server.receive(ticket.id, Payload(space.point(update)[None], 1))
-        current, state, numbers = aggregate(rule, state, current, base, update, staleness=staleness, weight=0.5)
+        current, state, numbers = aggregate(rule, state, current, base, update, info=UpdateInfo(None, staleness, 0.5))
         assert numbers["norm"] == receipt.norm
         assert torch.equal(space.point(current), server.model)
 
@@ -129,11 +129,12 @@ def test_statistics_are_buffers_without_being_named():
     current["1.running_var"].fill_(0.05)
     update["1.running_var"].fill_(0.6)
     update["1.num_batches_tracked"] += 3
+    space = ParameterSpace.of_state_dict(current, buffer_policy=["*running_*", "*tracked"])
     for rule in RULES:
         new, _, numbers = aggregate(rule, None, current, base, update)
         assert torch.allclose(new["1.running_var"], torch.tensor(0.05 + numbers["step"] * 0.55))
         assert new["1.num_batches_tracked"] == 4
-        named, _, _ = aggregate(rule, None, current, base, update, buffer_policy=["*running_*", "*tracked"])
+        named, _, _ = aggregate(rule, None, current, base, update, space=space)
         assert all(torch.equal(named[name], tensor) for name, tensor in new.items())
     # By their name alone, also where somebody has made counters floating.
     state = {name: tensor.float() for name, tensor in nn.BatchNorm1d(2).state_dict().items()}
@@ -162,12 +163,13 @@ def test_integers_that_change_are_named():
     """A quantised weight would be replaced by the client's, not averaged."""
     current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
     with pytest.warns(
-        UserWarning, match=r"update: q: torch.int64 is not averaged but becomes the client's.*`buffer_policy`"
+        UserWarning, match=r"update: q: torch.int64 is not averaged but becomes the client's.*, buffer_policy=\.\.\.\)$"
     ):
         new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
     assert new["q"].tolist() == [1, 1, 1]
     for told in (["q"], {"q": "leave"}):
-        aggregate(FedAsync(0.5), None, current, current, update, buffer_policy=told)
+        space = ParameterSpace.of_state_dict(current, buffer_policy=told)
+        aggregate(FedAsync(0.5), None, current, current, update, space=space)
     aggregate(FedAsync(0.5), None, current, current, update | {"q": current["q"].clone()})
 
 
@@ -178,7 +180,7 @@ def test_an_update_that_looks_like_a_difference_is_named():
     out = copy.deepcopy(base)
     words = (
         r"^update: expected the model itself, got what looks like a difference of models: \S+ has 0.05\d* x the norm of "
-        r"its base; pass difference=True for a difference$"
+        r"its base; pass info=UpdateInfo\(difference=True\) for a difference$"
     )
     with pytest.warns(UserWarning, match=words):
         aggregate(FedAsync(0.5), None, base, base, difference)
@@ -202,10 +204,13 @@ def test_a_difference_with_a_negative_variance_is_rejected_as_a_difference(name)
     aggregator = AsyncAggregator(FedAsync(0.5), base)
     aggregator.checkout("a")
     calls = {
-        "aggregate": lambda update, **options: aggregate(FedAsync(0.5), None, base, base, update, **options),
+        "aggregate": lambda update, difference=False: aggregate(
+            FedAsync(0.5), None, base, base, update, info=UpdateInfo(difference=difference)
+        ),
         "submit": lambda update, **options: aggregator.submit("a", update, samples=1, **options),
     }
-    words = r"^update: expected the model itself, got what looks like .* base; pass difference=True for a difference$"
+    option = {"aggregate": r"info=UpdateInfo\(difference=True\)", "submit": "difference=True"}[name]
+    words = rf"^update: expected the model itself, got what looks like .* base; pass {option} for a difference$"
     with pytest.raises(ArgumentError, match=words):
         calls[name](difference)
     calls[name](difference, difference=True)
@@ -220,14 +225,14 @@ def test_a_weight_above_one_warns_and_the_weights_of_the_library_do_not():
     )
     out = copy.deepcopy(base)
     with pytest.raises(UserWarning) as caught:  # tests turn warnings into errors
-        aggregate(FedAsync(0.5), None, base, base, update, weight=100, out=out)
+        aggregate(FedAsync(0.5), None, base, base, update, info=UpdateInfo(weight=100), out=out)
     assert str(caught.value) == message
     assert torch.equal(out["w"], base["w"])
     with pytest.warns(UserWarning, match="^weight: expected the client's share"):
-        aggregate(FedAsync(0.5), None, base, base, update, weight=1.5)
-    aggregate(FedAsync(0.5), None, base, base, update, weight=1.0)
+        aggregate(FedAsync(0.5), None, base, base, update, info=UpdateInfo(weight=1.5))
+    aggregate(FedAsync(0.5), None, base, base, update, info=UpdateInfo(weight=1.0))
     with pytest.raises(ArgumentError, match="^weight: expected a finite number > 0, got inf"):
-        aggregate(FedAsync(0.5), None, base, base, update, weight=float("inf"))
+        aggregate(FedAsync(0.5), None, base, base, update, info=UpdateInfo(weight=float("inf")))
     for weights in ("observed", "uniform", {"a": 10, "b": 1}):
         aggregator = AsyncAggregator(FedBuff(2), base, weights=weights)
         for client, samples in (("a", 1), ("b", 10**6), ("a", 10**9), ("b", 1)):
@@ -263,13 +268,12 @@ def test_buffers_follow_the_step_and_counters_the_client():
 def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
     mask = torch.tensor([0.0, -float("inf")])
     state = {"w": torch.ones(2), "mask": mask}
-    new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, buffer_policy=["mask"])
+    space = ParameterSpace.of_state_dict(state, buffer_policy=["mask"])
+    new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, space=space)
     assert torch.equal(new["mask"], mask)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ArgumentError, match="update: mask: expected finite values, or those of the current"):
-            aggregate(
-                FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, buffer_policy=["mask"]
-            )
+            aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, space=space)
 
 
 def test_whatever_a_state_dict_has_beside_its_tensors_comes_back():
@@ -333,7 +337,8 @@ def test_buffers_of_a_new_model_have_memory_of_their_own(rule):
         return found | {"num_batches_tracked": torch.tensor(int(at))}
 
     current, client = model(1.0), model(3.0)
-    new, _, _ = aggregate(rule, None, current, current, client, buffer_policy={"mask": "leave", "scale": "latest"})
+    space = ParameterSpace.of_state_dict(current, buffer_policy={"mask": "leave", "scale": "latest"})
+    new, _, _ = aggregate(rule, None, current, current, client, space=space)
     storages = {name: tensor.untyped_storage() for name, tensor in new.items()}
     assert {name: storage.nbytes() for name, storage in storages.items()} == {
         name: tensor.nbytes for name, tensor in current.items()
@@ -348,11 +353,13 @@ def test_what_a_rule_keeps_for_a_client_comes_back_to_it():
     server = Server(Flat(2), rule, torch.zeros(2), weights="uniform")
     for k in range(1, 6):
         server.receive(server.dispatch("a").id, Payload(server.model[None] + 1, 1))
-        model, state, numbers = aggregate(rule, state, model, model, [model[0] + 1], client="a")
+        model, state, numbers = aggregate(rule, state, model, model, [model[0] + 1], info=UpdateInfo("a"))
         assert numbers["rate"] == server.history[-1]["rate"] == pytest.approx(0.5 * (k + 4) / (4 * (k + 1)))
         assert torch.equal(model[0], server.model)
     # Another client has a count of its own: 2 (k + 4) / (c + 1) / 16 with k = 6, c = 1.
-    assert aggregate(rule, state, model, model, model, client="b")[2]["rate"] == pytest.approx(0.5 * 10 / (4 * 2))
+    assert aggregate(rule, state, model, model, model, info=UpdateInfo("b"))[2]["rate"] == pytest.approx(
+        0.5 * 10 / (4 * 2)
+    )
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -371,7 +378,9 @@ def test_what_is_kept_shares_no_memory(waits):
             return {"points": update.points, "model": model}, Outcome(None if waits else model, {"m": model})
 
     current, mine = {"w": torch.zeros(2), "b": torch.ones(2)}, {"w": torch.ones(2), "b": torch.full((2,), 3.0)}
-    new, state, _ = aggregate(Keeps(), None, current, current, mine, buffer_policy=["b"])
+    new, state, _ = aggregate(
+        Keeps(), None, current, current, mine, space=ParameterSpace.of_state_dict(current, buffer_policy=["b"])
+    )
     for tensor in (*new.values(), *mine.values()):
         tensor.fill_(9.0)
     assert (state.state["model"].tolist(), state.client_states[None]["m"].tolist()) == ([2.0, 2.0], [2.0, 2.0])
@@ -381,7 +390,7 @@ def test_what_is_kept_shares_no_memory(waits):
 def test_entries_may_live_on_manifolds():
     rows = [torch.nn.functional.normalize(draw(seed, 2, 3, dtype=torch.float32), dim=-1) for seed in range(3)]
     models = [{"w": row, "b": torch.full((2,), float(i))} for i, row in enumerate(rows)]
-    new, _, _ = aggregate(FedAsync(0.5), None, *models, manifolds={"w": Sphere(3)})
+    new, _, _ = aggregate(FedAsync(0.5), None, *models, space=ParameterSpace.of_state_dict(models[0], {"w": Sphere(3)}))
     assert torch.allclose(new["w"], geodesic(Sphere(3), rows[0], rows[2], 0.5), atol=1e-6)
     assert new["b"].tolist() == [1.0, 1.0]
 
@@ -414,19 +423,19 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, "w", W, W), "current: expected a state dict or a list of arrays, got str"),
         (lambda: aggregate(FedAsync(), None, [np.array("a")], W, W), "current: 0: expected a numeric array"),
         (lambda: aggregate(FedAsync(), None, [1.0], W, W), "current: 0: expected a tensor or an array, got float"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, staleness=-1), "staleness: expected"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(staleness=-1)), "staleness: expected"),
         (lambda: aggregate(FedAsync(), None, W, W, W, staleness=-(10**5000)), "staleness: expected .* got a huge negative int"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, weight=0.0), "weight: expected"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, weight=10**5000), "weight: expected .* got a huge int"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, samples="32"), "samples: expected an integer >= 1, got '32'"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, difference="no"), "difference: expected one of True, False; got 'no'"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, samples=0), "samples: expected"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, client=[1]), "client: expected a hashable name"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(weight=0.0)), "weight: expected"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(weight=10**5000)), "weight: expected .* got a huge int"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(samples="32")), "samples: expected an integer >= 1, got '32'"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(difference="no")), "difference: expected one of True, False; got 'no'"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(samples=0)), "samples: expected"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, info=UpdateInfo(client=[1])), "client: expected a hashable name"),
         (lambda: aggregate(Blows(), None, W, W, W), "update: the rule's state would not be finite"),
         (lambda: aggregate("FedAsync", None, W, W, W), "rule: expected"),
         (lambda: aggregate(Wants(), None, W, W, W), "rule: Wants requires more than models from clients; use a Server"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"v": "latest"}), "buffer_policy: 'v' matches no entry"),
-        (lambda: aggregate(FedAsync(), None, W, W, W, buffer_policy={"w": "keep"}), "buffer_policy: w: expected one of average, latest, leave"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy={"v": "latest"})), "buffer_policy: 'v' matches no entry"),
+        (lambda: aggregate(FedAsync(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy={"w": "keep"})), "buffer_policy: w: expected one of average, latest, leave"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(call, words):
@@ -491,9 +500,10 @@ def test_a_curved_or_flat_leaf_is_written_all_the_same(manifolds):
     models[0]["tied"] = models[0]["w"]
     for model in models[1:]:
         model["tied"] = model["w"].clone()
-    expected, _, _ = aggregate(FedAsync(0.5), None, *models, manifolds=manifolds)
+    space = ParameterSpace.of_state_dict(models[0], manifolds)
+    expected, _, _ = aggregate(FedAsync(0.5), None, *models, space=space)
     out = {name: torch.zeros_like(tensor) for name, tensor in models[0].items()}
-    aggregate(FedAsync(0.5), None, *models, manifolds=manifolds, out=out)
+    aggregate(FedAsync(0.5), None, *models, space=space, out=out)
     assert all(torch.equal(out[name], expected[name]) for name in expected)
     assert expected["tied"] is expected["w"]
 
@@ -556,7 +566,7 @@ def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
     for ticket, mine in zip(tickets, others, strict=True):
         late = server.version
         server.receive(ticket.id, Payload(space.point(mine)[None], 1))
-        current, state, _ = aggregate(rule, state, current, base, mine, staleness=late, client="a")
+        current, state, _ = aggregate(rule, state, current, base, mine, info=UpdateInfo("a", late))
         assert torch.equal(space.point(current), server.model)
     now = server._state.value.model_state.state
     held = state.state if hasattr(state, "state") else state
@@ -613,15 +623,15 @@ class Bare(FedOrtho):
         (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in the byte order"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
-        (lambda: aggregate(ASGD(), None, B, B, B, buffer_policy=["rm"], out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, space=ParameterSpace.of_state_dict(B, buffer_policy=["rm"]), out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, space=ParameterSpace.of_state_dict(B, buffer_policy=["rm"]), out={"w": LINE[:2], "rm": LINE[:2]}), "out: expected tensors with memory"),
+        (lambda: aggregate(ASGD(), None, B, B, B, space=ParameterSpace.of_state_dict(B, buffer_policy=["rm"]), out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": torch.ones(2).to_sparse()}), "out: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, {"w": torch.ones(2, device="meta")}), "update: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a tensor that was not made in inference mode"),
         (lambda: aggregate(FedBuff(2), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy="*w*"), "buffer_policy: expected a sequence of glob patterns"),
-        (lambda: aggregate(ASGD(), None, W, W, W, buffer_policy=None), "buffer_policy: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy="*w*")), "buffer_policy: expected a sequence of glob patterns"),
+        (lambda: aggregate(ASGD(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy=None)), "buffer_policy: expected a sequence of glob patterns"),
     ],
 )  # fmt: skip
 def test_a_target_that_does_not_fit_is_refused_by_name(call, words):

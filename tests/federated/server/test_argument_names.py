@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manifoldagg import AsyncAggregator, Server, aggregate
+from manifoldagg import AsyncAggregator, Server, UpdateInfo, aggregate
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import (
@@ -127,8 +127,7 @@ def test_the_methods_of_a_server_name_their_arguments(tmp_path):
 
 
 def test_the_aggregator_names_its_arguments():
-    options = {"weights": "observed", "buffer_policy": (), "manifolds": None, "adapters": None, "scaling": 1.0}
-    check_messages(AsyncAggregator, {"rule": RULE, "model": STATE, **options})
+    check_messages(AsyncAggregator, {"rule": RULE, "model": STATE, "weights": "observed", "space": None})
     aggregator = AsyncAggregator(RULE, STATE)
 
     def submit(**arguments):
@@ -141,10 +140,14 @@ def test_the_aggregator_names_its_arguments():
     check_messages(aggregator.load, {"state": aggregator.state()})
 
 
+@pytest.mark.filterwarnings("ignore:weight. expected the client's share")
 def test_aggregate_names_its_arguments():
-    good = {"rule": RULE, "state": None, "current": STATE, "base": STATE, "update": STATE, "staleness": 0, "samples": 1}
-    good |= {"client": None, "buffer_policy": (), "manifolds": None, "difference": False, "adapters": None}
-    check_messages(aggregate, {**good, "scaling": 1.0, "out": None})
+    good = {"rule": RULE, "state": None, "current": STATE, "base": STATE, "update": STATE}
+    check_messages(aggregate, {**good, "info": UpdateInfo(), "staleness": None, "space": None, "out": None})
+    check_messages(UpdateInfo, {option.name: option.default for option in fields(UpdateInfo)})
+    options = {"manifolds": None, "buffer_policy": (), "dtype": None, "adapters": False, "scaling": 1.0}
+    check_messages(ParameterSpace.of_state_dict, {"state": STATE, **options})
+    check_messages(ParameterSpace.of, {"model": MODEL, "manifolds": None, "buffer_policy": (), "dtype": None})
 
 
 def test_train_client_names_its_arguments():
@@ -229,8 +232,11 @@ def test_a_rule_that_does_not_support_the_space_is_reported_under_the_callers_ar
     for call, name in (
         (lambda: Server.of(model, rule, manifolds=curved), "model"),
         (lambda: Server.of(state, rule, manifolds=curved), "model"),
-        (lambda: AsyncAggregator(rule, state, manifolds=curved), "model"),
-        (lambda: aggregate(rule, None, state, state, state, manifolds=curved), "current"),
+        (lambda: AsyncAggregator(rule, state, space=ParameterSpace.of_state_dict(state, curved)), "model"),
+        (
+            lambda: aggregate(rule, None, state, state, state, space=ParameterSpace.of_state_dict(state, curved)),
+            "current",
+        ),
         (lambda: Server(Sphere(4), rule, torch.eye(4)[0]), "space"),
     ):
         with pytest.raises(ArgumentError, match=f"^{name}: {words}"):
@@ -312,6 +318,11 @@ def test_a_model_is_represented_by_its_type_and_size():
         (lambda: Server.of(net(), RULE, timeot=3), "Server.of() got an unexpected keyword argument 'timeot'; did you mean 'timeout'?"),
         (lambda: Server.resume("x", net(), RULE, replce=True), "Server.resume() got an unexpected keyword argument 'replce'; did you mean 'replace'?"),
         (lambda: AsyncAggregator(RULE, STATE, weight="uniform"), "AsyncAggregator() got an unexpected keyword argument 'weight'; did you mean 'weights'?"),
+        (lambda: AsyncAggregator(RULE, STATE, adapters=True), "AsyncAggregator() got an unexpected keyword argument 'adapters'; pass space=ParameterSpace.of_state_dict(model, adapters=...)"),
+        (lambda: aggregate(RULE, None, STATE, STATE, STATE, buffer_policy=["a"]), "aggregate() got an unexpected keyword argument 'buffer_policy'; pass space=ParameterSpace.of_state_dict(model, buffer_policy=...)"),
+        (lambda: aggregate(RULE, None, STATE, STATE, STATE, weight=0.5), "aggregate() got an unexpected keyword argument 'weight'; pass info=UpdateInfo(weight=...)"),
+        (lambda: aggregate(RULE, None, STATE, STATE, STATE, stalenes=1), "aggregate() got an unexpected keyword argument 'stalenes'; did you mean 'staleness'?"),
+        (lambda: UpdateInfo(sample=3), "UpdateInfo() got an unexpected keyword argument 'sample'; did you mean 'samples'?"),
         (lambda: FedAsync(colour=3), "FedAsync() got an unexpected keyword argument 'colour'; expected one of rate, staleness, weighted, transport, rungs"),
     ],
 )  # fmt: skip
@@ -375,4 +386,4 @@ def test_names_hint_at_the_same_integer_of_the_other_type():
     with pytest.raises(
         ArgumentError, match=r"^client: expected a client with a share of the routing, got '1' \(str\); did you"
     ):
-        aggregate(GeneralizedAsyncSGD({1: 1.0}), None, STATE, STATE, STATE, client="1")
+        aggregate(GeneralizedAsyncSGD({1: 1.0}), None, STATE, STATE, STATE, info=UpdateInfo("1"))

@@ -69,16 +69,16 @@ def agree(name, seed, weights, script, manifolds=None):
     if manifolds:
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     first = net.state_dict()
-    space = ParameterSpace.of_state_dict(first, manifolds, buffers=list(POLICIES))
+    space = ParameterSpace.of_state_dict(first, manifolds, buffer_policy=policies(rule))
     options = {"weights": WEIGHTS[weights], "buffer_policy": policies(rule)}
     server = Server(space, rule, space.point(first), buffers=space.buffers(first), **options)
-    versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
+    versions = AsyncAggregator(rule, first, weights=WEIGHTS[weights], space=space)
     count = getattr(rule, "vertices", 1 if getattr(rule, "single_point", True) else 2)
     out, taken = [], 0
     for i, (client, what, place) in enumerate(script):
         if what == "resume":
             saved = through_a_file(versions.state())
-            versions = AsyncAggregator(rule, first, manifolds=manifolds, **options)
+            versions = AsyncAggregator(rule, first, weights=WEIGHTS[weights], space=space)
             versions.load(saved)
         elif what == "checkout" or not out:
             ticket = server.dispatch(client)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg import aggregate
+from manifoldagg import UpdateInfo, aggregate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, FedOrtho
-from manifoldagg.manifolds import Sphere
+from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.server.durability.test_tensor_file import alike
 from tests.federated.server.test_aggregate import arrays, states
 from tests.support import seeds
@@ -33,7 +33,7 @@ def test_it_is_the_step_of_base_and_difference_to_the_last_bit(seed, rule):
     base, current, mine = states(seed)
     difference = minus(mine, base)
     before = copy.deepcopy([base, current, difference])
-    found = aggregate(rule, None, current, base, difference, staleness=1, difference=True)
+    found = aggregate(rule, None, current, base, difference, info=UpdateInfo(staleness=1, difference=True))
     assert alike([base, current, difference], before)
     expected = aggregate(rule, None, current, base, plus(base, difference), staleness=1)
     assert alike(dict(found[0]), dict(expected[0]))
@@ -46,7 +46,7 @@ def test_it_is_the_step_of_the_model_where_the_subtraction_was_exact(seed, rule)
     base, current, mine = (
         {n: (8 * x).round() / 8 + 0.0 if x.is_floating_point() else x for n, x in m.items()} for m in states(seed)
     )
-    found = aggregate(rule, None, current, base, minus(mine, base), difference=True)
+    found = aggregate(rule, None, current, base, minus(mine, base), info=UpdateInfo(difference=True))
     expected = aggregate(rule, None, current, base, mine)
     assert alike(dict(found[0]), dict(expected[0]))
 
@@ -55,20 +55,28 @@ def test_curves_and_lists_of_arrays_are_differences_too():
     base, current, first, last = states(7, 4)
     rule = AsyncBezier(0.5, threshold=0.0)
     curve = [minus(first, base), minus(last, base)]
-    found = aggregate(rule, None, current, base, curve, difference=True)[0]
+    found = aggregate(rule, None, current, base, curve, info=UpdateInfo(difference=True))[0]
     expected = aggregate(rule, None, current, base, [plus(base, part) for part in curve])[0]
     assert alike(dict(found), dict(expected))
     then, now, theirs = map(arrays, (base, current, first))
     steps = [new - old for new, old in zip(theirs, then, strict=True)]
     sums = [old + step for old, step in zip(then, steps, strict=True)]
-    found = aggregate(FedAsync(0.5), None, now, then, steps, difference=True)[0]
+    found = aggregate(FedAsync(0.5), None, now, then, steps, info=UpdateInfo(difference=True))[0]
     assert all(map(np.array_equal, found, aggregate(FedAsync(0.5), None, now, then, sums)[0]))
 
 
 def test_booleans_are_the_clients_own_and_counters_are_added():
     base = {"w": torch.ones(3), "mask": torch.tensor([True, False]), "num_batches_tracked": torch.tensor(5)}
     brought = {"w": torch.ones(3), "mask": torch.tensor([False, True]), "num_batches_tracked": torch.tensor(2)}
-    new, _, _ = aggregate(FedAsync(0.5), None, base, base, brought, difference=True, buffer_policy=["mask"])
+    new, _, _ = aggregate(
+        FedAsync(0.5),
+        None,
+        base,
+        base,
+        brought,
+        info=UpdateInfo(difference=True),
+        space=ParameterSpace.of_state_dict(base, buffer_policy=["mask"]),
+    )
     assert torch.equal(new["w"], torch.full((3,), 1.5))
     assert torch.equal(new["mask"], brought["mask"])
     assert new["num_batches_tracked"] == 7
@@ -80,22 +88,38 @@ def test_wide_integers_without_a_sign_are_added_too(dtype, policy):
     most = 2 ** (8 * dtype.itemsize) - 1
     base = {"w": torch.ones(2), "n": torch.tensor([most, most - 2, 0], dtype=dtype)}
     step = {"w": torch.ones(2), "n": torch.tensor([2, 1, most], dtype=dtype)}
-    new, _, _ = aggregate(FedAsync(0.5), None, base, base, step, difference=True, buffer_policy={"n": policy})
+    new, _, _ = aggregate(
+        FedAsync(0.5),
+        None,
+        base,
+        base,
+        step,
+        info=UpdateInfo(difference=True),
+        space=ParameterSpace.of_state_dict(base, buffer_policy={"n": policy}),
+    )
     assert new["n"].tolist() == ([1, most - 1, most] if policy == "latest" else base["n"].tolist())
 
 
 def test_numbers_of_eight_bits_and_an_out_are_taken():
     base = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}
     step = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}
-    new, _, _ = aggregate(FedAsync(1.0), None, base, base, step, difference=True, out=step)
+    new, _, _ = aggregate(FedAsync(1.0), None, base, base, step, info=UpdateInfo(difference=True), out=step)
     assert new is step
     assert new["w"].float().tolist() == [2.0, 4.0]
 
 
 def test_a_curved_leaf_has_no_differences():
     sphere = {"w": torch.tensor([1.0, 0.0, 0.0]), "b": torch.ones(2)}
-    with pytest.raises(ArgumentError, match=r"^difference: expected models, as w lives on Sphere\(n=3\)"):
-        aggregate(FedAsync(0.5), None, sphere, sphere, sphere, difference=True, manifolds={"w": Sphere(3)})
+    with pytest.raises(ArgumentError, match=r"^difference: expected False, as w is a point of Sphere\(n=3\)"):
+        aggregate(
+            FedAsync(0.5),
+            None,
+            sphere,
+            sphere,
+            sphere,
+            info=UpdateInfo(difference=True),
+            space=ParameterSpace.of_state_dict(sphere, {"w": Sphere(3)}),
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,5 +136,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change, told):
     base, current, mine = states(3)
     out = copy.deepcopy(current)
     with pytest.raises(ArgumentError, match=told):
-        aggregate(FedAsync(0.5), None, current, base, minus(mine, base) | change, difference=True, out=out)
+        aggregate(
+            FedAsync(0.5), None, current, base, minus(mine, base) | change, info=UpdateInfo(difference=True), out=out
+        )
     assert alike(dict(out), dict(current))

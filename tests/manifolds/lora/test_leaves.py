@@ -232,9 +232,9 @@ def spaced(**options):
         (adapter(0, 2) | {"base_model.model.q.lora.weight": draw(0, 8)}, {}, "q.lora.weight: expected another name"),
         (adapter(0, 2), {"scaling": config()}, "expected rank 4 at base_model.model.q, .* got 2"),
         (adapter(0, 2), {"adapters": 1}, "adapters: expected True or False, got 1"),
-        (adapter(0, 2), {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without `adapters`"),
-        (adapter(0, 2), {"buffers": ["*lora*"]}, "adapters: .*lora.weight stands for two factors"),
-        (adapter(0, 2), {"buffers": ["*bias"]}, "adapters: .*lora_B.bias is the bias of a factor"),
+        (adapter(0, 2), {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without adapters=True, got 2.0"),
+        (adapter(0, 2), {"buffer_policy": ["*lora*"]}, "adapters: .*lora.weight stands for two factors"),
+        (adapter(0, 2), {"buffer_policy": ["*bias"]}, "adapters: .*lora_B.bias is the bias of a factor"),
         (adapter(0, 2), {"manifolds": {"*q.lora.weight": Sphere(2)}}, "adapters: .*q.lora.weight stands for two factors"),
     ],
 )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Buffer policies: how a server updates the tensors of a model that are not trained."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from manifoldagg._validation import check_choice, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.layout import Entry, matches_any
+
+__all__ = ["BufferPolicy", "check_buffer_policy", "named_policies", "resolve_policies"]
+
+POLICIES = ("average", "latest", "leave")
+BufferPolicy = Mapping[str, str] | Sequence[str]
+"""A mapping from names or glob patterns to policies, or a sequence of patterns, whose policy is `"average"`."""
+
+
+def check_buffer_policy(patterns: Any) -> BufferPolicy:
+    """Validate buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
+
+    Raises:
+        ArgumentError: if they are neither. A single string is not a sequence of patterns.
+    """
+    is_valid = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    if not is_valid or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentError(
+            f"buffer_policy: expected a sequence of glob patterns, or a mapping from them, got {short_repr(patterns)}"
+        )
+    return patterns if isinstance(patterns, Mapping) else list(patterns)
+
+
+def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
+    """Return the policy of each entry: `"average"`, `"latest"` or `"leave"`.
+
+    A name has precedence over a pattern, and an earlier pattern over a later one. The policy of an entry that no
+    pattern matches is `"average"`. An entry whose dtype is not a floating dtype of 16 bits or more cannot be averaged.
+    Its policy is `"latest"` instead.
+
+    Raises:
+        ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches no entry.
+
+    Example:
+        >>> import torch
+        >>> counter = Entry("1.num_batches_tracked", (), torch.int64)
+        >>> entries = [Entry("1.running_mean", (4,), torch.float32), counter]
+        >>> resolve_policies(entries, {"*running*": "leave"})
+        {'1.running_mean': 'leave', '1.num_batches_tracked': 'latest'}
+    """
+    given = check_buffer_policy(patterns)
+    named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
+    for pattern, policy in named.items():
+        check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
+        matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
+        if isinstance(given, Mapping) and not any(matched):
+            raise ArgumentError(f"buffer_policy: {short_repr(pattern)} matches no entry of the model")
+    chosen = {}
+    for entry in entries:
+        policy = "average"
+        if named:  # otherwise hundreds of names without a pattern take a millisecond
+            matches = (policy for pattern, policy in named.items() if fnmatch.fnmatchcase(entry.name, pattern))
+            policy = named.get(entry.name) or next(matches, "average")
+        averages = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+        chosen[entry.name] = "latest" if policy == "average" and not averages else policy
+    return chosen
+
+
+def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tuple[str, str], ...]:
+    """Return (name, policy) of each entry that a pattern matches.
+
+    Raises:
+        ArgumentError: as `resolve_policies`.
+
+    Example:
+        >>> import torch
+        >>> entries = [Entry("mask", (4,), torch.float32), Entry("count", (), torch.int64)]
+        >>> named_policies(entries, {"m*": "leave"})
+        (('mask', 'leave'),)
+    """
+    if not patterns:
+        return ()
+    resolved = resolve_policies(entries, patterns)
+    return tuple((name, policy) for name, policy in resolved.items() if name in patterns or matches_any(name, patterns))
