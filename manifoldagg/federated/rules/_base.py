@@ -76,8 +76,9 @@ class ServerRule(KeywordHints, abc.ABC):
             ArgumentError: naming its curved leaves, and what needs them flat.
         """
         check_is_manifold(space)
-        lacks = self.needs_flat or ("" if space.ambient else self.needs_linear_leaves)
-        if lacks and not space.flat:
+        if space.flat:
+            return
+        if lacks := self.needs_flat or ("" if space.ambient else self.needs_linear_leaves):
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
             name = type(self).__name__
             raise ArgumentError(f"space: {lacks}, of {name}, need flat leaves; these are curved: {curved}")

@@ -72,7 +72,7 @@ def frame_from_update(
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
         ambient = FLAT_AMBIENT
-        if space.ambient:
+        if not space.flat:
             ambient = AmbientSpace.of(space, point) if transport is None else TangentSpace.at(space, current)
             segments = segments or ambient.segments
         if update.is_pseudo_gradient:
