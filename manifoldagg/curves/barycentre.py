@@ -10,7 +10,7 @@ from manifoldagg._validation import check_shape
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import Manifold, karcher_mean
-from manifoldagg.manifolds.power import iter_factors
+from manifoldagg.manifolds.power import factor_parts
 
 __all__ = ["check_barycentric", "weighted_mean"]
 
@@ -46,7 +46,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     """
     *batch, n = weights.shape
     means = []
-    for leaf, (part,) in iter_factors(space, points):
+    for leaf, (part,) in factor_parts(space, points):
         # The copies of a power come before the points whose mean is taken, as more of a batch.
         copies = part.shape[weights.ndim : part.ndim - len(leaf.space.shape)]
         spread = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -38,7 +39,7 @@ class Flat(Embedded):
     def __post_init__(self) -> None:
         check_count("n", self.n, at_least=0)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -73,7 +74,7 @@ class Grassmann(Embedded):
         if check_count("p", self.p) > check_count("n", self.n):
             raise ArgumentError(f"p: expected an integer from 1 to n = {self.n}, got {short_repr(self.p)}")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 

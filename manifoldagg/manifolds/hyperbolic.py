@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -71,7 +72,7 @@ class PoincareBall(Manifold):
         if check_number("curvature", self.curvature) >= 0:
             raise ArgumentError(f"curvature: expected a finite number < 0, got {short_repr(self.curvature)}")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
@@ -222,7 +223,7 @@ class Lorentz(Manifold):
     def __post_init__(self) -> None:
         check_count("n", self.n)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n + 1,)
 

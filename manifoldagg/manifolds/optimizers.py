@@ -12,7 +12,7 @@ from manifoldagg._validation import check_decay, check_number, check_shape, shor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.manifold import Manifold, Point, Tangent, check_is_manifold
-from manifoldagg.manifolds.power import iter_factors
+from manifoldagg.manifolds.power import factor_parts
 
 __all__ = ["RiemannianAdam", "RiemannianSGD", "lower", "optimizer_on", "transport_momentum"]
 
@@ -191,7 +191,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         late = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / early).contiguous()
         # The parts of `direction` are views of it, which are scaled in place.
-        for leaf, (point, slope, part) in iter_factors(self.space, x, gradient, direction):
+        for leaf, (point, slope, part) in factor_parts(self.space, x, gradient, direction):
             flat = leaf.space.flat
             square = slope.square() if flat else leaf.space._inner(point, slope, slope)
             mean = state["square"].setdefault(leaf.name, torch.zeros_like(square))

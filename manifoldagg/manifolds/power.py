@@ -1,6 +1,5 @@
 """Powers of a space: many points as one point, such as the rows of an embedding table."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, Point, Scalar, Tangent, check_is_manifold
 
-__all__ = ["Power", "iter_factors"]
+__all__ = ["Power", "factor_parts"]
 
 
 @dataclass(frozen=True)
@@ -79,20 +78,22 @@ class Power(Delegate):
         return tuple(range(-len(self.copies), 0))
 
 
-def iter_factors(space: Manifold, *tensors: Tensor) -> Iterator[tuple[Leaf, list[Tensor]]]:
-    """Yield the leaves with their parts of tensors (*batch, *shape); powers become batches of their space.
+def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
+    """Return the leaves with their parts of tensors (*batch, *shape); powers become batches of their space.
 
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Sphere
-        >>> [(str(leaf), part.shape) for leaf, (part,) in iter_factors(Power(Sphere(2), (3,)), torch.zeros(5, 3, 2))]
+        >>> [(str(leaf), part.shape) for leaf, (part,) in factor_parts(Power(Sphere(2), (3,)), torch.zeros(5, 3, 2))]
         [('Sphere(n=2)', torch.Size([5, 3, 2]))]
     """
+    found = []
     for leaf in space.leaves(tensors[0]):
         parts = [leaf.select(tensor) for tensor in tensors]
         if not isinstance(leaf.space, Power):
-            yield leaf, parts
+            found.append((leaf, parts))
             continue
-        for inner, below in iter_factors(leaf.space.space, *parts):
+        for inner, below in factor_parts(leaf.space.space, *parts):
             name = ".".join(filter(None, (leaf.name, inner.name)))
-            yield replace(inner, name=name, storage_dtype=leaf.storage_dtype or inner.storage_dtype), below
+            found.append((replace(inner, name=name, storage_dtype=leaf.storage_dtype or inner.storage_dtype), below))
+    return found

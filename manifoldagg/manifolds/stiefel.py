@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, overload
 
 import torch
@@ -115,7 +116,7 @@ class Stiefel(Embedded):
         if check_count("p", self.p) > self.n:
             raise ArgumentError(f"p: expected an integer <= n = {self.n}, got {short_repr(self.p)}")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.p)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -62,7 +63,7 @@ class SymmetricPositiveDefinite(Manifold):
     def __post_init__(self) -> None:
         check_count("n", self.n)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.n, self.n)
 

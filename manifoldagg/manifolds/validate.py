@@ -11,7 +11,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import formulas
 from manifoldagg.manifolds.delegate import Delegate
 from manifoldagg.manifolds.manifold import Leaf, Manifold, NamedTensors, Point, Tangent, check_is_manifold
-from manifoldagg.manifolds.power import iter_factors
+from manifoldagg.manifolds.power import factor_parts
 
 __all__ = ["Validated", "check_injectivity_radius", "check_point", "check_tangent"]
 
@@ -44,7 +44,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
     """
     space._check({}, vectors={name: x})
     check_finite(name, x)
-    for leaf, (part,) in iter_factors(space, x.detach()):
+    for leaf, (part,) in factor_parts(space, x.detach()):
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project" not in factor.capabilities:
             continue
@@ -84,7 +84,7 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
     """
     space._check({}, vectors={"x": x, name: u})
     check_finite(name, u)
-    for leaf, (base, part) in iter_factors(space, *torch.broadcast_tensors(x.detach(), u.detach())):
+    for leaf, (base, part) in factor_parts(space, *torch.broadcast_tensors(x.detach(), u.detach())):
         factor = leaf.space
         if factor.flat or part.numel() == 0 or "project_tangent" not in factor.capabilities:
             continue
@@ -153,7 +153,7 @@ def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
     Raises:
         ArgumentError: naming the leaf and the distance.
     """
-    for leaf, (base, part) in iter_factors(space, *torch.broadcast_tensors(x.detach(), log.detach())):
+    for leaf, (base, part) in factor_parts(space, *torch.broadcast_tensors(x.detach(), log.detach())):
         factor = leaf.space
         if part.numel() == 0 or not {"inner", "injectivity_radius"} <= factor.capabilities:
             continue

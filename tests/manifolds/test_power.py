@@ -7,7 +7,7 @@ import torch
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import PRIMITIVES, Flat, Power, Product, SpecialOrthogonal, Sphere, karcher_mean
-from manifoldagg.manifolds.power import iter_factors
+from manifoldagg.manifolds.power import factor_parts
 from manifoldagg.testing import LAWS, check_manifold
 from tests.support import draw
 
@@ -61,7 +61,7 @@ def test_leaves_of_products_of_powers_have_their_names():
         (f"table: {ROWS}", slice(0, 30), (7, 2, 5, 3)),
         ("turn: SpecialOrthogonal(n=2)", slice(30, 34), (7, 2, 2)),
     ]
-    assert [(str(leaf), tuple(part.shape)) for leaf, (part,) in iter_factors(space, x)] == [
+    assert [(str(leaf), tuple(part.shape)) for leaf, (part,) in factor_parts(space, x)] == [
         ("table: Sphere(n=3)", (7, 2, 5, 3)),
         ("turn: SpecialOrthogonal(n=2)", (7, 2, 2)),
     ]
@@ -77,7 +77,7 @@ def test_the_parts_of_leaves_are_where_the_names_say():
     assert torch.equal(torch.cat([x[:, leaf.part] for leaf in leaves.values()], 1), x)
     assert torch.equal(leaves["one.b"].select(x), space.split(x)["one"][:, 2:])
     assert torch.equal(leaves["rows"].select(x), space.split(x)["rows"])
-    parts = {leaf.name: part for leaf, (part,) in iter_factors(space, x)}
+    parts = {leaf.name: part for leaf, (part,) in factor_parts(space, x)}
     assert list(parts) == ["one.a", "one.b", "rows.a", "rows.b", "rest"]
     assert torch.equal(parts["rows.b"], space.split(x)["rows"][..., 2:])
     (whole,) = ROWS.leaves(draw(0, 7, 2, 5, 3))

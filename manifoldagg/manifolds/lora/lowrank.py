@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -89,7 +90,7 @@ class LowRank(Manifold):
         if self.rank > (most := min(self.m, self.n)):
             raise ArgumentError(f"rank: expected at most {most}, the lesser of m and n, got {short_repr(self.rank)}")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.m + self.n, self.rank)
 

@@ -74,8 +74,12 @@ def test_with_one_vertex_it_is_fedavg_and_codebases_with_state_dicts_have_it():
     ours = theirs = start
     for i in range(4):
         update = [draw(i, 3), draw(i + 9, 2, 2)]
-        ours, state, _ = manifoldagg.aggregate(FLOCO(2, 1), state, ours, start, [update], info=UpdateInfo(weight=0.3 + i / 5))
-        theirs, other, _ = manifoldagg.aggregate(FedAvg(2), other, theirs, start, update, info=UpdateInfo(weight=0.3 + i / 5))
+        ours, state, _ = manifoldagg.aggregate(
+            FLOCO(2, 1), state, ours, start, [update], info=UpdateInfo(weight=0.3 + i / 5)
+        )
+        theirs, other, _ = manifoldagg.aggregate(
+            FedAvg(2), other, theirs, start, update, info=UpdateInfo(weight=0.3 + i / 5)
+        )
         assert all(relative(a, b) <= 1e-14 for a, b in zip(ours, theirs, strict=True))
 
 
