@@ -46,8 +46,8 @@ class FedAvg(BufferedRule):
         >>> import manifoldagg, torch
         >>> model, state = [torch.tensor([0.0])], None
         >>> for weight, client in ((0.25, 1.0), (0.75, 3.0)):
-        ...     update = [torch.tensor([client])]
-        ...     model, state, _ = manifoldagg.aggregate(FedAvg(2), state, model, model, update, weight=weight)
+        ...     update, info = [torch.tensor([client])], manifoldagg.UpdateInfo(weight=weight)
+        ...     model, state, _ = manifoldagg.aggregate(FedAvg(2), state, model, model, update, info=info)
         >>> model
         [tensor([2.5000])]
     """

@@ -71,7 +71,8 @@ class GeneralizedAsyncSGD(CorrectionRule):
     Example:
         >>> import manifoldagg, torch
         >>> rule, model, gradient = GeneralizedAsyncSGD([0.25, 0.75], rate=0.5), [torch.tensor([1.0])], 2.0
-        >>> manifoldagg.aggregate(rule, None, model, model, [model[0] - gradient], client=0)[0]
+        >>> info = manifoldagg.UpdateInfo(client=0)
+        >>> manifoldagg.aggregate(rule, None, model, model, [model[0] - gradient], info=info)[0]
         [tensor([-1.])]
     """
 

@@ -12,7 +12,8 @@ from manifoldagg._validation import rename_argument, short_repr, suggests_keywor
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
 from manifoldagg.federated.model_state import ModelState
-from manifoldagg.federated.pytrees import has_structure, upcast_8bit
+from manifoldagg.federated.pytrees import has_structure
+from manifoldagg.federated.server.differences import apply_difference, check_flat
 from manifoldagg.federated.server.input_warnings import (
     warn_about_update,
     warn_if_adapter_factors,
@@ -23,7 +24,7 @@ from manifoldagg.federated.step import StepPlan, step
 from manifoldagg.federated.types import ClientState, Rule, State, Update, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import empty_like, stack
 from manifoldagg.kernels.operands import check_no_alias
-from manifoldagg.manifolds import Layout, ParameterSpace
+from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.manifolds.layout import ModelSignature, layout_of, signature_of
 from manifoldagg.manifolds.lora.peft import find_first_factor
 from manifoldagg.manifolds.model_io import (
@@ -46,8 +47,6 @@ __all__ = [
     "inferred_space",
 ]
 
-SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The signed dtypes whose sums have the same bits as those of integers that torch does not add."""
 CURRENT, BASE = "current: ", "base: "
 INIT_NAMES = {"space": "current", "start": "current"}
 STEP_NAMES = {"points": "update", "space": "current"}
@@ -250,22 +249,21 @@ def aggregate_step(
         if out is not None:
             target, memory = _open_target(inputs, out, memory)
         kept = state if isinstance(state, AggregateState) else AggregateState(state)
-        received = _received(inputs, info, kept)
+        before, received = _step_inputs(inputs, info, kept)
         newest, start, now = inputs.models[f"{inputs.name}: "], inputs.models[BASE], inputs.models[CURRENT]
         hint = None if info.difference else f"pass {difference_option} for a difference"
         warn_about_update(inputs.name, space, newest, start, now, hint)
-        before = ModelState(
-            here,
-            _initial_state(rule, space, here) if kept.state is None else kept.state,
-            PackedBuffers.of(plan.policies, now) if plan.policies else NO_BUFFERS,
-            kept.pending_buffers,
-        )
         try:
             after, outcome = step(plan, before, received, newest, memory)
         except Exception as error:
             _raise_explained(error, inputs, state)
-        following = _next_state(kept, after, info.client, outcome.client_state)
         new = _new_model(inputs, before, after, outcome.model is not None, current, target)
+        memories = {name: tree for name, tree in kept.client_states.items() if name != info.client}
+        if outcome.client_state is not None:
+            memories[info.client] = outcome.client_state
+        # Without buffers and client states, the state for the next call is that of the rule alone.
+        is_plain = not memories and after.pending_buffers is None
+        following = after.state if is_plain else AggregateState(after.state, after.pending_buffers, memories)
         return StepResult(new if out is None else out, following, dict(outcome.numbers), outcome.model is not None)
 
 
@@ -309,15 +307,6 @@ def _read_inputs(
 def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
     """Return the space without options of the models with a signature, and whether they have factors of adapters."""
     return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
-
-
-def _initial_state(rule: Rule, space: ParameterSpace, start: Any) -> State:
-    """Return the state of a rule before the first step."""
-    try:
-        return rule.init(space, start)
-    except ArgumentError as error:
-        error.args = (rename_argument(str(error), INIT_NAMES, "rule: "), *error.args[1:])
-        raise
 
 
 def _make_plan(rule: Rule, space: ParameterSpace, buffer_policies: tuple[tuple[str, str], ...]) -> StepPlan:
@@ -369,45 +358,10 @@ def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: Update
     }
     space.state_layout(named[CURRENT], CURRENT)
     if info.difference:
-        _check_flat(space)
-        models |= {label: _apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
+        check_flat(space)
+        space.layout.check_entries(models[BASE], BASE)
+        models |= {label: apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
     return models
-
-
-def _check_flat(space: ParameterSpace) -> None:
-    """Check that a point and a difference of points can be added.
-
-    Raises:
-        ArgumentError: naming a leaf where they have no sum.
-    """
-    for name, curved in space.manifolds:
-        if not curved.flat:
-            given = f"as {name} is a point of {curved}, where points have no sums"
-            raise ArgumentError(f"difference: expected False, {given}; pass the model without difference=True")
-
-
-def _apply_difference(
-    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
-) -> dict[str, Tensor]:
-    """Return the model at this difference from the base.
-
-    Raises:
-        ArgumentError: if one of them does not match the layout.
-    """
-    layout.check_entries(base, BASE)
-    layout.check_entries(difference, label)
-    return {name: _add(base[name], difference[name]) for name in difference}
-
-
-def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Return the sum, rounded once to the dtype of `start`; a boolean is the client's own."""
-    step = difference.to(start.device)
-    if start.dtype is torch.bool:
-        return step
-    signed = SIGNED_DTYPES.get(start.dtype)
-    if signed is not None:
-        return (start.view(signed) + step.view(signed)).view(start.dtype)
-    return (upcast_8bit(start) + upcast_8bit(step)).to(start.dtype)
 
 
 def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Tensor], Any]:
@@ -432,11 +386,23 @@ def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Te
     return target, memory
 
 
-def _received(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> Update:
-    """Return the update in the form in which the rule reads it."""
-    here, base, *points = inputs.points
-    rows = inputs.plan.uses_tensor_lists
-    return Update(
+def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tuple[ModelState, Update]:
+    """Return the state of the server before the step, and the update in the form in which the rule reads it.
+
+    Raises:
+        ArgumentError: if the rule does not support the space.
+    """
+    plan, space, _, models, (here, base, *points), _ = inputs
+    state = kept.state
+    if state is None:
+        try:
+            state = plan.rule.init(space, here)
+        except ArgumentError as error:
+            error.args = (rename_argument(str(error), INIT_NAMES, "rule: "), *error.args[1:])
+            raise
+    buffers = PackedBuffers.of(plan.policies, models[CURRENT]) if plan.policies else NO_BUFFERS
+    rows = plan.uses_tensor_lists
+    update = Update(
         client=info.client,
         base=base if rows else base.to(here.device),
         current=here,
@@ -447,6 +413,7 @@ def _received(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> Update
         client_state=kept.client_states.get(info.client),
         share=info.share,
     )
+    return ModelState(here, state, buffers, kept.pending_buffers), update
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
@@ -486,15 +453,3 @@ def _new_model(
         return convert_like(current, new, given[CURRENT])
     copy_into(target, new)
     return None
-
-
-def _next_state(
-    before: AggregateState, after: ModelState, client: Hashable, client_state: ClientState | None
-) -> State | AggregateState:
-    """Return the state for the next call: that of the rule alone if there are no buffers and no client states."""
-    memories = {name: tree for name, tree in before.client_states.items() if name != client}
-    if client_state is not None:
-        memories[client] = client_state
-    if memories or after.pending_buffers is not None:
-        return AggregateState(after.state, after.pending_buffers, memories)
-    return after.state

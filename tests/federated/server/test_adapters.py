@@ -166,9 +166,8 @@ def test_through_aggregate_frozen_entries_are_bit_identical(name):
             for _ in range(max(several, 1))
         ]
         update = updates if several else updates[0]
-        current, state, _ = manifoldagg.aggregate(
-            rule, state, current, base, update, info=UpdateInfo(staleness=i % 2, weight=0.5)
-        )
+        info = UpdateInfo(staleness=i % 2, weight=0.5)
+        current, state, _ = manifoldagg.aggregate(rule, state, current, base, update, info=info)
     assert same(frozen, bits(current, frozen))
     assert all(not torch.equal(current[n], start[n]) for n in learns)
 

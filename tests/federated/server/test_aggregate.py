@@ -683,3 +683,69 @@ def test_eight_bits_are_looked_at_where_a_step_is_long():
     assert new["w"].float().tolist() == near["w"].float().tolist()
     with pytest.raises(ArgumentError, match="update: w: expected finite values"):
         aggregate(ASGD(1.0), None, base, base, far)
+
+
+def test_equal_spaces_keep_their_own_buffer_policies():
+    """The configuration of a step is cached by the rule and the space; equality ignores the policies."""
+    rule, current = FedAsync(0.5), {"w": torch.ones(2), "mask": torch.zeros(2)}
+    update = {"w": torch.zeros(2), "mask": torch.full((2,), 4.0)}
+    spaces = [
+        ParameterSpace.of_state_dict(current, buffer_policy={"mask": policy})
+        for policy in ("average", "latest", "leave")
+    ]
+    assert spaces[0] == spaces[1] == spaces[2]
+    assert len({hash(space) for space in spaces}) == 1
+    assert all(space.spec() == spaces[0].spec() for space in spaces)
+    for _ in range(2):
+        found = [aggregate(rule, None, current, current, update, space=space)[0]["mask"][0].item() for space in spaces]
+        assert found == [2.0, 4.0, 0.0]
+
+
+def test_the_space_of_a_module_leaves_frozen_parameters_unless_a_pattern_matches():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    current = {name: x.clone() for name, x in net.state_dict().items()}
+    update = {name: x + 1 for name, x in current.items()}
+    new, _, _ = aggregate(FedAsync(0.5), None, current, current, update, space=ParameterSpace.of(net))
+    assert torch.equal(new["0.weight"], current["0.weight"])
+    assert torch.allclose(new["1.weight"], current["1.weight"] + 0.5)
+    space = ParameterSpace.of(net, buffer_policy={"0.weight": "latest"})
+    new, _, _ = aggregate(FedAsync(0.5), None, current, current, update, space=space)
+    assert torch.equal(new["0.weight"], update["0.weight"])
+    assert torch.equal(new["0.bias"], current["0.bias"])
+
+
+def test_an_equal_rule_computes_the_step_itself():
+    class Counting(FedAsync):
+        def step(self, space, state, update, *, out=None):
+            seen.append(self)
+            return super().step(space, state, update, out=out)
+
+    seen, rules = [], [Counting(0.5), Counting(0.5)]
+    for rule in rules:
+        aggregate(rule, None, W, W, W)
+    assert [a is b for a, b in zip(seen, rules, strict=True)] == [True, True]
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_staleness_is_a_shortcut_that_agrees_with_the_information():
+    rule = ASGD(0.5, decay=1.0)
+    current, base, update = ({"w": torch.tensor([x, 1.0])} for x in (0.0, 1.0, 2.0))
+    late = aggregate(rule, None, current, base, update, staleness=3)
+    assert late[2] == aggregate(rule, None, current, base, update, info=UpdateInfo(staleness=3))[2]
+    assert late[2] == aggregate(rule, None, current, base, update, info=UpdateInfo("a", 3), staleness=3)[2]
+    with pytest.raises(ArgumentError, match="^staleness: expected 1, as in `info`, or no value, got 3$"):
+        aggregate(rule, None, current, base, update, info=UpdateInfo(staleness=1), staleness=3)
+    with pytest.raises(ArgumentError, match="^info: expected an UpdateInfo, got 'a'$"):
+        aggregate(rule, None, current, base, update, info="a")
+    with pytest.raises(ArgumentError, match="^space: expected a ParameterSpace, got Sphere$"):
+        aggregate(rule, None, current, base, update, space=Sphere(2))
+    with pytest.raises(ArgumentError, match=r"^current: w: expected shape \(3,\), got \(2,\)$"):
+        aggregate(rule, None, current, base, update, space=ParameterSpace.of_state_dict({"w": torch.ones(3)}))
+
+
+def test_lists_of_arrays_have_spaces_too():
+    models = [[np.array([1.0, 0.0]), np.full(2, x)] for x in (0.0, 1.0, 2.0)]
+    space = ParameterSpace.of_state_dict(models[0], {"0": Sphere(2)}, buffer_policy={"1": "leave"})
+    new, _, _ = aggregate(FedAsync(0.5), None, *models, space=space)
+    assert [x.tolist() for x in new] == [[1.0, 0.0], [0.0, 0.0]]
