@@ -17,6 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reduction, sharded
 from manifoldagg.kernels.backends import reference, selection
 from manifoldagg.kernels.backends.selection import available_backends, set_backend
+from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.operands import (
     Operand,
     Operands,
@@ -40,8 +41,35 @@ R = TypeVar("R", Tensor, tuple[Tensor, ...])
 __all__ = ["Row", "TensorList", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
 
 
+def as_operands(
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands, minus: Subtrahend = None, *others: Row | None
+) -> Operands:
+    """Check and pair rows once, for several calls of `gram` and `combine`; operands are returned as they are.
+
+    `others` are further rows of the calls: where one of them is sharded, so are `rows`. They are not checked here.
+
+    Raises:
+        ArgumentError: if rows and `minus` do not fit one another; on every rank, if they are sharded.
+
+    Example:
+        >>> import torch
+        >>> base, current, point = torch.zeros(2), torch.ones(2), torch.tensor([3.0, 5.0])
+        >>> rows = as_operands([point, current], base)
+        >>> gram(rows.select([0])).item(), combine(current, rows.with_minus([current, base]), [0.5, 0.0]).tolist()
+        (34.0, [2.0, 3.0])
+    """
+    if isinstance(rows, Operands):
+        if minus is not None:
+            raise ArgumentError("minus: expected None, because the operands include what is subtracted")
+        return rows
+    if is_sharded(rows, minus, *others):
+        with collective_guard(rows, minus, *others):
+            return Operands.of(rows, minus)
+    return Operands.of(rows, minus)
+
+
 def gram(
-    rows: Float[Tensor, "k P"] | Sequence[Row],
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands,
     *,
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
@@ -53,7 +81,7 @@ def gram(
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
             shapes, the entries of which are read one tensor after another where they lie; the tuples of a call have
-            the same lengths tensor by tensor.
+            the same lengths tensor by tensor. `Operands` have been checked, with their $b_i$.
         minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` a row.
         segments: lengths that cut P into S consecutive pieces; `None` is one piece.
 
@@ -74,33 +102,32 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    if is_sharded(rows, minus):
-        with collective_guard(rows, minus):
-            lines = Operands.of(rows, minus)
+    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus)
+    if is_sharded(lines):
+        with collective_guard(lines.distinct):
             cuts = segment_bounds(segments, lines.size)
         return sharded.gram(lines, cuts, selection)
-    lines = Operands.of(rows, minus)
     if needs_autograd_path(lines.distinct):
         dense = lines.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, lines.size)]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
-    blocks = blocks_of(segments, lines.size)
-    high = reduction.segment_sums(selection.block_products(lines, blocks), blocks)
+    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
+    sums = selection.block_products(lines, blocks)
+    high = sums if blocks.are_segments else reduction.pairwise_sum(sums, blocks)[0]
     outside = reduction.out_of_range(lines, high)
     if outside is not None:
         powers = reduction.scaling_exponents(lines, blocks, outside)
         if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
-            high = reduction.rescaled(
-                high, reduction.segment_sums(reference.block_products(lines, blocks, -powers), blocks), powers
-            )
+            scaled = reference.block_products(lines.prepare(), blocks, -powers)
+            high = reduction.rescaled(high, reduction.pairwise_sum(scaled, blocks)[0], powers)
     return reduction.unpack_symmetric(high, len(lines.plus))
 
 
 @overload
 def combine(
     base: R,
-    rows: Tensor | Sequence[Row],
+    rows: Tensor | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -110,7 +137,7 @@ def combine(
 @overload
 def combine(
     base: None,
-    rows: Tensor | Sequence[R],
+    rows: Tensor | Sequence[R] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -120,7 +147,7 @@ def combine(
 @overload
 def combine(
     base: Row | None,
-    rows: Tensor | Sequence[Row],
+    rows: Tensor | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -129,7 +156,7 @@ def combine(
 ) -> R: ...
 def combine(
     base: Row | None,
-    rows: Float[Tensor, "k P"] | Sequence[Row],
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands,
     coefficients: Coefficients,
     *,
     minus: Subtrahend = None,
@@ -163,16 +190,15 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    if is_sharded(rows, minus, base, out):
-        with collective_guard(rows, minus, base, out):
-            lines = Operands.of(rows, minus)
+    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus, base, out)
+    if is_sharded(lines, base, out):
+        with collective_guard(lines.distinct, base, out):
             cuts = segment_bounds(segments, lines.size)
-            start, target = _check_base_and_out(lines, base, out)
+            lines, start, target = lines.with_base_and_out(base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
         new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
-    lines = Operands.of(rows, minus)
-    start, target = _check_base_and_out(lines, base, out)
+    lines, start, target = lines.with_base_and_out(base, out)
     involved: list[Operand] = [*lines.distinct]
     if start is not None:
         involved.append(start)
@@ -184,7 +210,7 @@ def combine(
         return _combine_autograd(
             start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target
         )
-    blocks = blocks_of(segments, lines.size)
+    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
     factors = check_coefficients(coefficients, len(blocks.segment_bounds), len(lines.plus))
     if isinstance(factors, Tensor):
         if needs_autograd_path((factors,)):
@@ -197,12 +223,6 @@ def combine(
     selection.combine(start, lines, factors, blocks, target)
     bump_version(target)
     return out
-
-
-def _check_base_and_out(lines: Operands, base: Row | None, out: Row | None) -> tuple[Operand | None, Operand | None]:
-    """The base and the target, checked."""
-    start = None if base is None else lines.as_operand("base", base)
-    return start, None if out is None else lines.as_operand("out", out)
 
 
 def _combine_autograd(

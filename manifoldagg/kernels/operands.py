@@ -18,7 +18,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.tensor_list import Row, TensorList, as_float64, edges
+from manifoldagg.kernels.tensor_list import CPU, NULL_DESCRIPTOR, Row, TensorList, as_float64, describe_vector, edges
 
 __all__ = [
     "SHARD_GROUP",
@@ -52,33 +52,38 @@ _requires_grad = attrgetter("requires_grad")
 
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
+NUMBER_TYPES = frozenset({float, int})
+SEQUENCE_TYPES = frozenset({list, tuple})
 NO_DEVICE = torch.device("meta")
 """Where no row can be: rows have values."""
 
 
 class Operands:
-    """k rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+    """k checked rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+
+    [`gram`][manifoldagg.kernels.gram] and [`combine`][manifoldagg.kernels.combine] accept operands in place of rows and
+    do not check them again. Operands belong to one step, in which no tensor gets another shape, dtype or storage.
 
     Attributes:
         plus: vectors, or tensors that all have the same lengths.
-        minus: likewise.
+        minus: as many, or `None`.
         distinct: all of them, each once.
-        shape: (P,), of a vector.
+        size: P; -1 before the first row.
         device: on which all are.
         lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
+        described: rows by their `id`, which they keep alive, with their descriptors for the native library.
+        tables: how the native library reads these rows: the number of pieces, their edges, and the descriptors of
+            `plus` and `minus`; `None` before `prepare`, and for rows that it cannot read.
     """
-
-    __slots__ = ("device", "distinct", "lengths", "minus", "plus", "shape")
 
     plus: tuple[Operand, ...]
     minus: tuple[Operand | None, ...]
     distinct: tuple[Operand, ...]
-    device: torch.device
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
-        self.device = NO_DEVICE
-        self.lengths: tuple[int, ...] | None = None
+    size: int = -1
+    device: torch.device = NO_DEVICE
+    lengths: tuple[int, ...] | None = None
+    described: dict[int, tuple[Operand | None, bytes]]
+    tables: tuple[int, bytes, bytes, bytes] | None = None
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
@@ -96,6 +101,7 @@ class Operands:
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
         found = Operands()
+        found.described = {}
         lines: dict[int, Operand] = {}
         for i, row in enumerate(plus):
             if id(row) not in lines:
@@ -103,10 +109,43 @@ class Operands:
         for i, row in enumerate(less):
             if row is not None and id(row) not in lines:
                 lines[id(row)] = found.as_operand("minus", row, i)
-        found.plus = tuple([lines[id(row)] for row in plus])
-        found.minus = tuple([None if row is None else lines[id(row)] for row in less])
-        found.distinct = tuple(lines.values())
+        return found._paired(
+            [lines[id(row)] for row in plus], [None if row is None else lines[id(row)] for row in less]
+        )
+
+    def select(self, indices: Iterable[int]) -> "Operands":
+        """Return the rows at some places, with what is subtracted from them."""
+        places = [*indices]
+        return self._paired([self.plus[i] for i in places], [self.minus[i] for i in places])
+
+    def with_minus(self, minus: Sequence[Operand | None]) -> "Operands":
+        """Return these rows less others, each of which must be in `distinct` or `None`."""
+        return self._paired(self.plus, minus)
+
+    def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
+        """Pair rows that were checked together with these."""
+        found = Operands()
+        found.size = self.size
+        found.device = self.device
+        found.lengths = self.lengths
+        found.described = self.described
+        found.plus = tuple(plus)
+        found.minus = tuple(minus)
+        found.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
         return found
+
+    def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
+        """Check the base and the target of a combination, and return them after the rows, cut as they are.
+
+        A base that is one of the rows is not checked again.
+        """
+        # The operands of the caller remain vectors in one piece.
+        cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
+        rows = self._paired(self.plus, self.minus) if cut else self
+        start = next((row for row in self.distinct if row is base), None)
+        if start is None and base is not None:
+            start = rows.as_operand("base", base)
+        return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
         """Check a row against the first one.
@@ -116,15 +155,17 @@ class Operands:
         """
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
-                self.shape = row.shape
+                self.size = row.shape[0]
                 self.device = row.device
-            fits = row.shape == self.shape and row.device == self.device
+            fits = row.shape == (self.size,) and row.device == self.device
             if fits and row.dtype.is_floating_point and row.layout is torch.strided:
                 return row
         elif isinstance(row, tuple) and row:
             line = row if isinstance(row, TensorList) else TensorList(row)
             if self._is_compatible(line):
-                self.lengths = line.lengths
+                if self.lengths is None:
+                    self.lengths = line.lengths
+                    self.described = {}  # Vectors are described piece by piece from now on.
                 return line
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
@@ -137,9 +178,9 @@ class Operands:
         if device is None:
             return False
         if self.device is NO_DEVICE:
-            self.shape = (size,)
+            self.size = size
             self.device = device
-        alike = self.shape == (size,) and self.lengths in (None, operand.lengths)
+        alike = self.size == size and self.lengths in (None, operand.lengths)
         return alike and device == self.device and not dtensors_in((operand,))
 
     def _describe_error(self, row: Any) -> str:
@@ -147,7 +188,7 @@ class Operands:
         if not isinstance(row, tuple):
             fault = _tensor_error(row, self.device)
             real = isinstance(row, Tensor) and row.dtype.is_floating_point
-            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != self.shape)):
+            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != (self.size,))):
                 expected = "one dimension" if self.device is NO_DEVICE else f"({self.size},)"
                 fault = f"expected shape {expected}, got {tuple(row.shape)}"
             return f": {fault}"
@@ -166,44 +207,37 @@ class Operands:
                 return f"[{i}]: {fault}"
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
-    @property
-    def size(self) -> int:
-        """P, the number of entries of a row."""
-        return self.shape[0]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The distinct dtypes."""
-        found: set[torch.dtype] = set()
-        for row in self.distinct:
-            if isinstance(row, Tensor):
-                found.add(row.dtype)
-            else:
-                found |= row.dtypes
-        return found
-
     def materialise(self) -> Tensor:
         """Compute the rows as one float64 tensor (k, P) in plain torch, which supports every transform."""
-        return torch.stack(
-            [
-                as_float64(a) if b is None else as_float64(a) - as_float64(b)
-                for a, b in zip(self.plus, self.minus, strict=True)
-            ]
-        )
+        pairs = zip(self.plus, self.minus, strict=True)
+        return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
-    def contiguous(self) -> "Operands":
-        """Return these rows with copies of noncontiguous tensors."""
+    def prepare(self) -> "Operands":
+        """Return these rows as a backend reads them: with contiguous tensors, and on the CPU with `tables`."""
+        if self.tables is not None:
+            return self
+        if self.device == CPU:
+            known = self.described
+            known[id(None)] = None, NULL_DESCRIPTOR * (1 if self.lengths is None else len(self.lengths))
+            for row in self.distinct:
+                if id(row) not in known:
+                    if isinstance(row, TensorList):
+                        known[id(row)] = row, row.describe()
+                    else:
+                        known[id(row)] = row, describe_vector(row, self.lengths)
+            plus = [known[id(row)][1] for row in self.plus]
+            minus = [known[id(row)][1] for row in self.minus]
+            if all(plus) and all(minus):
+                lengths = self.lengths or (self.size,)
+                self.tables = len(lengths), edges(lengths).tobytes(), b"".join(plus), b"".join(minus)
+                return self
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
-        lines = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        found = Operands()
-        found.shape = self.shape
-        found.device = self.device
-        found.lengths = self.lengths
-        found.plus = tuple([lines[id(row)] for row in self.plus])
-        found.minus = tuple([None if row is None else lines[id(row)] for row in self.minus])
-        found.distinct = tuple(lines.values())
-        return found
+        dense = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        less = [None if row is None else dense[id(row)] for row in self.minus]
+        copies = self._paired([dense[id(row)] for row in self.plus], less)
+        copies.described = {}  # Copies are released after the call.
+        return copies.prepare()
 
 
 def _tensor_error(tensor: Any, device: torch.device) -> str | None:
@@ -242,14 +276,21 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
         check_no_alias(out, read, rows.lengths)
         return
     assert isinstance(out, Tensor)
-    if out.shape[0] > 1 and out.stride(0) == 0:
+    size = out.shape[0]
+    if size > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
-    low, high, stride = _address_range(out)
+    if size == 0:
+        return
+    low = out.data_ptr()
+    stride = out.stride(0) * out.itemsize if size > 1 else out.itemsize  # in bytes, as all that follows
+    high = low + (size - 1) * stride + out.itemsize
     for row in read:
         assert isinstance(row, Tensor)
-        if row is out or row.data_ptr() >= high:
+        start = row.data_ptr()
+        if row is out or start >= high:
             continue
-        start, stop, step = _address_range(row)
+        step = row.stride(0) * row.itemsize if size > 1 else row.itemsize
+        stop = start + (size - 1) * step + row.itemsize
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
@@ -257,14 +298,12 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
             raise ArgumentError(OVERLAP_ERROR)
 
 
-def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
-    """Return the blocks of `segments`, lengths that sum to `size`; `None` is one segment.
+def blocks_of(segments: Sequence[int], size: int) -> Blocks:
+    """Return the blocks of `segments`, lengths that sum to `size`.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
     """
-    if segments is None:
-        return Blocks.of(((0, size),))
     if isinstance(segments, (list, tuple)) and set(map(type, segments)) <= {int}:
         return _blocks_of(tuple(segments), size)
     return Blocks.of(segment_bounds(segments, size))
@@ -296,23 +335,19 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     folded = _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
     if folded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
-    for row in read:
-        if row is out or len(order) == 0 or _are_disjoint(out, row):
-            continue
-        begin, end = address_ranges(row, lengths)
-        # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
-        first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
-        met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
-        same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
-        if not same.all() or not _have_same_dtypes(out, row, met):
+    others = [row for row in read if row is not out]
+    if len(order) == 0 or not others:
+        return
+    begin, end = np.stack([address_ranges(row, lengths) for row in others], axis=1)
+    # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
+    first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
+    met = (low[first] < end) & (high[first] > begin) & (end > begin)
+    same = (order[first] == np.arange(len(starts))) & (starts == begin) & (stops == end)
+    if (met & ~same).any():
+        raise ArgumentError(OVERLAP_ERROR)
+    for row, pieces in zip(others, met, strict=True):
+        if pieces.any() and not _have_same_dtypes(out, row, np.flatnonzero(pieces)):
             raise ArgumentError(OVERLAP_ERROR)
-
-
-def _are_disjoint(out: Operand, row: Operand) -> bool:
-    """Whether one of two rows of tensors ends before the other begins, as is usual of models made one after another."""
-    if isinstance(out, Tensor) or isinstance(row, Tensor):
-        return False
-    return out.address_bounds[1] <= row.address_bounds[0] or row.address_bounds[1] <= out.address_bounds[0]
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
@@ -389,9 +424,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
-            if _is_number_list(listed, k):
+            if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
                 return [[float(c) for c in listed]] * s
-            if len(listed) == s and all(_is_number_list(line, k) for line in listed):
+            nested = len(listed) == s and SEQUENCE_TYPES.issuperset(map(type, listed))
+            if nested and all(len(line) == k and NUMBER_TYPES.issuperset(map(type, line)) for line in listed):
                 return [[float(c) for c in line] for line in listed]
             factors = _stack_numbers(listed)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -423,13 +459,15 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
     return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in iter_tensors(tensors))
 
 
-def is_sharded(*groups: Subtrahend) -> bool:
+def is_sharded(*groups: "Subtrahend | Operands") -> bool:
     """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
-    return not torch.compiler.is_compiling() and (SHARD_GROUP.get() is not None or bool(dtensors_in(groups)))
+    if torch.compiler.is_compiling():
+        return False
+    return SHARD_GROUP.get() is not None or ("torch.distributed.tensor" in sys.modules and bool(dtensors_in(groups)))
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:
-    """Return the `DTensor`s among tensors and sequences of them."""
+    """Return the `DTensor`s among tensors, sequences of them, and operands."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
@@ -437,6 +475,8 @@ def dtensors_in(groups: Iterable[Any]) -> list[Any]:
     for group in groups:
         if isinstance(group, module.DTensor):
             found.append(group)
+        elif isinstance(group, Operands):  # tensor lists have none
+            found += [row for row in group.distinct if isinstance(row, module.DTensor)]
         elif isinstance(group, (tuple, list)) and not NON_DTENSOR_TYPES.issuperset(map(type, group)):
             found += dtensors_in(group)
     return found
@@ -456,23 +496,6 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
         return tuple(vectors)
     except TypeError:
         raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
-
-
-def _address_range(row: Tensor) -> tuple[int, int, int]:
-    """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
-    start = row.data_ptr()
-    size = row.shape[0]
-    item = row.itemsize
-    stride = row.stride(0) * item if size > 1 else item
-    return start, start + (size - 1) * stride + item if size else start, stride
-
-
-def _is_number_list(values: Any, k: int) -> bool:
-    return (
-        isinstance(values, (list, tuple))
-        and len(values) == k
-        and all(type(c) is float or type(c) is int for c in values)
-    )
 
 
 def _stack_numbers(numbers: Any) -> Tensor:

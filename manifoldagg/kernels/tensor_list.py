@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
+from struct import Struct
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,12 +14,24 @@ from torch import Tensor
 
 from manifoldagg.kernels.alloc import HUGE_PAGE_BYTES, empty_like
 
-__all__ = ["CPU", "NATIVE_DTYPES", "Row", "TensorList", "as_float64", "edges", "overlapping_pieces"]
+__all__ = [
+    "CPU",
+    "NULL_DESCRIPTOR",
+    "Row",
+    "TensorList",
+    "as_float64",
+    "describe_vector",
+    "edges",
+    "overlapping_pieces",
+]
 
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What `native.cpp` calls the dtypes that it reads."""
 EMPTY_ADDRESS = 64
 """The address of a tensor without entries, which is never read; 0 means that there is no tensor."""
+_pack_descriptor = Struct("3q").pack
+NULL_DESCRIPTOR = _pack_descriptor(0, 1, 0)
+"""The descriptor of an operand that is `None`."""
 
 CPU = torch.device("cpu")
 
@@ -91,9 +104,12 @@ class TensorList(tuple[Tensor, ...]):
     @_lazy
     def device(self) -> torch.device | None:
         """The common device if all tensors are dense, allocated and floating there; else `None`."""
-        real = all(dtype.is_floating_point for dtype in self.dtypes)
-        dense = {torch.strided} == set(map(_layout, self))
-        if not (real and dense) or len(self.devices) > 1:
+        # All attributes that a check needs at once: each would cost two calls of its own.
+        lengths = tuple(map(Tensor.numel, self))
+        dtypes = frozenset(map(_dtype, self))
+        self.__dict__.update(lengths=lengths, size=sum(lengths), dtypes=dtypes)
+        real = all(dtype.is_floating_point for dtype in dtypes)
+        if not real or {torch.strided} != set(map(_layout, self)) or len(self.devices) > 1:
             return None
         (device,) = self.devices
         return None if device.type == "meta" else device
@@ -109,14 +125,6 @@ class TensorList(tuple[Tensor, ...]):
         return tuple(map(Tensor.data_ptr, self))
 
     @_lazy
-    def address_bounds(self) -> tuple[int, int]:
-        """The lowest and the highest address of all entries."""
-        if not self.is_contiguous:
-            return int(self.address_ranges[0].min()), int(self.address_ranges[1].max())
-        item = max(dtype.itemsize for dtype in self.dtypes)
-        return min(self.addresses), max(self.addresses) + max(self.lengths) * item
-
-    @_lazy
     def address_ranges(self) -> np.ndarray:
         """The address range of each tensor: (2, n)."""
         found = np.empty((2, len(self)), np.int64)
@@ -128,26 +136,28 @@ class TensorList(tuple[Tensor, ...]):
             found[1] += np.array([_byte_extent(tensor) for tensor in self], np.int64)
         return found
 
-    @_lazy
-    def descriptors(self) -> bytes | None:
-        """The address, stride 1 and dtype of each tensor for `native.cpp`; `None` if it cannot read one.
-
-        The tensors lie in one piece each.
-        """
-        if not self.dtypes <= NATIVE_DTYPES.keys() or any(map(Tensor.is_neg, self)):
-            return None
-        if len(self.dtypes) == 1:
-            table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
-        else:
-            table = _descriptor_template(len(self), 0).copy()
-            table[:, 2] = [NATIVE_DTYPES[d] for d in map(_dtype, self)]
-        table[:, 0] = self.addresses
-        if 0 in self.addresses:
-            empty = table[:, 0] == 0
-            if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
-                return None
-            table[empty, 0] = EMPTY_ADDRESS
-        return table.tobytes()
+    def describe(self) -> bytes:
+        """Return the address, stride and dtype of each tensor for `native.cpp`; `b""` if it cannot read one."""
+        known = self.__dict__
+        if "descriptors" not in known:
+            # One function reads all that a kernel needs: each attribute would cost two calls of its own.
+            if "is_contiguous" not in known:
+                known["is_contiguous"] = all(map(Tensor.is_contiguous, self))
+            addresses = known["addresses"] = tuple(map(Tensor.data_ptr, self))
+            known["descriptors"] = b""
+            if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
+                table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
+                table[:, 0] = addresses
+                if len(self.dtypes) > 1:
+                    table[:, 2] = [NATIVE_DTYPES[dtype] for dtype in map(_dtype, self)]
+                if 0 in addresses:
+                    null = table[:, 0] == 0
+                    table[null, 0] = EMPTY_ADDRESS
+                    if np.array(self.lengths)[null].any():  # A lazily allocated zero tensor has a null data pointer.
+                        return b""
+                known["descriptors"] = table.tobytes()
+        found: bytes = known["descriptors"]
+        return found
 
     def contiguous(self) -> "TensorList":
         """Return this row, with copies of noncontiguous tensors."""
@@ -162,6 +172,27 @@ class TensorList(tuple[Tensor, ...]):
             found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True)
             return found
         return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
+
+
+def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
+    """Return the address, stride and dtype of each piece of a vector for `native.cpp`; `b""` if it cannot read it.
+
+    Args:
+        vector: on the CPU.
+        lengths: of the pieces; `None` is one piece.
+    """
+    dtype = NATIVE_DTYPES.get(vector.dtype)
+    address = vector.data_ptr()
+    # A lazily allocated zero tensor has a null data pointer.
+    if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
+        return b""
+    step = vector.stride(0)
+    if lengths is None:
+        return _pack_descriptor(address, step, dtype)
+    table = np.empty((len(lengths), 3), np.int64)
+    table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
+    table[:, 1:] = step, dtype
+    return table.tobytes()
 
 
 def _byte_extent(tensor: Tensor) -> int:
