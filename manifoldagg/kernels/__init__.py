@@ -114,7 +114,7 @@ def gram(
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
     sums = selection.block_products(lines, blocks)
-    high = sums if blocks.are_segments else reduction.pairwise_sum(sums, blocks)[0]
+    high = sums if len(sums) == len(blocks.segment_bounds) == 1 else reduction.pairwise_sum(sums, blocks)[0]
     outside = reduction.out_of_range(lines, high)
     if outside is not None:
         powers = reduction.scaling_exponents(lines, blocks, outside)
@@ -199,13 +199,9 @@ def combine(
         new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
     lines, start, target = lines.with_base_and_out(base, out)
-    involved: list[Operand] = [*lines.distinct]
-    if start is not None:
-        involved.append(start)
     if target is not None:
         check_target(target, lines, start)
-        involved.append(target)
-    if needs_autograd_path(involved):
+    if needs_autograd_path([row for row in (*lines.distinct, start, target) if row is not None]):
         cuts = segment_bounds(segments, lines.size)
         return _combine_autograd(
             start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target
@@ -216,12 +212,11 @@ def combine(
         if needs_autograd_path((factors,)):
             return _combine_autograd(start, lines, factors, blocks.segment_bounds, target)
         factors = factors.tolist()
-    if out is None or target is None:
-        target = empty_like_row(lines.plus[0] if start is None else start)
-        selection.combine(start, lines, factors, blocks, target)
-        return target
-    selection.combine(start, lines, factors, blocks, target)
-    bump_version(target)
+    new = empty_like_row(lines.plus[0] if start is None else start) if target is None else target
+    selection.combine(start, lines, factors, blocks, new)
+    if out is None:
+        return new
+    bump_version(new)
     return out
 
 

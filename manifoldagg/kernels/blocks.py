@@ -57,11 +57,6 @@ class Blocks:
         return self.table.ctypes.data
 
     @cached_property
-    def are_segments(self) -> bool:
-        """Whether each segment is one block, so that the sums of the blocks need no reduction."""
-        return np.array_equal(self.table[:, 2], np.arange(len(self.segment_bounds)))
-
-    @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
         """The tree of `pairwise_sum`: for each level, the parts that are added and their targets."""
         here = np.arange(len(self.table))

@@ -40,8 +40,7 @@ class LinearCombination:
         Raises:
             ArgumentError: if a row is not a row, or lengths or devices differ.
         """
-        k = len(coefficients[0])
-        used = [j for j in range(k) if any(line[j] != 0 for line in coefficients)] or [0]
+        used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
         if isinstance(rows, Operands):
             lines = rows.select(used)
         else:

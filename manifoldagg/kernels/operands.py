@@ -53,7 +53,6 @@ _requires_grad = attrgetter("requires_grad")
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
 NUMBER_TYPES = frozenset({float, int})
-SEQUENCE_TYPES = frozenset({list, tuple})
 NO_DEVICE = torch.device("meta")
 """Where no row can be: rows have values."""
 
@@ -113,10 +112,9 @@ class Operands:
             [lines[id(row)] for row in plus], [None if row is None else lines[id(row)] for row in less]
         )
 
-    def select(self, indices: Iterable[int]) -> "Operands":
+    def select(self, indices: Sequence[int]) -> "Operands":
         """Return the rows at some places, with what is subtracted from them."""
-        places = [*indices]
-        return self._paired([self.plus[i] for i in places], [self.minus[i] for i in places])
+        return self._paired([self.plus[i] for i in indices], [self.minus[i] for i in indices])
 
     def with_minus(self, minus: Sequence[Operand | None]) -> "Operands":
         """Return these rows less others, each of which must be in `distinct` or `None`."""
@@ -171,8 +169,7 @@ class Operands:
 
     def _is_compatible(self, operand: TensorList) -> bool:
         try:
-            device = operand.device
-            size = operand.size
+            device, size = operand.device, operand.size
         except (TypeError, AttributeError):  # not of a tensor
             return False
         if device is None:
@@ -376,14 +373,11 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
     """Whether these pieces of two rows have the same dtypes."""
-    ours, theirs = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
-    if len(ours) == 1 and ours == theirs:
+    kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
+    if len(kinds) == 1 and kinds == others:
         return True
-    return all(_dtype(out, i) == _dtype(row, i) for i in pieces.tolist())
-
-
-def _dtype(row: Operand, piece: int) -> torch.dtype:
-    return row.dtype if isinstance(row, Tensor) else row[piece].dtype
+    pairs = ([x if isinstance(x, Tensor) else x[i] for x in (out, row)] for i in pieces.tolist())
+    return all(ours.dtype == theirs.dtype for ours, theirs in pairs)
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
@@ -426,7 +420,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             listed: list[Any] = list(coefficients)
             if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
                 return [[float(c) for c in listed]] * s
-            nested = len(listed) == s and SEQUENCE_TYPES.issuperset(map(type, listed))
+            nested = len(listed) == s and set(map(type, listed)) <= {list, tuple}
             if nested and all(len(line) == k and NUMBER_TYPES.issuperset(map(type, line)) for line in listed):
                 return [[float(c) for c in line] for line in listed]
             factors = _stack_numbers(listed)

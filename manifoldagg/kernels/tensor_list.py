@@ -146,18 +146,17 @@ class TensorList(tuple[Tensor, ...]):
             addresses = known["addresses"] = tuple(map(Tensor.data_ptr, self))
             known["descriptors"] = b""
             if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
-                table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
+                table = np.ones((len(self), 3), np.int64)
                 table[:, 0] = addresses
-                if len(self.dtypes) > 1:
-                    table[:, 2] = [NATIVE_DTYPES[dtype] for dtype in map(_dtype, self)]
+                kinds = map(_dtype, self if len(self.dtypes) > 1 else self[:1])
+                table[:, 2] = [NATIVE_DTYPES[dtype] for dtype in kinds]
                 if 0 in addresses:
                     null = table[:, 0] == 0
                     table[null, 0] = EMPTY_ADDRESS
                     if np.array(self.lengths)[null].any():  # A lazily allocated zero tensor has a null data pointer.
                         return b""
                 known["descriptors"] = table.tobytes()
-        found: bytes = known["descriptors"]
-        return found
+        return bytes(known["descriptors"])  # the same object
 
     def contiguous(self) -> "TensorList":
         """Return this row, with copies of noncontiguous tensors."""
@@ -205,12 +204,6 @@ def _byte_extent(tensor: Tensor) -> int:
 
 Row = Tensor | tuple[Tensor, ...]
 """A vector (P,), or tensors whose entries, one tensor after another, are P numbers."""
-
-
-@lru_cache(maxsize=64)
-def _descriptor_template(count: int, dtype: int) -> np.ndarray:
-    """A table without addresses, to be copied."""
-    return np.tile(np.array([0, 1, dtype], np.int64), (count, 1))
 
 
 @lru_cache(maxsize=64)

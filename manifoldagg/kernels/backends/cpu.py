@@ -148,14 +148,11 @@ def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
     """Whether to write past the cache: a large target that is not read."""
-    if size * max(dtype.itemsize for dtype in _dtypes(out)) < MIN_STREAMING_BYTES:
+    itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
+    if size * itemsize < MIN_STREAMING_BYTES:
         return False
     apart = set(_addresses(out))
     return all(apart.isdisjoint(_addresses(row)) for row in read)
-
-
-def _dtypes(row: Operand) -> Iterable[torch.dtype]:
-    return (row.dtype,) if isinstance(row, Tensor) else row.dtypes
 
 
 def _addresses(row: Operand) -> Sequence[int]:
