@@ -49,9 +49,9 @@ SHARD_GROUP: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None
 
 _requires_grad = attrgetter("requires_grad")
 
-
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
+PLAIN_ROW_TYPES = NON_DTENSOR_TYPES | {TensorList}
 NUMBER_TYPES = frozenset({float, int})
 NO_DEVICE = torch.device("meta")
 """Where no row can be: rows have values."""
@@ -127,8 +127,7 @@ class Operands:
         found.device = self.device
         found.lengths = self.lengths
         found.described = self.described
-        found.plus = tuple(plus)
-        found.minus = tuple(minus)
+        found.plus, found.minus = tuple(plus), tuple(minus)
         found.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
         return found
 
@@ -457,7 +456,9 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
     """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
-    return SHARD_GROUP.get() is not None or ("torch.distributed.tensor" in sys.modules and bool(dtensors_in(groups)))
+    rows = [x for x in groups if not (isinstance(x, Operands) and PLAIN_ROW_TYPES.issuperset(map(type, x.distinct)))]
+    placed = rows and "torch.distributed.tensor" in sys.modules and dtensors_in(rows)
+    return SHARD_GROUP.get() is not None or bool(placed)
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:

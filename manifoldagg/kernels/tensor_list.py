@@ -148,8 +148,7 @@ class TensorList(tuple[Tensor, ...]):
             if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
                 table = np.ones((len(self), 3), np.int64)
                 table[:, 0] = addresses
-                kinds = map(_dtype, self if len(self.dtypes) > 1 else self[:1])
-                table[:, 2] = [NATIVE_DTYPES[dtype] for dtype in kinds]
+                table[:, 2] = [NATIVE_DTYPES[x.dtype] for x in (self if len(self.dtypes) > 1 else self[:1])]
                 if 0 in addresses:
                     null = table[:, 0] == 0
                     table[null, 0] = EMPTY_ADDRESS

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # the check for DTensors is part of the budget
 from hypothesis import given
 from hypothesis import strategies as st
 

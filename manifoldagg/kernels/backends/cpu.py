@@ -94,14 +94,14 @@ def combine(
     target = out.describe() if isinstance(out, TensorList) else describe_vector(out, rows.lengths)
     if not (start and target):
         return None
-    k = len(rows.plus)
     count = len(blocks.table)
-    threads = min(torch.get_num_threads(), count) if rows.size * k > MAX_SERIAL_ENTRIES else 1
+    threads = min(torch.get_num_threads(), count) if rows.size * len(rows.plus) > MAX_SERIAL_ENTRIES else 1
     numbers = array("d", [c for line in coefficients for c in line])
     read = rows.distinct if base is None else (*rows.distinct, base)
     stream = 8 * rows.size >= MIN_STREAMING_BYTES and _use_streaming_store(read, rows.size, out)
     done = _require_library().manifoldagg_combine(
-        *(k, *rows.tables, start, target, numbers.buffer_info()[0], count, blocks.table_address, stream, threads)
+        *(len(rows.plus), *rows.tables, start, target, numbers.buffer_info()[0]),
+        *(count, blocks.table_address, stream, threads),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
