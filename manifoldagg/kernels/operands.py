@@ -132,10 +132,7 @@ class Operands:
         return found
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Check the base and the target of a combination, and return them after the rows, cut as they are.
-
-        A base that is one of the rows is not checked again.
-        """
+        """Check a base that is not one of the rows, and a target; return both after the rows, cut as they are."""
         # The operands of the caller remain vectors in one piece.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
         rows = self._paired(self.plus, self.minus) if cut else self
@@ -456,9 +453,10 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
     """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
+    if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
+        return SHARD_GROUP.get() is not None
     rows = [x for x in groups if not (isinstance(x, Operands) and PLAIN_ROW_TYPES.issuperset(map(type, x.distinct)))]
-    placed = rows and "torch.distributed.tensor" in sys.modules and dtensors_in(rows)
-    return SHARD_GROUP.get() is not None or bool(placed)
+    return bool(rows and dtensors_in(rows))
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:

@@ -88,7 +88,7 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
     """
     k = len(rows.plus)
     # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
-    if not any(torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes) for row in rows.distinct):
+    if not [row for row in rows.distinct if torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes)]:
         return None
     squares = sums[:, _triangle_indices(k).diagonal()]
     # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.

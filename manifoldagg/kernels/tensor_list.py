@@ -1,5 +1,6 @@
 """Tensor lists: a row whose entries are stored in several tensors, as in a model."""
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -39,7 +40,6 @@ _dtype = attrgetter("dtype")
 _layout = attrgetter("layout")
 _is_cpu = attrgetter("is_cpu")
 _device = attrgetter("device")
-
 
 T = TypeVar("T")
 
@@ -146,14 +146,15 @@ class TensorList(tuple[Tensor, ...]):
             addresses = known["addresses"] = tuple(map(Tensor.data_ptr, self))
             known["descriptors"] = b""
             if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
-                table = np.ones((len(self), 3), np.int64)
-                table[:, 0] = addresses
-                table[:, 2] = [NATIVE_DTYPES[x.dtype] for x in (self if len(self.dtypes) > 1 else self[:1])]
                 if 0 in addresses:
-                    null = table[:, 0] == 0
-                    table[null, 0] = EMPTY_ADDRESS
-                    if np.array(self.lengths)[null].any():  # A lazily allocated zero tensor has a null data pointer.
+                    # A lazily allocated zero tensor has entries, but a null data pointer.
+                    if any(n for n, address in zip(self.lengths, addresses, strict=True) if address == 0):
                         return b""
+                    addresses = tuple([address or EMPTY_ADDRESS for address in addresses])
+                table = array("q", (0, 1, NATIVE_DTYPES[self[0].dtype])) * len(self)
+                table[::3] = array("q", addresses)
+                if len(self.dtypes) > 1:
+                    table[2::3] = array("q", [NATIVE_DTYPES[tensor.dtype] for tensor in self])
                 known["descriptors"] = table.tobytes()
         return bytes(known["descriptors"])  # the same object
 
