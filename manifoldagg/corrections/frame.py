@@ -431,7 +431,10 @@ class Frame:
         lines, segments, minus = self._resolve_coefficients(coefficients)
         if self.ambient.leaves:
             return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
-        rows = self.operands if minus is self.minus else self.operands.with_minus(minus)
+        rows = self.operands
+        if minus is not self.minus:  # the rows are differences from the current model
+            n = self.num_displacements
+            rows = rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
         return combine(base, rows, lines, segments=segments, out=out)
 
     def _resolve_coefficients(

@@ -17,6 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reduction, sharded
 from manifoldagg.kernels.backends import reference, selection
 from manifoldagg.kernels.backends.selection import available_backends, set_backend
+from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.operands import (
     Operand,
     Operands,
@@ -37,16 +38,34 @@ Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | F
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-__all__ = [
-    "Row",
-    "TensorList",
-    "across_ranks",
-    "as_operands",
-    "available_backends",
-    "combine",
-    "gram",
-    "set_backend",
-]
+__all__ = ["Row", "TensorList", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
+
+
+def as_operands(
+    rows: Float[Tensor, "k P"] | Sequence[Row] | Operands, minus: Subtrahend = None, *others: Row | None
+) -> Operands:
+    """Check and pair rows once, for several calls of `gram` and `combine`; operands are returned as they are.
+
+    `others` are further rows of the calls: where one of them is sharded, so are `rows`. They are not checked here.
+
+    Raises:
+        ArgumentError: if rows and `minus` do not fit one another; on every rank, if they are sharded.
+
+    Example:
+        >>> import torch
+        >>> base, current, point = torch.zeros(2), torch.ones(2), torch.tensor([3.0, 5.0])
+        >>> rows = as_operands([point, current], base)
+        >>> gram(rows.select([0])).item(), combine(current, rows.with_minus([current, base]), [0.5, 0.0]).tolist()
+        (34.0, [2.0, 3.0])
+    """
+    if isinstance(rows, Operands):
+        if minus is not None:
+            raise ArgumentError("minus: expected None, because the operands include what is subtracted")
+        return rows
+    if is_sharded(rows, minus, *others):
+        with collective_guard(rows, minus, *others):
+            return Operands.of(rows, minus)
+    return Operands.of(rows, minus)
 
 
 def gram(
@@ -62,8 +81,7 @@ def gram(
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
             shapes, the entries of which are read one tensor after another where they lie; the tuples of a call have
-            the same lengths tensor by tensor. Or the result of [`as_operands`][manifoldagg.kernels.as_operands], which
-            is not validated again and contains the $b_i$.
+            the same lengths tensor by tensor. `Operands` have been checked, with their $b_i$.
         minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` a row.
         segments: lengths that cut P into S consecutive pieces; `None` is one piece.
 
@@ -84,8 +102,8 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    lines = rows if isinstance(rows, Operands) else as_operands(rows, minus)
-    if is_sharded(lines.distinct):
+    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus)
+    if is_sharded(lines):
         with collective_guard(lines.distinct):
             cuts = segment_bounds(segments, lines.size)
         return sharded.gram(lines, cuts, selection)
@@ -94,15 +112,15 @@ def gram(
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, lines.size)]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
-    blocks = blocks_of(segments, lines.size)
-    high = reduction.segment_sums(selection.block_products(lines, blocks), blocks)
+    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
+    sums = selection.block_products(lines, blocks)
+    high = sums if len(sums) == len(blocks.segment_bounds) == 1 else reduction.pairwise_sum(sums, blocks)[0]
     outside = reduction.out_of_range(lines, high)
     if outside is not None:
         powers = reduction.scaling_exponents(lines, blocks, outside)
         if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
-            high = reduction.rescaled(
-                high, reduction.segment_sums(reference.block_products(lines, blocks, -powers), blocks), powers
-            )
+            scaled = reference.block_products(lines.prepare(), blocks, -powers)
+            high = reduction.rescaled(high, reduction.pairwise_sum(scaled, blocks)[0], powers)
     return reduction.unpack_symmetric(high, len(lines.plus))
 
 
@@ -172,73 +190,34 @@ def combine(
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    lines = rows if isinstance(rows, Operands) else as_operands(rows, minus, base, out)
-    if is_sharded(lines.distinct, base, out):
+    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus, base, out)
+    if is_sharded(lines, base, out):
         with collective_guard(lines.distinct, base, out):
             cuts = segment_bounds(segments, lines.size)
-            start, target = _check_base_and_out(lines, base, out)
+            lines, start, target = lines.with_base_and_out(base, out)
             factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
         new = sharded.combine(start, lines, factors, cuts, target, selection)
         return new if out is None else out
-    start, target = _check_base_and_out(lines, base, out)
-    involved: list[Operand] = [*lines.distinct]
-    if start is not None:
-        involved.append(start)
+    lines, start, target = lines.with_base_and_out(base, out)
     if target is not None:
         check_target(target, lines, start)
-        involved.append(target)
-    if needs_autograd_path(involved):
+    if needs_autograd_path([row for row in (*lines.distinct, start, target) if row is not None]):
         cuts = segment_bounds(segments, lines.size)
         return _combine_autograd(
             start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target
         )
-    blocks = blocks_of(segments, lines.size)
+    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
     factors = check_coefficients(coefficients, len(blocks.segment_bounds), len(lines.plus))
     if isinstance(factors, Tensor):
         if needs_autograd_path((factors,)):
             return _combine_autograd(start, lines, factors, blocks.segment_bounds, target)
         factors = factors.tolist()
-    if out is None or target is None:
-        target = empty_like_row(lines.plus[0] if start is None else start)
-        selection.combine(start, lines, factors, blocks, target)
-        return target
-    selection.combine(start, lines, factors, blocks, target)
-    bump_version(target)
+    new = empty_like_row(lines.plus[0] if start is None else start) if target is None else target
+    selection.combine(start, lines, factors, blocks, new)
+    if out is None:
+        return new
+    bump_version(new)
     return out
-
-
-def as_operands(rows: Tensor | Sequence[Row], minus: Subtrahend = None, *others: Row | None) -> Operands:
-    """Validate rows, once for several calls of `gram` and `combine`.
-
-    Args:
-        rows: as in `gram`.
-        minus: as in `gram`.
-        others: further rows of the call; they decide with the others whether the rows are shards.
-
-    Raises:
-        ArgumentError: if the rows do not fit one another; for shards on every rank.
-
-    Example:
-        >>> import torch
-        >>> operands = as_operands([torch.ones(2), torch.tensor([2.0, 0.0])])
-        >>> gram(operands)[0, 0].tolist(), combine(None, operands, [1.0, 0.5])
-        ([2.0, 2.0], tensor([2., 1.]))
-    """
-    if is_sharded(rows, minus, *others):
-        with collective_guard(rows, minus, *others):
-            return Operands.of(rows, minus)
-    return Operands.of(rows, minus)
-
-
-def _check_base_and_out(lines: Operands, base: Row | None, out: Row | None) -> tuple[Operand | None, Operand | None]:
-    """Return the base and the target as validated rows."""
-    known = lines.known
-    start = target = None
-    if base is not None:
-        start = known[id(base)] if id(base) in known else lines.as_operand("base", base)
-    if out is not None:
-        target = known[id(out)] if id(out) in known else lines.as_operand("out", out)
-    return start, target
 
 
 def _combine_autograd(

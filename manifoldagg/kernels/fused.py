@@ -30,18 +30,21 @@ class LinearCombination:
     @staticmethod
     def of(
         base: Row | None,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | Operands,
         coefficients: Sequence[Sequence[float]],
-        minus: Sequence[Row | None],
+        minus: Sequence[Row | None] | None,
         out: TensorList,
     ) -> "LinearCombination":
-        """Build a combination without the rows whose coefficients are 0.
+        """Build a combination without the rows whose coefficients are 0; `minus` is `None` for operands.
 
         Raises:
             ArgumentError: if a row is not a row, or lengths or devices differ.
         """
-        used = [j for j in range(len(rows)) if any(line[j] != 0 for line in coefficients)] or [0]
-        lines = Operands.of([rows[j] for j in used], [minus[j] for j in used])
+        used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
+        if isinstance(rows, Operands):
+            lines = rows.select(used)
+        else:
+            lines = Operands.of([rows[j] for j in used], minus and [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
         start = None if base is None else lines.as_operand("base", base)
         lines.as_operand("out", out)  # of which vectors are seen as such pieces

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +18,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.blocks import Blocks
-from manifoldagg.kernels.tensor_list import Row, TensorList, as_float64, edges
+from manifoldagg.kernels.tensor_list import CPU, NULL_DESCRIPTOR, Row, TensorList, as_float64, describe_vector, edges
 
 __all__ = [
     "SHARD_GROUP",
@@ -50,46 +49,40 @@ SHARD_GROUP: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None
 
 _requires_grad = attrgetter("requires_grad")
 
-
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
+PLAIN_ROW_TYPES = NON_DTENSOR_TYPES | {TensorList}
+NUMBER_TYPES = frozenset({float, int})
 NO_DEVICE = torch.device("meta")
 """Where no row can be: rows have values."""
 
 
 class Operands:
-    """Validated rows: k rows of P entries, where row i is `plus[i]`, or `plus[i] - minus[i]` if that is not `None`.
+    """k checked rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
 
-    `gram` and `combine` accept an `Operands` in place of rows. They do not validate it again, and they describe each
-    row once to the native library.
+    [`gram`][manifoldagg.kernels.gram] and [`combine`][manifoldagg.kernels.combine] accept operands in place of rows and
+    do not check them again. Operands belong to one step, in which no tensor gets another shape, dtype or storage.
 
     Attributes:
-        plus: vectors, or tensor lists of the same lengths.
-        minus: the same, or `None`.
-        distinct: all rows, each once.
-        shape: (P,), the shape of a vector.
-        size: P, the number of entries of a row.
-        device: the common device.
-        lengths: the lengths of the tensors of a tensor list; `None` if all rows are vectors.
-        known: the validated rows by the `id` of the given rows, which `sources` keeps alive.
-        descriptors: the descriptions of rows for the native library, by the `id` of the validated rows.
+        plus: vectors, or tensors that all have the same lengths.
+        minus: as many, or `None`.
+        distinct: all of them, each once.
+        size: P; -1 before the first row.
+        device: on which all are.
+        lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
+        described: rows by their `id`, which they keep alive, with their descriptors for the native library.
+        tables: how the native library reads these rows: the number of pieces, their edges, and the descriptors of
+            `plus` and `minus`; `None` before `prepare`, and for rows that it cannot read.
     """
-
-    __slots__ = ("descriptors", "device", "distinct", "known", "lengths", "minus", "plus", "shape", "size", "sources")
 
     plus: tuple[Operand, ...]
     minus: tuple[Operand | None, ...]
     distinct: tuple[Operand, ...]
-    sources: tuple[Any, ...]
-    device: torch.device
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
-        self.size = 0
-        self.device = NO_DEVICE
-        self.lengths: tuple[int, ...] | None = None
-        self.known: dict[int, Operand] = {}
-        self.descriptors: dict[int, bytes | None] = {}
+    size: int = -1
+    device: torch.device = NO_DEVICE
+    lengths: tuple[int, ...] | None = None
+    described: dict[int, tuple[Operand | None, bytes]]
+    tables: tuple[int, bytes, bytes, bytes] | None = None
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
@@ -100,45 +93,53 @@ class Operands:
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
-        plus = rows if type(rows) is tuple else _as_tuple("rows", rows)
-        if minus is None or isinstance(minus, Tensor):
-            less: tuple[Any, ...] = (minus,) * len(plus)
-        else:
-            less = minus if type(minus) is tuple else _as_tuple("minus", minus)
+        plus = _as_tuple("rows", rows)
+        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _as_tuple("minus", minus)
         if not plus:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
         found = Operands()
-        found.sources = (*plus, *less)
-        for name, group in (("rows", plus), ("minus", less)):
-            for i, row in enumerate(group):
-                if id(row) not in found.known and not (row is None and name == "minus"):
-                    found.known[id(row)] = found.as_operand(name, row, i)
-        return found._pair(plus, less)
+        found.described = {}
+        lines: dict[int, Operand] = {}
+        for i, row in enumerate(plus):
+            if id(row) not in lines:
+                lines[id(row)] = found.as_operand("rows", row, i)
+        for i, row in enumerate(less):
+            if row is not None and id(row) not in lines:
+                lines[id(row)] = found.as_operand("minus", row, i)
+        return found._paired(
+            [lines[id(row)] for row in plus], [None if row is None else lines[id(row)] for row in less]
+        )
 
     def select(self, indices: Sequence[int]) -> "Operands":
-        """Return some of these rows."""
-        return self._derive()._pair([self.plus[i] for i in indices], [self.minus[i] for i in indices])
+        """Return the rows at some places, with what is subtracted from them."""
+        return self._paired([self.plus[i] for i in indices], [self.minus[i] for i in indices])
 
-    def with_minus(self, minus: Sequence[Row | None]) -> "Operands":
-        """Return these rows with other subtrahends, each of which is one of the given rows."""
-        return self._derive()._pair(self.plus, minus)
+    def with_minus(self, minus: Sequence[Operand | None]) -> "Operands":
+        """Return these rows less others, each of which must be in `distinct` or `None`."""
+        return self._paired(self.plus, minus)
 
-    def _derive(self) -> "Operands":
-        """Return an object for rows among these, which shares what is known of them."""
+    def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
+        """Pair rows that were checked together with these."""
         found = Operands()
-        for name in ("descriptors", "device", "known", "lengths", "shape", "size", "sources"):
-            setattr(found, name, getattr(self, name))
+        found.size = self.size
+        found.device = self.device
+        found.lengths = self.lengths
+        found.described = self.described
+        found.plus, found.minus = tuple(plus), tuple(minus)
+        found.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
         return found
 
-    def _pair(self, plus: Sequence[Row], minus: Sequence[Row | None]) -> "Operands":
-        """Set the rows, given or validated."""
-        known: dict[int, Any] = self.known
-        self.plus = tuple([known.get(id(row), row) for row in plus])
-        self.minus = tuple([None if row is None else known.get(id(row), row) for row in minus])
-        self.distinct = tuple({id(row): row for row in (*self.plus, *self.minus) if row is not None}.values())
-        return self
+    def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
+        """Check a base that is not one of the rows, and a target; return both after the rows, cut as they are."""
+        # The operands of the caller remain vectors in one piece.
+        cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
+        rows = self._paired(self.plus, self.minus) if cut else self
+        start = next((row for row in self.distinct if row is base), None)
+        if start is None and base is not None:
+            start = rows.as_operand("base", base)
+        return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
         """Check a row against the first one.
@@ -148,32 +149,39 @@ class Operands:
         """
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
-                self.shape = row.shape
                 self.size = row.shape[0]
                 self.device = row.device
-            fits = row.shape == self.shape and row.device == self.device
+            fits = row.shape == (self.size,) and row.device == self.device
             if fits and row.dtype.is_floating_point and row.layout is torch.strided:
                 return row
         elif isinstance(row, tuple) and row:
             line = row if isinstance(row, TensorList) else TensorList(row)
-            with suppress(TypeError, AttributeError):  # of an entry that is not a tensor
-                device = line.device
-                if self.device is NO_DEVICE and device is not None:
-                    self.size = line.size
-                    self.shape = (self.size,)
-                    self.device = device
-                alike = line.size == self.size and device == self.device and self.lengths in (None, line.lengths)
-                if alike and not ("torch.distributed.tensor" in sys.modules and dtensors_in((line,))):
+            if self._is_compatible(line):
+                if self.lengths is None:
                     self.lengths = line.lengths
-                    return line
+                    self.described = {}  # Vectors are described piece by piece from now on.
+                return line
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
+
+    def _is_compatible(self, operand: TensorList) -> bool:
+        try:
+            device, size = operand.device, operand.size
+        except (TypeError, AttributeError):  # not of a tensor
+            return False
+        if device is None:
+            return False
+        if self.device is NO_DEVICE:
+            self.size = size
+            self.device = device
+        alike = self.size == size and self.lengths in (None, operand.lengths)
+        return alike and device == self.device and not dtensors_in((operand,))
 
     def _describe_error(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""
         if not isinstance(row, tuple):
             fault = _tensor_error(row, self.device)
             real = isinstance(row, Tensor) and row.dtype.is_floating_point
-            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != self.shape)):
+            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != (self.size,))):
                 expected = "one dimension" if self.device is NO_DEVICE else f"({self.size},)"
                 fault = f"expected shape {expected}, got {tuple(row.shape)}"
             return f": {fault}"
@@ -192,34 +200,37 @@ class Operands:
                 return f"[{i}]: {fault}"
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The distinct dtypes."""
-        found: set[torch.dtype] = set()
-        for row in self.distinct:
-            if isinstance(row, Tensor):
-                found.add(row.dtype)
-            else:
-                found |= row.dtypes
-        return found
-
     def materialise(self) -> Tensor:
         """Compute the rows as one float64 tensor (k, P) in plain torch, which supports every transform."""
-        return torch.stack(
-            [
-                as_float64(a) if b is None else as_float64(a) - as_float64(b)
-                for a, b in zip(self.plus, self.minus, strict=True)
-            ]
-        )
+        pairs = zip(self.plus, self.minus, strict=True)
+        return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
-    def contiguous(self) -> "Operands":
-        """Return these rows with copies of noncontiguous tensors."""
+    def prepare(self) -> "Operands":
+        """Return these rows as a backend reads them: with contiguous tensors, and on the CPU with `tables`."""
+        if self.tables is not None:
+            return self
+        if self.device == CPU:
+            known = self.described
+            known[id(None)] = None, NULL_DESCRIPTOR * (1 if self.lengths is None else len(self.lengths))
+            for row in self.distinct:
+                if id(row) not in known:
+                    if isinstance(row, TensorList):
+                        known[id(row)] = row, row.describe()
+                    else:
+                        known[id(row)] = row, describe_vector(row, self.lengths)
+            plus = [known[id(row)][1] for row in self.plus]
+            minus = [known[id(row)][1] for row in self.minus]
+            if all(plus) and all(minus):
+                lengths = self.lengths or (self.size,)
+                self.tables = len(lengths), edges(lengths).tobytes(), b"".join(plus), b"".join(minus)
+                return self
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
-        found = self._derive()
-        found.known = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        found.descriptors = {}
-        return found._pair(self.plus, self.minus)
+        dense = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        less = [None if row is None else dense[id(row)] for row in self.minus]
+        copies = self._paired([dense[id(row)] for row in self.plus], less)
+        copies.described = {}  # Copies are released after the call.
+        return copies.prepare()
 
 
 def _tensor_error(tensor: Any, device: torch.device) -> str | None:
@@ -258,14 +269,21 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
         check_no_alias(out, read, rows.lengths)
         return
     assert isinstance(out, Tensor)
-    if out.shape[0] > 1 and out.stride(0) == 0:
+    size = out.shape[0]
+    if size > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
-    low, high, stride = _address_range(out)
+    if size == 0:
+        return
+    low = out.data_ptr()
+    stride = out.stride(0) * out.itemsize if size > 1 else out.itemsize  # in bytes, as all that follows
+    high = low + (size - 1) * stride + out.itemsize
     for row in read:
         assert isinstance(row, Tensor)
-        if row is out or row.data_ptr() >= high:
+        start = row.data_ptr()
+        if row is out or start >= high:
             continue
-        start, stop, step = _address_range(row)
+        step = row.stride(0) * row.itemsize if size > 1 else row.itemsize
+        stop = start + (size - 1) * step + row.itemsize
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
@@ -273,14 +291,12 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
             raise ArgumentError(OVERLAP_ERROR)
 
 
-def blocks_of(segments: Sequence[int] | None, size: int) -> Blocks:
-    """Return the blocks of `segments`, lengths that sum to `size`; `None` is one segment.
+def blocks_of(segments: Sequence[int], size: int) -> Blocks:
+    """Return the blocks of `segments`, lengths that sum to `size`.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
     """
-    if segments is None:
-        return Blocks.of(((0, size),))
     if isinstance(segments, (list, tuple)) and set(map(type, segments)) <= {int}:
         return _blocks_of(tuple(segments), size)
     return Blocks.of(segment_bounds(segments, size))
@@ -312,23 +328,19 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     folded = _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
     if folded or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
-    for row in read:
-        if row is out or len(order) == 0 or _are_disjoint(out, row):
-            continue
-        begin, end = address_ranges(row, lengths)
-        # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
-        first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
-        met = np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin))
-        same = (order[first[met]] == met) & (starts[met] == begin[met]) & (stops[met] == end[met])
-        if not same.all() or not _have_same_dtypes(out, row, met):
+    others = [row for row in read if row is not out]
+    if len(order) == 0 or not others:
+        return
+    begin, end = np.stack([address_ranges(row, lengths) for row in others], axis=1)
+    # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
+    first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
+    met = (low[first] < end) & (high[first] > begin) & (end > begin)
+    same = (order[first] == np.arange(len(starts))) & (starts == begin) & (stops == end)
+    if (met & ~same).any():
+        raise ArgumentError(OVERLAP_ERROR)
+    for row, pieces in zip(others, met, strict=True):
+        if pieces.any() and not _have_same_dtypes(out, row, np.flatnonzero(pieces)):
             raise ArgumentError(OVERLAP_ERROR)
-
-
-def _are_disjoint(out: Operand, row: Operand) -> bool:
-    """Whether one of two rows of tensors ends before the other begins, as is usual of models made one after another."""
-    if isinstance(out, Tensor) or isinstance(row, Tensor):
-        return False
-    return out.address_bounds[1] <= row.address_bounds[0] or row.address_bounds[1] <= out.address_bounds[0]
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
@@ -357,14 +369,11 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
     """Whether these pieces of two rows have the same dtypes."""
-    ours, theirs = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
-    if len(ours) == 1 and ours == theirs:
+    kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
+    if len(kinds) == 1 and kinds == others:
         return True
-    return all(_dtype(out, i) == _dtype(row, i) for i in pieces.tolist())
-
-
-def _dtype(row: Operand, piece: int) -> torch.dtype:
-    return row.dtype if isinstance(row, Tensor) else row[piece].dtype
+    pairs = ([x if isinstance(x, Tensor) else x[i] for x in (out, row)] for i in pieces.tolist())
+    return all(ours.dtype == theirs.dtype for ours, theirs in pairs)
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
@@ -405,9 +414,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
-            if _is_number_list(listed, k):
+            if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
                 return [[float(c) for c in listed]] * s
-            if len(listed) == s and all(_is_number_list(line, k) for line in listed):
+            nested = len(listed) == s and set(map(type, listed)) <= {list, tuple}
+            if nested and all(len(line) == k and NUMBER_TYPES.issuperset(map(type, line)) for line in listed):
                 return [[float(c) for c in line] for line in listed]
             factors = _stack_numbers(listed)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -439,15 +449,18 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
     return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in iter_tensors(tensors))
 
 
-def is_sharded(*groups: Subtrahend) -> bool:
+def is_sharded(*groups: "Subtrahend | Operands") -> bool:
     """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
-    return SHARD_GROUP.get() is not None or ("torch.distributed.tensor" in sys.modules and bool(dtensors_in(groups)))
+    if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
+        return SHARD_GROUP.get() is not None
+    rows = [x for x in groups if not (isinstance(x, Operands) and PLAIN_ROW_TYPES.issuperset(map(type, x.distinct)))]
+    return bool(rows and dtensors_in(rows))
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:
-    """Return the `DTensor`s among tensors and sequences of them."""
+    """Return the `DTensor`s among tensors, sequences of them, and operands."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
@@ -455,6 +468,8 @@ def dtensors_in(groups: Iterable[Any]) -> list[Any]:
     for group in groups:
         if isinstance(group, module.DTensor):
             found.append(group)
+        elif isinstance(group, Operands):  # tensor lists have none
+            found += [row for row in group.distinct if isinstance(row, module.DTensor)]
         elif isinstance(group, (tuple, list)) and not NON_DTENSOR_TYPES.issuperset(map(type, group)):
             found += dtensors_in(group)
     return found
@@ -474,23 +489,6 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
         return tuple(vectors)
     except TypeError:
         raise ArgumentError(f"{name}: expected a sequence of tensors, got {type(vectors).__name__}") from None
-
-
-def _address_range(row: Tensor) -> tuple[int, int, int]:
-    """The addresses between which the entries of a vector lie, and from one to the next; all in bytes."""
-    start = row.data_ptr()
-    size = row.shape[0]
-    item = row.itemsize
-    stride = row.stride(0) * item if size > 1 else item
-    return start, start + (size - 1) * stride + item if size else start, stride
-
-
-def _is_number_list(values: Any, k: int) -> bool:
-    return (
-        isinstance(values, (list, tuple))
-        and len(values) == k
-        and all(type(c) is float or type(c) is int for c in values)
-    )
 
 
 def _stack_numbers(numbers: Any) -> Tensor:

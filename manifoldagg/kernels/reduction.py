@@ -25,7 +25,6 @@ __all__ = [
     "pairwise_sum",
     "rescaled",
     "scaling_exponents",
-    "segment_sums",
     "two_sum",
     "unpack_symmetric",
 ]
@@ -65,14 +64,6 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     return total
 
 
-def segment_sums(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Sum over the blocks of each segment, rounded once: (S, n)."""
-    if len(block_sums) == len(blocks.segment_bounds) == 1:
-        return block_sums
-    high: np.ndarray = pairwise_sum(block_sums, blocks)[0]
-    return high
-
-
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
     """Add two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
     high = a[0] + b[0]
@@ -97,7 +88,7 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
     """
     k = len(rows.plus)
     # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
-    if torch.float64 not in rows.dtypes:
+    if not [row for row in rows.distinct if torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes)]:
         return None
     squares = sums[:, _triangle_indices(k).diagonal()]
     # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.

@@ -56,7 +56,9 @@ def gram(rows: Operands, segments: SegmentBounds, backend: Any) -> Tensor:
     # 0 is said of a piece that is zero, and of one whose largest entry is next to 1: then another rank's is far.
     powers = np.where(every != 0, every, -np.inf).max(axis=0)
     powers = np.where(np.isfinite(powers), powers, 0).astype(int)
-    scaled = _sum_over_ranks(ranks, piece, k, GRAM, lambda: reference.block_products(lines, piece.blocks, -powers))
+    scaled = _sum_over_ranks(
+        ranks, piece, k, GRAM, lambda: reference.block_products(lines.prepare(), piece.blocks, -powers)
+    )
     return reduction.unpack_symmetric(reduction.rescaled(high, scaled, powers), k)
 
 

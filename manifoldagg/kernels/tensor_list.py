@@ -1,10 +1,12 @@
 """Tensor lists: a row whose entries are stored in several tensors, as in a model."""
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
+from struct import Struct
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,12 +15,24 @@ from torch import Tensor
 
 from manifoldagg.kernels.alloc import HUGE_PAGE_BYTES, empty_like
 
-__all__ = ["CPU", "NATIVE_DTYPES", "Row", "TensorList", "as_float64", "edges", "overlapping_pieces"]
+__all__ = [
+    "CPU",
+    "NULL_DESCRIPTOR",
+    "Row",
+    "TensorList",
+    "as_float64",
+    "describe_vector",
+    "edges",
+    "overlapping_pieces",
+]
 
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """What `native.cpp` calls the dtypes that it reads."""
 EMPTY_ADDRESS = 64
 """The address of a tensor without entries, which is never read; 0 means that there is no tensor."""
+_pack_descriptor = Struct("3q").pack
+NULL_DESCRIPTOR = _pack_descriptor(0, 1, 0)
+"""The descriptor of an operand that is `None`."""
 
 CPU = torch.device("cpu")
 
@@ -26,7 +40,6 @@ _dtype = attrgetter("dtype")
 _layout = attrgetter("layout")
 _is_cpu = attrgetter("is_cpu")
 _device = attrgetter("device")
-
 
 T = TypeVar("T")
 
@@ -91,9 +104,12 @@ class TensorList(tuple[Tensor, ...]):
     @_lazy
     def device(self) -> torch.device | None:
         """The common device if all tensors are dense, allocated and floating there; else `None`."""
-        real = all(dtype.is_floating_point for dtype in self.dtypes)
-        dense = {torch.strided} == set(map(_layout, self))
-        if not (real and dense) or len(self.devices) > 1:
+        # All attributes that a check needs at once: each would cost two calls of its own.
+        lengths = tuple(map(Tensor.numel, self))
+        dtypes = frozenset(map(_dtype, self))
+        self.__dict__.update(lengths=lengths, size=sum(lengths), dtypes=dtypes)
+        real = all(dtype.is_floating_point for dtype in dtypes)
+        if not real or {torch.strided} != set(map(_layout, self)) or len(self.devices) > 1:
             return None
         (device,) = self.devices
         return None if device.type == "meta" else device
@@ -109,14 +125,6 @@ class TensorList(tuple[Tensor, ...]):
         return tuple(map(Tensor.data_ptr, self))
 
     @_lazy
-    def address_bounds(self) -> tuple[int, int]:
-        """The lowest and the highest address of all entries."""
-        if not self.is_contiguous:
-            return int(self.address_ranges[0].min()), int(self.address_ranges[1].max())
-        item = max(dtype.itemsize for dtype in self.dtypes)
-        return min(self.addresses), max(self.addresses) + max(self.lengths) * item
-
-    @_lazy
     def address_ranges(self) -> np.ndarray:
         """The address range of each tensor: (2, n)."""
         found = np.empty((2, len(self)), np.int64)
@@ -128,27 +136,27 @@ class TensorList(tuple[Tensor, ...]):
             found[1] += np.array([_byte_extent(tensor) for tensor in self], np.int64)
         return found
 
-    @_lazy
-    def descriptors(self) -> bytes | None:
-        """The address, stride 1 and dtype of each tensor for `native.cpp`; `None` if it cannot read one.
-
-        The tensors lie in one piece each.
-        """
-        if not self.dtypes <= NATIVE_DTYPES.keys() or any(map(Tensor.is_neg, self)):
-            return None
-        addresses = self.addresses
-        if len(self.dtypes) == 1:
-            table = _descriptor_template(len(self), NATIVE_DTYPES[self[0].dtype]).copy()
-        else:
-            table = _descriptor_template(len(self), 0).copy()
-            table[:, 2] = [NATIVE_DTYPES[d] for d in map(_dtype, self)]
-        table[:, 0] = addresses
-        if 0 in addresses:
-            empty = table[:, 0] == 0
-            if np.array(self.lengths)[empty].any():  # zeros that torch never wrote down
-                return None
-            table[empty, 0] = EMPTY_ADDRESS
-        return table.tobytes()
+    def describe(self) -> bytes:
+        """Return the address, stride and dtype of each tensor for `native.cpp`; `b""` if it cannot read one."""
+        known = self.__dict__
+        if "descriptors" not in known:
+            # One function reads all that a kernel needs: each attribute would cost two calls of its own.
+            if "is_contiguous" not in known:
+                known["is_contiguous"] = all(map(Tensor.is_contiguous, self))
+            addresses = known["addresses"] = tuple(map(Tensor.data_ptr, self))
+            known["descriptors"] = b""
+            if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
+                if 0 in addresses:
+                    # A lazily allocated zero tensor has entries, but a null data pointer.
+                    if any(n for n, address in zip(self.lengths, addresses, strict=True) if address == 0):
+                        return b""
+                    addresses = tuple([address or EMPTY_ADDRESS for address in addresses])
+                table = array("q", (0, 1, NATIVE_DTYPES[self[0].dtype])) * len(self)
+                table[::3] = array("q", addresses)
+                if len(self.dtypes) > 1:
+                    table[2::3] = array("q", [NATIVE_DTYPES[tensor.dtype] for tensor in self])
+                known["descriptors"] = table.tobytes()
+        return bytes(known["descriptors"])  # the same object
 
     def contiguous(self) -> "TensorList":
         """Return this row, with copies of noncontiguous tensors."""
@@ -165,6 +173,27 @@ class TensorList(tuple[Tensor, ...]):
         return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
+def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
+    """Return the address, stride and dtype of each piece of a vector for `native.cpp`; `b""` if it cannot read it.
+
+    Args:
+        vector: on the CPU.
+        lengths: of the pieces; `None` is one piece.
+    """
+    dtype = NATIVE_DTYPES.get(vector.dtype)
+    address = vector.data_ptr()
+    # A lazily allocated zero tensor has a null data pointer.
+    if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
+        return b""
+    step = vector.stride(0)
+    if lengths is None:
+        return _pack_descriptor(address, step, dtype)
+    table = np.empty((len(lengths), 3), np.int64)
+    table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
+    table[:, 1:] = step, dtype
+    return table.tobytes()
+
+
 def _byte_extent(tensor: Tensor) -> int:
     """The bytes from the first entry to the last."""
     if tensor.numel() == 0:
@@ -175,12 +204,6 @@ def _byte_extent(tensor: Tensor) -> int:
 
 Row = Tensor | tuple[Tensor, ...]
 """A vector (P,), or tensors whose entries, one tensor after another, are P numbers."""
-
-
-@lru_cache(maxsize=64)
-def _descriptor_template(count: int, dtype: int) -> np.ndarray:
-    """A table without addresses, to be copied."""
-    return np.tile(np.array([0, 1, dtype], np.int64), (count, 1))
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from struct import Struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from manifoldagg._io import atomic_write
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.operands import Operand, Operands, blocks_of
-from manifoldagg.kernels.tensor_list import CPU, NATIVE_DTYPES, TensorList, edges
+from manifoldagg.kernels.tensor_list import NULL_DESCRIPTOR, TensorList, describe_vector, edges
 
 __all__ = ["block_products", "combine", "combine_many", "origin", "unavailable"]
 
@@ -66,16 +66,15 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 
     `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
     """
-    tables = _descriptors(rows, rows.distinct)
-    if tables is None:
+    if rows.tables is None:
         return None
     k = len(rows.plus)
     count = len(blocks.table)
     width = k * (k + 1) // 2
     memory = array("d", bytes(8 * count * width))
+    threads = min(torch.get_num_threads(), count) if rows.size * k > MAX_SERIAL_ENTRIES else 1
     done = _require_library().manifoldagg_gram(
-        *_row_arguments(rows, tables),
-        *(count, blocks.table_address, memory.buffer_info()[0], _num_threads(rows, count)),
+        k, *rows.tables, count, blocks.table_address, memory.buffer_info()[0], threads
     )
     if not done:
         raise MemoryError("gram: no memory for the scratch of a block")
@@ -89,16 +88,20 @@ def combine(
 
     `None`, and nothing is written, as in `block_products`.
     """
-    read = rows.distinct if base is None else (*rows.distinct, base)
-    tables = _descriptors(rows, (*read, out))
-    if tables is None:
+    if rows.tables is None:
+        return None
+    start = rows.described[id(base)][1] if id(base) in rows.described else _describe(base, rows.lengths)
+    target = out.describe() if isinstance(out, TensorList) else describe_vector(out, rows.lengths)
+    if not (start and target):
         return None
     count = len(blocks.table)
+    threads = min(torch.get_num_threads(), count) if rows.size * len(rows.plus) > MAX_SERIAL_ENTRIES else 1
     numbers = array("d", [c for line in coefficients for c in line])
+    read = rows.distinct if base is None else (*rows.distinct, base)
+    stream = 8 * rows.size >= MIN_STREAMING_BYTES and _use_streaming_store(read, rows.size, out)
     done = _require_library().manifoldagg_combine(
-        *_row_arguments(rows, tables),
-        *(tables[id(base)], tables[id(out)], numbers.buffer_info()[0]),
-        *(count, blocks.table_address, _use_streaming_store(read, rows.size, out), _num_threads(rows, count)),
+        *(len(rows.plus), *rows.tables, start, target, numbers.buffer_info()[0]),
+        *(count, blocks.table_address, stream, threads),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
@@ -111,32 +114,25 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
     `None`, and nothing is written, as in `block_products`.
     """
     like = combinations[0].out
-    count = len(like)
-    parts: list[bytes] = []
-    words: list[list[int]] = []
-    numbers = array("d")
-    for goal, aside in zip(combinations, deferred, strict=True):
-        tables = _descriptors(goal.rows, (*goal.inputs, goal.out), like.lengths)
-        if tables is None:
-            return None
-        k = len(goal.rows.plus)
-        stream = not aside and _use_streaming_store(goal.inputs, like.size, goal.out)
-        words.append([k, len(goal.coefficients) > 1, aside, stream, len(parts), len(numbers)])
-        parts += [tables[id(row)] for row in (*goal.rows.plus, *goal.rows.minus, goal.base, goal.out)]
-        for line in goal.coefficients:
-            numbers.extend(line)
-    described = b"".join(parts)
-    place = ctypes.cast(ctypes.c_char_p(described), ctypes.c_void_p).value or 0
-    first = numbers.buffer_info()[0]
     table = array("q")
-    for k, *flags, start, number in words:
-        places = [place + len(NULL_DESCRIPTOR) * count * (start + row) for row in (0, k, 2 * k, 2 * k + 1)]
-        table.extend([k, *flags, *places, first + 8 * number])
+    arguments: list[Any] = []  # what the table points to
+    for goal, aside in zip(combinations, deferred, strict=True):
+        rows = goal.rows.prepare()
+        if rows.tables is None:
+            return None
+        described = (*rows.tables[2:], _describe(goal.base, like.lengths), goal.out.describe())
+        if not all(described):
+            return None
+        numbers = array("d", [c for line in goal.coefficients for c in line])
+        stream = not aside and _use_streaming_store(goal.inputs, like.size, goal.out)
+        places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
+        table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
+        arguments += [described, numbers]
     blocks = blocks_of(like.lengths, like.size)
     read = {id(row) for goal in combinations for row in goal.inputs}
     busy = like.size * len(read) > MAX_SERIAL_ENTRIES
     done = _require_library().manifoldagg_combine_many(
-        *(len(combinations), table.buffer_info()[0], count, edges(like.lengths).tobytes()),
+        *(len(combinations), table.buffer_info()[0], len(like), edges(like.lengths).tobytes()),
         *(len(blocks.table), blocks.table_address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
     )
     if not done:
@@ -144,61 +140,16 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
     return True
 
 
-_pack_pair = Struct("2q").pack
-_pack_triple = Struct("3q").pack
-NULL_DESCRIPTOR = _pack_triple(0, 1, 0)
-"""What describes that nothing is subtracted, or added to."""
-
-
-def _descriptors(
-    rows: Operands, operands: Sequence[Operand], lengths: tuple[int, ...] | None = None
-) -> dict[int, bytes] | None:
-    """Return the description of each row and of `None` by its `id`; `None` if the library cannot read one of them."""
-    if rows.device != CPU:
-        return None
-    lengths = lengths or rows.lengths
-    tables = {id(None): NULL_DESCRIPTOR if lengths is None else NULL_DESCRIPTOR * len(lengths)}
-    for row in operands:
-        table = rows.descriptors.get(id(row)) if lengths is rows.lengths else None
-        if table is None:
-            table = row.descriptors if isinstance(row, TensorList) else _vector_descriptors(row, lengths)
-        if table is None:
-            return None
-        tables[id(row)] = table
-    if lengths is rows.lengths:
-        # Rows that are not among the operands, such as a new `out`, are not kept: their `id` may be used again.
-        rows.descriptors.update((id(row), tables[id(row)]) for row in rows.distinct if id(row) in tables)
-    return tables
-
-
-def _vector_descriptors(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes | None:
-    dtype = NATIVE_DTYPES.get(vector.dtype)
-    address = vector.data_ptr()
-    # Zeros that torch never wrote down have no address.
-    if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
-        return None
-    step = vector.stride(0)
-    if lengths is None:
-        return _pack_triple(address, step, dtype)
-    table = np.empty((len(lengths), 3), np.int64)
-    table[:, 0] = address + edges(lengths)[:-1] * (step * vector.itemsize)
-    table[:, 1] = step
-    table[:, 2] = dtype
-    return table.tobytes()
-
-
-def _row_arguments(rows: Operands, tables: dict[int, bytes]) -> tuple[int, int, bytes, bytes, bytes]:
-    """Return the number of rows, the number of pieces and their edges, and the descriptions of the rows."""
-    plus, minus = (b"".join([tables[id(row)] for row in group]) for group in (rows.plus, rows.minus))
-    if rows.lengths is None:
-        return len(rows.plus), 1, _pack_pair(0, rows.size), plus, minus
-    return len(rows.plus), len(rows.lengths), edges(rows.lengths).tobytes(), plus, minus
+def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
+    if row is None:
+        return NULL_DESCRIPTOR * (1 if lengths is None else len(lengths))
+    return row.describe() if isinstance(row, TensorList) else describe_vector(row, lengths)
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Return whether to write past the cache: a large target that is not read."""
-    width = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
-    if size * width < MIN_STREAMING_BYTES:
+    """Whether to write past the cache: a large target that is not read."""
+    itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
+    if size * itemsize < MIN_STREAMING_BYTES:
         return False
     apart = set(_addresses(out))
     return all(apart.isdisjoint(_addresses(row)) for row in read)
@@ -206,10 +157,6 @@ def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bo
 
 def _addresses(row: Operand) -> Sequence[int]:
     return (row.data_ptr(),) if isinstance(row, Tensor) else row.addresses
-
-
-def _num_threads(rows: Operands, blocks: int) -> int:
-    return min(torch.get_num_threads(), blocks) if rows.size * len(rows.plus) > MAX_SERIAL_ENTRIES else 1
 
 
 @cache

@@ -1,8 +1,7 @@
 """Selection of the backend: by argument, by `MANIFOLDAGG_BACKEND`, or the compiled one where it is available.
 
 A backend is a module with `block_products` and `combine`, which return `None`, and have done nothing, where it cannot
-read the tensors at hand: the reference backend does it then. It gets vectors, and tuples of tensors that lie in one
-piece.
+read the tensors at hand: the reference backend does it then. It gets rows that `Operands.prepare` returned.
 """
 
 import functools
@@ -72,6 +71,7 @@ def set_backend(name: str) -> str:
     if name != AUTO and (why := load_backend(name).unavailable()) is not None:
         raise ArgumentError(f"backend: {name} does not work here: {why}")
     _selected = name
+    backend_for.cache_clear()
     return before
 
 
@@ -85,6 +85,7 @@ def available_backends() -> list[str]:
     return [name for name in BACKENDS if load_backend(name).unavailable() is None]
 
 
+@functools.cache
 def backend_for(device: torch.device) -> ModuleType:
     """Return the backend for tensors on this device.
 
@@ -97,7 +98,7 @@ def backend_for(device: torch.device) -> ModuleType:
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
     r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
-    rows = rows.contiguous()
+    rows = rows.prepare()
     found: np.ndarray | None = backend_for(rows.device).block_products(rows, blocks)
     return reference.block_products(rows, blocks) if found is None else found
 
@@ -106,7 +107,7 @@ def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> None:
     r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
-    rows = rows.contiguous()
+    rows = rows.prepare()
     start = base.contiguous() if isinstance(base, TensorList) and not base.is_contiguous else base
     target = out.new_empty() if isinstance(out, TensorList) and not out.is_contiguous else out
     if backend_for(rows.device).combine(start, rows, coefficients, blocks, target) is None:
@@ -147,7 +148,8 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
     held = []
     for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
         target = goal.out.new_empty() if late else goal.out
-        blocks = blocks_of(None if len(goal.coefficients) == 1 else goal.out.lengths, goal.rows.size)
+        size = goal.rows.size
+        blocks = Blocks.of(((0, size),)) if len(goal.coefficients) == 1 else blocks_of(goal.out.lengths, size)
         combine(goal.base, goal.rows, goal.coefficients, blocks, target)
         held += [pair for pair in zip(goal.out, target, strict=True) if late]
     for tensor, piece in held:
@@ -208,7 +210,7 @@ def _default_backend(device: str) -> str:
 def _time_step(name: str) -> float:
     """What one gram and one combine take of a backend for the CPU, the best of three."""
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
-    rows = Operands.of(vectors, base)
+    rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)
     blocks = Blocks.of(((0, BENCHMARK_SIZE),))
 

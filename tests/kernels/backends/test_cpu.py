@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from manifoldagg.kernels.backends import cpu
 from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.tensor_list import NATIVE_DTYPES
 from tests.support import draw, seeds
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="no C++ compiler")
-DTYPES = list(cpu.NATIVE_DTYPES)
+DTYPES = list(NATIVE_DTYPES)
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 31, 64, 100, 513, 4097, BLOCK_SIZE - 3, BLOCK_SIZE, BLOCK_SIZE + 5]
 CUTS = st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=7)
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 32, 33, 40, 65, 70])
@@ -27,9 +28,7 @@ def described(rows):
     numbers = []
     for row in rows:
         for piece in row:
-            numbers += (
-                (0, 1, 0) if piece is None else (piece.data_ptr(), piece.stride(0), cpu.NATIVE_DTYPES[piece.dtype])
-            )
+            numbers += (0, 1, 0) if piece is None else (piece.data_ptr(), piece.stride(0), NATIVE_DTYPES[piece.dtype])
     return array("q", numbers)
 
 
