@@ -296,7 +296,7 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
     Example:
         >>> keywords_of(check_keywords)
-        ('name', 'keywords', 'known')
+        ('name', 'keywords', 'known', 'moved')
     """
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -97,7 +97,7 @@ class Corrected:
 
         See [`Frame.move`][manifoldagg.corrections.Frame.move].
         """
-        return self.frame.move(self.gram, self.row_coefficients(weights))
+        return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
         r"""Compute the corrected rows, each rounded once to the frame's dtype; low-rank leaves are exact."""

@@ -17,10 +17,9 @@ from manifoldagg._validation import check_finite, check_number, check_shape, is_
 from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Row, TensorList, as_operands, combine, gram
+from manifoldagg.kernels import Operands, Row, TensorList, as_operands, combine, gram
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
-from manifoldagg.kernels.operands import Operands
 from manifoldagg.kernels.tensor_list import as_float64
 from manifoldagg.manifolds import Manifold, check_tangent
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
@@ -332,10 +331,12 @@ class Frame:
         every = [*range(len(self.rows))]
         if self.transporter is None:
             lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            moving = every if self.ambient.leaves else self._nonzero_rows()
             if self.ambient.leaves:
+                moving = every
                 inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
             else:
+                # A row less itself, such as the drift of a fresh update, is zero and is not read.
+                moving = [i for i in every if self.rows[i] is not self.minus[i] and i not in self.unmeasured] or [0]
                 rows = self.operands if len(moving) == len(every) else self.operands.select(moving)
                 inner = gram(rows, segments=lengths)
         else:
@@ -394,11 +395,6 @@ class Frame:
             line = line if line.ndim == 1 or len(line) == 1 else line[j : j + 1]
             yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
             start = stop
-
-    def _nonzero_rows(self) -> list[int]:
-        """The rows that are read: not one that is a row less itself, as the drift is of what is not late."""
-        still = [i for i, row in enumerate(self.rows) if row is self.minus[i]]
-        return [i for i in range(len(self.rows)) if i not in still and i not in self.unmeasured] or [0]
 
     def _square_labels(self) -> tuple[str, ...]:
         """What to call the squares of the rows in a message."""

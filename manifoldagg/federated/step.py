@@ -95,7 +95,8 @@ def step(
     if not plan.uses_tensor_lists and outcome.model is not None:
         _validate_model(plan, outcome.model, out)
     memory = outcome.client_state
-    if not (_is_plain(state) and memory is update.client_state):
+    is_plain = type(state) is dict and PLAIN_TYPES.issuperset(map(type, state.values()))
+    if not (is_plain and memory is update.client_state):
         state, memory = _own_finite_state(state, outcome, before, update, out)
     after = before.buffers
     waiting = before.pending_buffers
@@ -141,11 +142,6 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
     if points is update.points and tensors is update.tensors:
         return update
     return replace(update, points=points, tensors=tensors)
-
-
-def _is_plain(state: State) -> bool:
-    """Return whether a state is a dict of numbers and strings, which needs no further checks."""
-    return type(state) is dict and PLAIN_TYPES.issuperset(map(type, state.values()))
 
 
 def _own_finite_state(

@@ -38,15 +38,28 @@ Coefficients = Sequence[float | Tensor] | Sequence[Sequence[float | Tensor]] | F
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
-__all__ = ["Row", "TensorList", "across_ranks", "available_backends", "combine", "gram", "set_backend"]
+__all__ = [
+    "Operands",
+    "Row",
+    "TensorList",
+    "across_ranks",
+    "as_operands",
+    "available_backends",
+    "combine",
+    "gram",
+    "set_backend",
+]
 
 
 def as_operands(
     rows: Float[Tensor, "k P"] | Sequence[Row] | Operands, minus: Subtrahend = None, *others: Row | None
 ) -> Operands:
-    """Check and pair rows once, for several calls of `gram` and `combine`; operands are returned as they are.
+    """Validate rows once, for several calls of `gram` and `combine`.
 
-    `others` are further rows of the calls: where one of them is sharded, so are `rows`. They are not checked here.
+    Args:
+        rows: the rows, as in `gram`. An `Operands` is returned as it is.
+        minus: the subtrahends, as in `gram`.
+        others: further rows of the calls, which are not validated. If one of them is sharded, `rows` are shards too.
 
     Raises:
         ArgumentError: if rows and `minus` do not fit one another; on every rank, if they are sharded.

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
@@ -93,8 +94,12 @@ class Operands:
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
-        plus = _as_tuple("rows", rows)
-        less = (minus,) * len(plus) if minus is None or isinstance(minus, Tensor) else _as_tuple("minus", minus)
+        plus = rows if type(rows) is tuple else _as_tuple("rows", rows)
+        less: tuple[Any, ...]
+        if minus is None or isinstance(minus, Tensor):
+            less = (minus,) * len(plus)
+        else:
+            less = minus if type(minus) is tuple else _as_tuple("minus", minus)
         if not plus:
             raise ArgumentError("rows: expected at least one row, got none")
         if len(less) != len(plus):
@@ -156,25 +161,18 @@ class Operands:
                 return row
         elif isinstance(row, tuple) and row:
             line = row if isinstance(row, TensorList) else TensorList(row)
-            if self._is_compatible(line):
-                if self.lengths is None:
-                    self.lengths = line.lengths
-                    self.described = {}  # Vectors are described piece by piece from now on.
-                return line
+            with suppress(TypeError, AttributeError):  # of an entry that is not a tensor
+                device, size = line.device, line.size
+                if self.device is NO_DEVICE and device is not None:
+                    self.size = size
+                    self.device = device
+                alike = self.size == size and device == self.device and self.lengths in (None, line.lengths)
+                if alike and not ("torch.distributed.tensor" in sys.modules and dtensors_in((line,))):
+                    if self.lengths is None:
+                        self.lengths = line.lengths
+                        self.described = {}  # Vectors are described piece by piece from now on.
+                    return line
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
-
-    def _is_compatible(self, operand: TensorList) -> bool:
-        try:
-            device, size = operand.device, operand.size
-        except (TypeError, AttributeError):  # not of a tensor
-            return False
-        if device is None:
-            return False
-        if self.device is NO_DEVICE:
-            self.size = size
-            self.device = device
-        alike = self.size == size and self.lengths in (None, operand.lengths)
-        return alike and device == self.device and not dtensors_in((operand,))
 
     def _describe_error(self, row: Any) -> str:
         """What is wrong with a row, or with the first tensor in it with which something is."""

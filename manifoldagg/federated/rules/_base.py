@@ -75,9 +75,9 @@ class ServerRule(KeywordHints, abc.ABC):
         Raises:
             ArgumentError: naming its curved leaves, and what needs them flat.
         """
-        check_is_manifold(space)
-        if space.flat:
+        if getattr(space, "flat", False):
             return
+        check_is_manifold(space)
         if lacks := self.needs_flat or ("" if space.ambient else self.needs_linear_leaves):
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
             name = type(self).__name__

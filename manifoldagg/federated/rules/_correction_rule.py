@@ -86,7 +86,8 @@ class ScheduledRule(CorrectionRule):
         rate = rate_at(self.rate, version)
         if self.dominance is not None:
             rate = self.dominance.scaled_rate(rate, self.dominance.count_updates(update.client_state), version + 1)
-        return min(penalty(self.decay), self.penalty_limit) * update.weight * rate
+        scale = penalty(self.decay) if self.decay else 1.0
+        return min(scale, self.penalty_limit) * update.weight * rate
 
     def client_state(self, update: Update) -> ClientState:
         return update.client_state if self.dominance is None else self.dominance.next_client_state(update.client_state)

@@ -125,10 +125,9 @@ class GramRule(TangentRule):
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         by_tensor = self.granularity == "tensor"
-        if self.single_point:
-            check_points(self, update)
-        else:
-            check_points(self, update, None, "at least one control point")
+        if len(update.points) != 1:
+            count, what = (1, "one model") if self.single_point else (None, "at least one control point")
+            check_points(self, update, count, what)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs, tensors=by_tensor)
         corrected = self.correct(frame, state)
         original = corrected.original_gram
