@@ -107,6 +107,11 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     if m > n:
         raise ArgumentError(f"concurrency: expected at most num_clients={n}, got {m}")
     check_rule_protocol(rule)
+    return _suggested_rate(rule, n, m)
+
+
+def _suggested_rate(rule: Any, n: int, m: int) -> float:
+    """Return the rate for n clients with m tasks in flight, which may be more if a client has several tasks."""
     inner, factor = rule, 1.0
     while hasattr(inner, "rule"):
         factor *= 1 - getattr(inner, "beta", 0.0)
@@ -167,7 +172,7 @@ def warn_if_unstable(
     # The mean weight has rounding errors.
     if rho <= limit * (1 + 1e-9):
         return False
-    rate = suggest_rate(rule, num_clients, min(num_in_flight, num_clients))
+    rate = _suggested_rate(rule, num_clients, num_in_flight)
     warn_caller(
         f"rate: {type(rule).__name__} takes a step of size {rho:.3g}, above the stability limit of {limit:.3g} at a "
         f"concurrency of {m}, so training may diverge; use a lower rate, such as {rate:.3g}, or a lower concurrency",

@@ -250,3 +250,13 @@ def test_the_aggregator_warns_as_the_server_does():
     ):
         submit(3)
     submit(4)
+
+
+def test_a_client_with_several_tasks_is_told_a_lower_rate():
+    server = Server(Flat(2), FedOrtho(0.5), torch.zeros(2))
+    *early, late = [server.dispatch("a") for _ in range(30)][:11]
+    for ticket in early:
+        server.receive(ticket, Payload(torch.ones(1, 2), 1))
+    # 20 tasks are in flight, so that the suggested rate is 1 / 21.
+    with pytest.warns(StabilityWarning, match=r"use a lower rate, such as 0\.0476"):
+        server.receive(late, Payload(torch.ones(1, 2), 1))
