@@ -83,6 +83,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/adapters.py
 	$(BIN)/python benchmarks/aggregate.py
+	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/outer.py
 	$(BIN)/python benchmarks/server_load.py
 	$(BIN)/python benchmarks/checkpoint.py
