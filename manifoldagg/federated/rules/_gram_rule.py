@@ -2,20 +2,17 @@
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Corrected, Frame, Gram
 from manifoldagg.errors import RuleError
 from manifoldagg.federated.rules._base import TangentRule
-from manifoldagg.federated.rules._geometry import (
-    check_points,
-    frame_from_update,
-    safe_sqrt,
-)
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules._riemannian_step import step_along_curve, tangents_at
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.federated.types import ClientState, Outcome, State, Update
@@ -102,9 +99,16 @@ class GramRule(TangentRule):
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
-        """Return the displacements that the coefficients make of the rows of a frame."""
+        """Return the displacements that the coefficients make of the rows of a frame.
+
+        Raises:
+            RuleError: if `coefficients` does not return numbers for each row, and a dict.
+        """
         gram = frame.gram(self.granularity)
-        lines, after = self.coefficients(gram, state)
+        result: Any = self.coefficients(gram, state)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise RuleError(f"coefficients: expected the coefficients and the state, a dict, got {short_repr(result)}")
+        lines, after = result
         c = np.array(lines, dtype=object)
         if c.ndim not in (1, 2, 3) or c.shape[-1] != len(frame.rows):
             expected = f"{len(frame.rows)} numbers, one for each of {', '.join(frame.names)}"

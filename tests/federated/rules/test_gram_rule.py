@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -123,6 +124,29 @@ class Returns(GramRule):
 def test_a_wrong_result_is_an_error_of_the_owner_of_the_rule(rule, words):
     with pytest.raises(RuleError, match=words):
         aggregate(rule, None, MODEL, MODEL, MODEL)
+
+
+@pytest.mark.parametrize("result", [([1.0, 0.0], None), [1.0, 0.0], None])
+def test_coefficients_without_a_state_are_an_error_of_the_owner_of_the_rule(result):
+    class Forgets(GramRule):
+        def coefficients(self, gram, state):
+            return result
+
+    with pytest.raises(RuleError, match="coefficients: expected the coefficients and the state, a dict, got"):
+        aggregate(Forgets(), None, MODEL, MODEL, MODEL)
+
+
+def test_numpy_numbers_are_numbers():
+    class Arrays(Ortho):
+        def coefficients(self, gram, state):
+            return np.array(CORRECTION.coefficients(gram)[0], dtype=float), state
+
+        def rate(self, state, update):
+            return np.float64(0.5 * update.weight)
+
+    current, base, update = models(11, 3)
+    results = [aggregate(rule, None, current, base, update, staleness=1) for rule in (Arrays(), FedOrtho(0.5))]
+    assert bits(results[0]) == bits(results[1])
 
 
 def test_a_rule_without_coefficients_cannot_be_made():
