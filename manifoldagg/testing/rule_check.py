@@ -152,7 +152,7 @@ def _check_model_moves(case: RuleCase) -> None:
 def _violation(law: RuleLaw, case: RuleCase) -> str:
     """Return the location of a violation: of the first difference, or of an exception of the rule."""
     try:
-        told = law(case)
+        violation = law(case)
     except Exception as error:  # of the code of the rule
-        told = f"{type(error).__name__}: {error}"
-    return f" (seed {case.seed}): {told}" if told else ""
+        violation = f"{type(error).__name__}: {error}"
+    return f" (seed {case.seed}): {violation}" if violation else ""

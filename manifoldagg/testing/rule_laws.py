@@ -81,28 +81,28 @@ def step_is_pure(case: RuleCase) -> str:
         def written(where: str = where, kept: Any = kept, update: Any = update) -> str:
             """Describe the first input that was written."""
             names = (f"{where}the state", f"{where}update", f"{where}the current model")
-            told = map(first_difference, names, kept, (run.state, update, run.current))
-            return next((f"{words}: an input was written" for words in told if words), "")
+            differences = map(first_difference, names, kept, (run.state, update, run.current))
+            return next((f"{words}: an input was written" for words in differences if words), "")
 
         messages = [run.message(update.client) for _ in range(2)]
         answers = []
         for out in (None, None, torch.full_like(update.current, torch.nan)):
             answers.append(copy.deepcopy(_step(rule, space, run, update, out)))
-            if told := written():
-                return told
-        if told := first_difference(f"{where}the message of the same state", *messages):
-            return told
+            if violation := written():
+                return violation
+        if violation := first_difference(f"{where}the message of the same state", *messages):
+            return violation
         for other, what in zip(answers[1:], ("the same step again", "the same step with out="), strict=True):
-            if told := _answer_difference(f"{where}{what}: ", answers[0], other):
-                return told
+            if violation := _answer_difference(f"{where}{what}: ", answers[0], other):
+                return violation
         run.apply(update, *answers[0])
         seen.append(answers[0])
     again = case.direct_run()
     for index, answer in enumerate(seen):
         update = again.next_update()
         state, outcome = _step(rule, space, again, update, None)
-        if told := _answer_difference(f"update {index}: the same run again: ", answer, (state, outcome)):
-            return told
+        if violation := _answer_difference(f"update {index}: the same run again: ", answer, (state, outcome)):
+            return violation
         again.apply(update, state, outcome)
     return ""
 
@@ -116,8 +116,8 @@ def nothing_is_aliased(case: RuleCase) -> str:
     """
     rule, space = case.rule, case.space
     start = case.start.clone()
-    if told := shared_memory({"the initial state": rule.init(space, start)}, {"the start": start}):
-        return told
+    if violation := shared_memory({"the initial state": rule.init(space, start)}, {"the start": start}):
+        return violation
     run = case.direct_run()
     for index in range(case.num_updates):
         update = run.next_update()
@@ -133,8 +133,8 @@ def nothing_is_aliased(case: RuleCase) -> str:
             (mine, lent | client | {"out": out}),
             (client, lent | {"out": out}),
         ):
-            if told := shared_memory(trees, others):
-                return f"update {index}: {told}"
+            if violation := shared_memory(trees, others):
+                return f"update {index}: {violation}"
         run.apply(update, state, outcome)
     return ""
 
@@ -151,23 +151,23 @@ def rejection_changes_nothing(case: RuleCase) -> str:
         ticket, payload = run.next_task()
         invalid = _invalid_payloads(payload)
         what = [*invalid][index % len(invalid)]
-        told = _rejection(run, ticket, what, invalid[what], must_reject=True)
-        if told is None or told:
-            return f"update {index}: {told or f'{what}: the server accepted it'}"
+        violation = _rejection(run, ticket, what, invalid[what], must_reject=True)
+        if violation is None or violation:
+            return f"update {index}: {violation or f'{what}: the server accepted it'}"
         run.advance(1)
         twin.advance(1)
-        if told := first_difference(f"update {index}: record", twin.records[-1], run.records[-1]):
-            return f"{told}: a rejected update changed the run"
+        if violation := first_difference(f"update {index}: record", twin.records[-1], run.records[-1]):
+            return f"{violation}: a rejected update changed the run"
     for index in range(max(case.num_updates - NUM_LAST, 0), case.num_updates):
         run = case.server_run().advance(index)
         ticket, payload = run.next_task()
-        told = _rejection(run, ticket, "a huge update", _huge(payload), must_reject=False)
-        if told:
-            return f"update {index}: {told}"
-        if told is not None:
+        violation = _rejection(run, ticket, "a huge update", _huge(payload), must_reject=False)
+        if violation:
+            return f"update {index}: {violation}"
+        if violation is not None:
             run.advance(1)
-            if told := first_difference(f"update {index}: record", twin.records[index], run.records[-1]):
-                return f"{told}: a rejected huge update changed the run"
+            if violation := first_difference(f"update {index}: record", twin.records[index], run.records[-1]):
+                return f"{violation}: a rejected huge update changed the run"
     if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case):
         return _aggregate_rejections(case, case.space, twin)
     return ""
@@ -181,8 +181,8 @@ def aggregate_equals_server(case: RuleCase) -> str:
     run = case.aggregate_run(case.space, server.records)
     for index, record in enumerate(server.records):
         metrics = run.advance(1)
-        if told := first_difference(f"update {index}: the model of aggregate", record.model, run.current):
-            return told
+        if violation := first_difference(f"update {index}: the model of aggregate", record.model, run.current):
+            return violation
         for name in RECEIPT_METRICS:
             theirs = float(getattr(record.receipt, name))
             if name in metrics and repr(float(metrics[name])) != repr(theirs):
@@ -204,8 +204,8 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
             other = case.aggregate_run(space, run.records)
             found["aggregate"] = [(other.advance(1), other.current) for _ in run.records]
         expected = found if expected is None else expected
-        if told := first_difference(f"as {len(named)} tensors: run", expected, found):
-            return told
+        if violation := first_difference(f"as {len(named)} tensors: run", expected, found):
+            return violation
     return ""
 
 
@@ -225,14 +225,14 @@ def a_run_can_be_resumed(case: RuleCase) -> str:
         # The run ends before another server exists, so that both cannot affect each other through the rule.
         run.finish()
         resumed = paused.resumed(Server.resume(path, case.space, case.rule))
-        if told := first_difference("after the resume: server", saved, resumed.contents()):
-            return told
+        if violation := first_difference("after the resume: server", saved, resumed.contents()):
+            return violation
         resumed.finish()
         for index in range(count, case.num_updates):
-            if told := first_difference(
+            if violation := first_difference(
                 f"update {index}: record of the resumed server", run.records[index], resumed.records[index]
             ):
-                return told
+                return violation
     if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case) and _sends_models_only(run):
         return _aggregator_resumes(case, case.space, run, count)
     return ""
@@ -253,8 +253,8 @@ def _answer_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
         }
         for state, outcome in (expected, found)
     ]
-    told = (first_difference(f"{where}{name}", trees[0][name], trees[1][name]) for name in trees[0])
-    return next((words for words in told if words), "")
+    violation = (first_difference(f"{where}{name}", trees[0][name], trees[1][name]) for name in trees[0])
+    return next((words for words in violation if words), "")
 
 
 def _invalid_payloads(payload: Payload) -> dict[str, Payload]:
@@ -288,9 +288,9 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must
     kept = copy.deepcopy(payload)
     if run.server.receive(ticket, payload).accepted:
         return None
-    told = first_difference(f"{what}: payload", kept, payload)
-    told = told or first_difference(f"{what}: server", before, run.contents())
-    return f"{told}, after a rejected update" if told else ""
+    violation = first_difference(f"{what}: payload", kept, payload)
+    violation = violation or first_difference(f"{what}: server", before, run.contents())
+    return f"{violation}, after a rejected update" if violation else ""
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
@@ -299,12 +299,12 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
     run = case.aggregate_run(space, twin.records)
     for index in range(case.num_updates):
         kind = [*INVALID_ENTRIES][index % len(INVALID_ENTRIES)]
-        if told := _aggregate_rejection(run, kind):
-            return f"update {index}: aggregate: {told}"
+        if violation := _aggregate_rejection(run, kind):
+            return f"update {index}: aggregate: {violation}"
         run.advance(1)
         plain.advance(1)
-        if told := first_difference(f"update {index}: aggregate: the model", plain.models[-1], run.models[-1]):
-            return f"{told}, after a rejected update"
+        if violation := first_difference(f"update {index}: aggregate: the model", plain.models[-1], run.models[-1]):
+            return f"{violation}, after a rejected update"
     return ""
 
 
@@ -320,8 +320,8 @@ def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
     try:
         run.step(current, base, update, out)
     except ArgumentError:
-        told = map(first_difference, names, kept, (run.state, current, base, update, out))
-        return next((f"{words}, after {kind} in the update was rejected" for words in told if words), "")
+        differences = map(first_difference, names, kept, (run.state, current, base, update, out))
+        return next((f"{words}, after {kind} in the update was rejected" for words in differences if words), "")
     return "" if kind == HUGE else f"{kind} in the update was accepted"
 
 
@@ -339,21 +339,21 @@ def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, c
         return AsyncAggregator(case.rule, first, weights=case.sample_counts, space=space)
 
     def play(aggregator: AsyncAggregator, begin: int, end: int, tasks: list[Any]) -> list[Any]:
-        told = []
+        results = []
         for index in range(begin, end):
             place, next_client = case.turns[index]
             client, task = tasks.pop(place)
             record = run.records[index]
             models = [space.state_dict(point) for point in record.payload.points]
-            told.append(
+            results.append(
                 aggregator.submit(
                     client, models if len(models) > 1 else models[0], samples=record.payload.samples, task=task
                 )
             )
-            told.append(aggregator.model)
+            results.append(aggregator.model)
             aggregator.checkout(next_client, index)
             tasks.append((next_client, index))
-        return told
+        return results
 
     aggregator = make()
     tasks: list[Any] = [(client, -1) for client in case.clients]

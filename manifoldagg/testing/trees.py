@@ -50,8 +50,8 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
         )
         return f"{name} contains {found_names} instead of {expected_names}"
     pairs = ((f"{name}{step}", key) for key, step in branches.items())
-    told = (first_difference(where, _at(expected, key), _at(found, key)) for where, key in pairs)
-    return next((words for words in told if words), "")
+    differences = (first_difference(where, _at(expected, key), _at(found, key)) for where, key in pairs)
+    return next((words for words in differences if words), "")
 
 
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
