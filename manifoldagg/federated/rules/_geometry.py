@@ -48,15 +48,14 @@ def frame_from_update(
 
     Args:
         space: of the points.
-        update: with base, current and points.
+        update: with base, current and points, which the server has validated.
         transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]; where leaves are of low rank
             `"projection"` takes what of the differences is tangent at $\Theta^\tau$.
         rungs: of a ladder.
         tensors: whether the named tensors of such a space are segments.
 
     Raises:
-        ArgumentError: if a point is out of reach, or a derivative is followed. The points are valid, as the server has
-            checked them.
+        ArgumentError: if a point is out of reach, or a derivative is followed.
     """
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)

@@ -64,15 +64,15 @@ class StoredBufferRule(TangentRule):
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"factors": {}, "displacements": {}}
 
-    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        return self._plan(space, state, update, None)
-
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        return commit(self._plan(space, state, update, out), out)
+        return commit(self.plan(space, state, update, out=out), out)
 
-    def _plan(self, space: Manifold, state: State, update: Update, out: Tensor | None) -> tuple[State, Outcome]:
+    def plan(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
+        """Plan a step. A rule that needs whole vectors may write its model into `out`."""
         check_points(self, update)
         share = weight_at(self.staleness, update.staleness)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)

@@ -117,16 +117,15 @@ class Private(WrapperRule):
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return self.rule.message(space, state["rule"], current, None)
 
-    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan a step of the wrapped rule with clipped updates and noise."""
-        return self._plan(space, state, update, None)
-
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        return commit(self._plan(space, state, update, out), out)
+        return commit(self.plan(space, state, update, out=out), out)
 
-    def _plan(self, space: Manifold, state: State, update: Update, out: Tensor | None) -> tuple[State, Outcome]:
+    def plan(
+        self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
+    ) -> tuple[State, Outcome]:
+        """Plan a step of the wrapped rule with clipped updates and noise; `out` is as in the wrapped rule."""
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
         memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
