@@ -15,9 +15,10 @@ from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import reduction, sharded
-from manifoldagg.kernels.backends import reference, selection
+from manifoldagg.kernels.backends import selection
 from manifoldagg.kernels.backends.selection import available_backends, set_backend
 from manifoldagg.kernels.blocks import Blocks
+from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.operands import (
     Operand,
     Operands,
@@ -126,15 +127,25 @@ def gram(
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
-    sums = selection.block_products(lines, blocks)
-    high = sums if len(sums) == len(blocks.segment_bounds) == 1 else reduction.pairwise_sum(sums, blocks)[0]
-    outside = reduction.out_of_range(lines, high)
-    if outside is not None:
-        powers = reduction.scaling_exponents(lines, blocks, outside)
-        if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
-            scaled = reference.block_products(lines.prepare(), blocks, -powers)
-            high = reduction.rescaled(high, reduction.pairwise_sum(scaled, blocks)[0], powers)
-    return reduction.unpack_symmetric(high, len(lines.plus))
+    return reduction.gram_matrices(selection.block_products(lines, blocks), lines, blocks)
+
+
+def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
+    r"""Compute the Gram matrix of rows and several linear combinations in one pass, if the backend supports it.
+
+    The results have the bits of `gram` and `combine`.
+
+    Args:
+        rows: the rows of the Gram matrix, on one rank and without derivatives.
+        combinations: one coefficient for each row, no derivatives, and targets in new memory, which nothing else uses.
+
+    Returns:
+        As `gram` without segments. The caller checks the result and discards the targets if a row is not finite.
+
+    Cost: with the compiled backend each row is read once from memory; with others once for each result.
+    """
+    blocks = Blocks.of(((0, rows.size),))
+    return reduction.gram_matrices(selection.gram_combine(rows, blocks, combinations), rows, blocks)
 
 
 @overload

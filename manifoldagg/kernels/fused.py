@@ -19,13 +19,13 @@ class LinearCombination:
         base: a row, or `None` for zero.
         rows: those that are read.
         coefficients: of these rows, one line for all tensors or one for each.
-        out: where it goes.
+        out: the target; several are computed at once only into tensor lists of the same lengths, or into new memory.
     """
 
     base: Operand | None
     rows: Operands
     coefficients: list[list[float]]
-    out: TensorList
+    out: Operand
 
     @staticmethod
     def of(
@@ -33,7 +33,7 @@ class LinearCombination:
         rows: Sequence[Row] | Operands,
         coefficients: Sequence[Sequence[float]],
         minus: Sequence[Row | None] | None,
-        out: TensorList,
+        out: Operand,
     ) -> "LinearCombination":
         """Build a combination without the rows whose coefficients are 0; `minus` is `None` for operands.
 
@@ -51,6 +51,12 @@ class LinearCombination:
         return LinearCombination(start, lines, numbers, out)
 
     @property
+    def target(self) -> TensorList:
+        """The target as a tensor list, which it is if several combinations are computed in place."""
+        assert isinstance(self.out, TensorList)
+        return self.out
+
+    @property
     def inputs(self) -> tuple[Operand, ...]:
         """The rows that are read."""
         return self.rows.distinct if self.base is None else (*self.rows.distinct, self.base)
@@ -61,9 +67,9 @@ def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
     later: set[int] = set()
     found = []
     for goal in reversed(combinations):
-        found.append(not later.isdisjoint(goal.out.addresses))
+        found.append(not later.isdisjoint(goal.target.addresses))
         for row in goal.inputs:
             later.update(
-                address_ranges(row, goal.out.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses
+                address_ranges(row, goal.target.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses
             )
     return found[::-1]

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg.kernels.backends import reference, selection
 from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
 from manifoldagg.kernels.operands import Operands
 from manifoldagg.kernels.tensor_list import as_float64
 
 __all__ = [
+    "gram_matrices",
     "out_of_range",
     "pairwise_sum",
     "rescaled",
@@ -35,6 +37,32 @@ CompensatedSum = tuple[np.ndarray, np.ndarray] | np.ndarray
 # each, is nothing beside 2^-900.
 MIN_SQUARED_NORM = 2.0**-900
 MAX_SQUARED_NORM = 2.0**1000
+
+
+def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Tensor:
+    """Return the Gram matrix of the rows for each segment: (S, k, k).
+
+    Args:
+        block_sums: (B, k(k+1)/2), the products over each block. They may be overwritten.
+        rows: the rows.
+        blocks: the blocks of the sums.
+    """
+    whole = len(block_sums) == len(blocks.segment_bounds) == 1
+    high = block_sums if whole else _sum_over_blocks(block_sums, rows, blocks)
+    outside = out_of_range(rows, high)
+    if outside is not None:
+        powers = scaling_exponents(rows, blocks, outside)
+        if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
+            scaled = reference.block_products(rows.prepare(), blocks, -powers)
+            high = rescaled(high, _sum_over_blocks(scaled, rows, blocks), powers)
+    return torch.from_numpy(high.take(_triangle_indices(len(rows.plus)), axis=1))
+
+
+def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
+    """Return the first component of `pairwise_sum`, which the compiled backend computes with the same bits."""
+    compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
+    found: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
+    return found
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
@@ -88,7 +116,10 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
     """
     k = len(rows.plus)
     # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
-    if not [row for row in rows.distinct if torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes)]:
+    for row in rows.distinct:
+        if torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes):
+            break
+    else:
         return None
     squares = sums[:, _triangle_indices(k).diagonal()]
     # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.
@@ -130,7 +161,7 @@ def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _triangle_indices(k: int) -> np.ndarray:
-    """Where each entry of a k x k matrix stands in its lower half, row by row."""
+    """Return the position of each entry of a symmetric k x k matrix in its lower half, row by row."""
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
 

@@ -29,7 +29,7 @@ from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.operands import Operand, Operands, blocks_of
 from manifoldagg.kernels.tensor_list import NULL_DESCRIPTOR, TensorList, describe_vector, edges
 
-__all__ = ["block_products", "combine", "combine_many", "origin", "unavailable"]
+__all__ = ["block_products", "combine", "combine_many", "gram_combine", "origin", "pairwise_sum", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # No contraction but the fused operations that are written: every processor rounds alike.
@@ -113,31 +113,81 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 
     `None`, and nothing is written, as in `block_products`.
     """
-    like = combinations[0].out
-    table = array("q")
-    arguments: list[Any] = []  # what the table points to
-    for goal, aside in zip(combinations, deferred, strict=True):
-        rows = goal.rows.prepare()
-        if rows.tables is None:
-            return None
-        described = (*rows.tables[2:], _describe(goal.base, like.lengths), goal.out.describe())
-        if not all(described):
-            return None
-        numbers = array("d", [c for line in goal.coefficients for c in line])
-        stream = not aside and _use_streaming_store(goal.inputs, like.size, goal.out)
-        places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
-        table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
-        arguments += [described, numbers]
+    like = combinations[0].target
+    goals = _describe_goals(combinations, deferred, like.lengths)
+    if goals is None:
+        return None
     blocks = blocks_of(like.lengths, like.size)
     read = {id(row) for goal in combinations for row in goal.inputs}
     busy = like.size * len(read) > MAX_SERIAL_ENTRIES
     done = _require_library().manifoldagg_combine_many(
-        *(len(combinations), table.buffer_info()[0], len(like), edges(like.lengths).tobytes()),
+        *(len(combinations), goals[0].buffer_info()[0], len(like), edges(like.lengths).tobytes()),
         *(len(blocks.table), blocks.table_address, min(torch.get_num_threads(), len(blocks.table)) if busy else 1),
     )
     if not done:
         raise MemoryError("combine: no memory for the scratch of a block")
     return True
+
+
+def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
+    """Compute the `block_products` of rows, and combinations with one coefficient per row, in one pass.
+
+    `None`, and nothing is written, as in `block_products`.
+
+    Args:
+        rows: whose products are computed.
+        blocks: of one segment.
+        combinations: of rows in the same pieces. No target shares memory with what is read.
+    """
+    if rows.tables is None:
+        return None
+    goals = _describe_goals(combinations, [False] * len(combinations), rows.lengths)
+    if goals is None:
+        return None
+    k = len(rows.plus)
+    count = len(blocks.table)
+    width = k * (k + 1) // 2
+    memory = array("d", bytes(8 * count * width))
+    threads = min(torch.get_num_threads(), count) if rows.size * k > MAX_SERIAL_ENTRIES else 1
+    done = _require_library().manifoldagg_gram_combine(
+        *(k, *rows.tables, count, blocks.table_address, memory.buffer_info()[0], threads),
+        *(len(combinations), goals[0].buffer_info()[0]),
+    )
+    if not done:
+        raise MemoryError("gram: no memory for the scratch of a block")
+    return np.frombuffer(memory).reshape(count, width)
+
+
+def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Compute the first component of `reduction.pairwise_sum`, with its bits: (S, n). Overwrites `block_sums`."""
+    block_sums = np.ascontiguousarray(block_sums)
+    width = block_sums.shape[1]
+    total = np.zeros((len(blocks.segment_bounds), width))
+    _require_library().manifoldagg_pairwise_sum(
+        width, len(blocks.table), blocks.table_address, block_sums.ctypes.data, total.ctypes.data
+    )
+    return total
+
+
+def _describe_goals(
+    combinations: Sequence[LinearCombination], deferred: Sequence[bool], lengths: tuple[int, ...] | None
+) -> "tuple[array[int], list[Any]] | None":
+    """Return a table of `LinearCombination`s for the library, and the objects whose memory it refers to."""
+    table = array("q")
+    owners: list[Any] = []
+    for goal, aside in zip(combinations, deferred, strict=True):
+        rows = goal.rows.prepare()
+        if rows.tables is None:
+            return None
+        described = (*rows.tables[2:], _describe(goal.base, lengths), _describe(goal.out, lengths))
+        if not all(described):
+            return None
+        numbers = array("d", [c for line in goal.coefficients for c in line])
+        stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
+        places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
+        table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
+        owners += [described, numbers]
+    return table, owners
 
 
 def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
@@ -210,8 +260,11 @@ def _load(path: Path) -> ctypes.CDLL:
     library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
     library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
     library.manifoldagg_combine_many.argtypes = (word, address, word, address, word, address, word)
-    for call in (library.manifoldagg_gram, library.manifoldagg_combine, library.manifoldagg_combine_many):
-        call.restype = flag
+    library.manifoldagg_gram_combine.argtypes = (*library.manifoldagg_gram.argtypes, word, address)
+    for name in ("gram", "combine", "combine_many", "gram_combine"):
+        getattr(library, f"manifoldagg_{name}").restype = flag
+    library.manifoldagg_pairwise_sum.argtypes = (word, word, address, address, address)
+    library.manifoldagg_pairwise_sum.restype = None
     return library
 
 

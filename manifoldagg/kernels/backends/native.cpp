@@ -6,6 +6,7 @@
 // go past the cache where that is asked for: a target that is not read needs no line of it.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -769,15 +770,21 @@ template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, 
   return !shared->failed;
 }
 
-}  // namespace
+// Adds the pair (high, low) to the first one as reduction.two_sum does: the rounding error of high stays in low (Knuth 1969).
+void add_exactly(double& high, double& low, double other_high, double other_low) {
+  const double sum = high + other_high, part = sum - high;
+  const double error = ((high - (sum - part)) + (other_high - part)) + (low + other_low);
+  const double total = sum + error;
+  const bool finite = std::isfinite(total);
+  low = finite ? error - (total - sum) : 0.0;
+  high = finite ? total : sum;
+}
 
-// A row is described piece by piece; row i's pieces lie together. `minus` likewise, and `base` for one row: data null in
-// every piece where there is none. The edges go from 0 to P.
-extern "C" {
-
-bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
-                      int64_t blocks, const Block* table, double* sums, int64_t threads) {
-  const Operands rows{k, {count, edges}, plus, minus};
+// The products of the rows over every block. Calls next(first, last) when blocks [first, last) have been multiplied, by the
+// same thread, while their entries lie in the cache.
+template <class Next>
+bool gram_blocks(const Operands& rows, int64_t blocks, const Block* table, double* sums, int64_t threads, const Next& next) {
+  const int64_t k = rows.k;
   const EvenSplit groups(k, MAX_ROWS);
   bool done = false, few = false;
   if (k <= MAX_SINGLE_PANEL)
@@ -788,9 +795,11 @@ bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec*
         if ((few = blocks >= B * threads)) {
           const int64_t whole = blocks / B, left = blocks % B;
           done = parallel_for_blocks(whole + left, threads, [&](int64_t g) {
-            const int64_t b = g < whole ? g * B : blocks - left + (g - whole);
+            const bool group = g < whole;
+            const int64_t b = group ? g * B : blocks - left + (g - whole);
             double* to = sums + b * (M * (M + 1) / 2);
-            g < whole ? interleaved_products<M, B>(rows, table + b, to) : block_products(rows, table[b], 0, M, 0, M, to);
+            group ? interleaved_products<M, B>(rows, table + b, to) : block_products(rows, table[b], 0, M, 0, M, to);
+            next(b, group ? b + B : b + 1);
           });
         }
     });
@@ -802,7 +811,19 @@ bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec*
         const int64_t i = groups.edge(g), j = groups.edge(h);
         block_products(rows, table[b], i, groups.edge(g + 1) - i, j, groups.edge(h + 1) - j, to);
       }
+    next(b, b + 1);
   });
+}
+
+}  // namespace
+
+// A row is described piece by piece; row i's pieces lie together. `minus` likewise, and `base` for one row: data null in
+// every piece where there is none. The edges go from 0 to P.
+extern "C" {
+
+bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
+                      int64_t blocks, const Block* table, double* sums, int64_t threads) {
+  return gram_blocks({k, {count, edges}, plus, minus}, blocks, table, sums, threads, [](int64_t, int64_t) {});
 }
 
 bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
@@ -831,6 +852,37 @@ bool manifoldagg_combine_many(int64_t goals, const LinearCombination* goal, int6
         gather_terms(one.k, count, piece, one.plus, one.minus, line, terms[g]);
       }
       combine_many(goal, terms, piece, start - edges[piece], stop - edges[piece]);
+    });
+    fence();
+  });
+}
+
+// The sums over the blocks of each segment of `width` numbers each, to `to`: pairs of neighbours are added level by level,
+// as `reduction.pairwise_sum` does, with its bits. Overwrites `sums`.
+void manifoldagg_pairwise_sum(int64_t width, int64_t blocks, const Block* table, double* sums, double* to) {
+  std::vector<double> errors(blocks * width, 0.0);
+  for (int64_t first = 0, last; first < blocks; first = last) {
+    for (last = first; last < blocks && table[last].segment == table[first].segment;) last++;
+    for (int64_t step = 1; step < last - first; step *= 2)
+      for (int64_t b = first; b + step < last; b += 2 * step)
+        for (int64_t i = b * width; i < (b + 1) * width; i++) add_exactly(sums[i], errors[i], sums[i + step * width], errors[i + step * width]);
+    std::copy_n(sums + first * width, width, to + table[first].segment * width);
+  }
+}
+
+// The products of rows, and sums of rows in the same pieces, each row read once from memory. No target may be read.
+bool manifoldagg_gram_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
+                              int64_t blocks, const Block* table, double* sums, int64_t threads, int64_t goals,
+                              const LinearCombination* goal) {
+  const Pieces pieces{count, edges};
+  return gram_blocks({k, pieces, plus, minus}, blocks, table, sums, threads, [&](int64_t first, int64_t last) {
+    static thread_local std::vector<Term> terms;
+    pieces.for_each_piece(table[first].start, table[last - 1].stop, [&](int64_t piece, int64_t start, int64_t stop) {
+      for (int64_t g = 0; g < goals; g++) {
+        const LinearCombination& one = goal[g];
+        gather_terms(one.k, count, piece, one.plus, one.minus, one.coefficients, terms);
+        combine_run(one.base[piece], terms, start - edges[piece], stop - edges[piece], one.out[piece], one.streaming);
+      }
     });
     fence();
   });

@@ -31,6 +31,7 @@ __all__ = [
     "combine",
     "combine_many",
     "describe_backends",
+    "gram_combine",
     "load_backend",
     "set_backend",
 ]
@@ -144,14 +145,27 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
         bump_version(goal.out)
 
 
+def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
+    """Compute the `block_products` of rows and combinations in new memory, in one pass if the backend supports it."""
+    rows = rows.prepare()
+    together = getattr(backend_for(rows.device), "gram_combine", None)
+    whole = all(isinstance(x, Tensor) or x.is_contiguous for goal in combinations for x in (goal.out, *goal.inputs))
+    sums: np.ndarray | None = together(rows, blocks, combinations) if together is not None and whole else None
+    if sums is not None:
+        return sums
+    for goal in combinations:
+        combine(goal.base, goal.rows, goal.coefficients, blocks, goal.out)
+    return block_products(rows, blocks)
+
+
 def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> None:
     held = []
     for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
-        target = goal.out.new_empty() if late else goal.out
+        target = goal.target.new_empty() if late else goal.target
         size = goal.rows.size
-        blocks = Blocks.of(((0, size),)) if len(goal.coefficients) == 1 else blocks_of(goal.out.lengths, size)
+        blocks = Blocks.of(((0, size),)) if len(goal.coefficients) == 1 else blocks_of(goal.target.lengths, size)
         combine(goal.base, goal.rows, goal.coefficients, blocks, target)
-        held += [pair for pair in zip(goal.out, target, strict=True) if late]
+        held += [pair for pair in zip(goal.target, target, strict=True) if late]
     for tensor, piece in held:
         tensor.copy_(piece)
 

@@ -3,7 +3,7 @@
 import platform
 import shutil
 from array import array
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.kernels.backends import cpu
 from manifoldagg.kernels.blocks import BLOCK_SIZE, Blocks
+from manifoldagg.kernels.reduction import pairwise_sum
 from manifoldagg.kernels.tensor_list import NATIVE_DTYPES
 from tests.support import draw, seeds
 
@@ -214,3 +215,18 @@ def test_a_processor_without_wide_registers_gives_the_same_bits(tmp_path, monkey
     half = len(found) // 2
     for first, second in zip(found[:half], found[half:], strict=True):
         assert torch.equal(first, second)
+
+
+@given(
+    seed=seeds,
+    cuts=st.lists(st.sampled_from([0, 1, BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1]), min_size=1, max_size=4),
+    special=st.sampled_from([0.0, np.inf, -np.inf, np.nan, 1e308]),
+)
+def test_the_native_fold_has_the_bits_of_the_reference(seed, cuts, special):
+    edges = list(accumulate(cuts, initial=0))
+    blocks = Blocks.of(tuple(pairwise(edges)))
+    sums = draw(seed, len(blocks.table), 3).mul(10.0 ** draw(seed + 1, len(blocks.table), 3)).numpy()
+    if len(sums) > 1:
+        sums[1, 1] = sums[-1, 1] = special
+    expected = pairwise_sum(sums, blocks)[0]
+    np.testing.assert_array_equal(cpu.pairwise_sum(sums.copy(), blocks), expected)

@@ -381,6 +381,8 @@ def test_small_work_stays_on_the_thread_of_the_caller(monkeypatch, size, threads
             asked.append(arguments[-1])
             return native.manifoldagg_combine(*arguments)
 
+        manifoldagg_pairwise_sum = native.manifoldagg_pairwise_sum
+
     monkeypatch.setattr(cpu, "_require_library", Watched)
     row = torch.zeros(size, dtype=torch.float16)
     before = torch.get_num_threads()
