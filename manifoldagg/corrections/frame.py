@@ -17,9 +17,10 @@ from manifoldagg._validation import check_finite, check_number, check_shape, is_
 from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Operands, Row, TensorList, as_operands, combine, gram
-from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.kernels import Operands, Row, TensorList, as_operands, combine, gram, gram_combine
+from manifoldagg.kernels.alloc import empty_like, in_huge_pages
 from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.operands import Operand
 from manifoldagg.kernels.tensor_list import as_float64
 from manifoldagg.manifolds import Manifold, check_tangent
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
@@ -317,8 +318,13 @@ class Frame:
         if curved:
             raise ArgumentError(f"space: {operation} needs flat leaves; these are curved: {', '.join(curved)}")
 
-    def gram(self, granularity: str = "model") -> Gram:
+    def gram(self, granularity: str = "model", combinations: Sequence[LinearCombination] = ()) -> Gram:
         """Compute inner products of the rows: of the `"model"`, or of each `"tensor"`, that is segment.
+
+        Args:
+            granularity: `"model"` or `"tensor"`.
+            combinations: combinations of the rows of a flat frame that the same pass computes, for the whole model.
+                If the method raises, the caller discards them.
 
         Raises:
             ArgumentError: if `granularity` is another word, or a row is so long that its square overflows.
@@ -338,7 +344,7 @@ class Frame:
                 # A row less itself, such as the drift of a fresh update, is zero and is not read.
                 moving = [i for i in every if self.rows[i] is not self.minus[i] and i not in self.unmeasured] or [0]
                 rows = self.operands if len(moving) == len(every) else self.operands.select(moving)
-                inner = gram(rows, segments=lengths)
+                inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
         else:
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             inner = inner if apart else inner.sum(0, keepdim=True)
@@ -351,13 +357,17 @@ class Frame:
                 parts[:, i] = parts[:, :, i] = math.nan
             parts[:, np.array(moving)[:, None], moving] = read
         found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
-        squares = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
+        squares: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unmeasured:
                 check_number(self._square_labels()[i], square)
+        self.remember_norms(squares)
+        return found
+
+    def remember_norms(self, squares: Sequence[float]) -> None:
+        """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
         measured = [math.sqrt(max(0.0, square)) for square in squares]
         self.__dict__["_norm_bounds"] = [self.unmeasured.get(i, length) for i, length in enumerate(measured)]
-        return found
 
     def norm_bound(self, coefficients: Matrix) -> float:
         r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
@@ -427,11 +437,15 @@ class Frame:
         lines, segments, minus = self._resolve_coefficients(coefficients)
         if self.ambient.leaves:
             return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
+        return combine(base, self._operands_less(minus), lines, segments=segments, out=out)
+
+    def _operands_less(self, minus: tuple[Row | None, ...]) -> Operands:
+        """The operands of the rows with what `_resolve_coefficients` subtracts from them."""
         rows = self.operands
-        if minus is not self.minus:  # the rows are differences from the current model
-            n = self.num_displacements
-            rows = rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
-        return combine(base, rows, lines, segments=segments, out=out)
+        if minus is self.minus:
+            return rows
+        n = self.num_displacements  # the rows are differences from the current model
+        return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
 
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
@@ -468,12 +482,11 @@ class Frame:
             return self.ambient.combine_exact(self.rows, lines, minus=minus)
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
-    def combination(
-        self, base: Row | None, coefficients: Sequence[float] | Matrix, out: TensorList
-    ) -> LinearCombination:
+    def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
         """Return the result of `combine` unevaluated, to be computed in `out` together with others."""
         lines, _, minus = self._resolve_coefficients(coefficients)
-        return LinearCombination.of(base, self.rows, lines if isinstance(lines[0], list) else [lines], minus, out)
+        lines = lines if isinstance(lines[0], list) else [lines]
+        return LinearCombination.of(base, self._operands_less(minus), lines, None, out)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return $\sum_j c_j\, r_j$ for the state of a rule.
@@ -508,13 +521,21 @@ class Frame:
         new = Combination(self, line, from_current=True)
         if self.ambient.leaves:
             formed = new.compute()
-            if not is_finite(*(formed if isinstance(formed, tuple) else (formed,))):
+            if not is_finite(*_tensors_of(formed)):
                 raise ArgumentError("points: the new model would not be finite")
             return formed
-        bound = self.norm_bound(line) if gram is None or self.unmeasured else gram.norm_bound(line)
-        if not bound <= overflow_headroom(self.current):
+        if not self.stays_finite(gram, line):
             new.check_finite()
         return new
+
+    def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
+        """Return whether the norms of the rows imply that the current model plus a combination is finite.
+
+        The arguments are those of `move`.
+        """
+        unread = gram is None or self.unmeasured
+        bound = self.norm_bound(coefficients) if unread else gram.norm_bound(coefficients)  # type: ignore[union-attr]
+        return bound <= overflow_headroom(self.current)
 
 
 @dataclass(frozen=True, eq=False)
@@ -550,20 +571,32 @@ class Combination:
             else self.frame.combine(None, self.coefficients, out)
         )
 
-    def fused(self, out: TensorList) -> LinearCombination:
+    def new_row(self) -> Operand:
+        """Allocate memory for the result of `compute`."""
+        current = self.frame.current
+        if isinstance(current, Tensor):
+            like: Any = current if self.from_current else self.frame.rows[0]
+            return empty_like(like)
+        if not self.from_current:
+            return self.frame.empty_vector()
+        return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
+
+    def fused(self, out: Operand) -> LinearCombination:
         """Return the combination as an operand of `combine_many`, which computes several in one pass."""
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
         line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
         return self.frame.combination(self.frame.current, line, out)
 
-    def check_finite(self, dtypes: Sequence[torch.dtype] | None = None) -> None:
+    def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries are finite.
 
-        If the norms of the rows do not imply it, the combination is computed tensor by tensor in temporary memory.
+        If neither the result is known nor the norms of the rows imply it, the combination is computed tensor by tensor
+        in temporary memory.
 
         Args:
             dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
+            computed: the result of `compute`, if it is known.
 
         Raises:
             ArgumentError: if an entry is not finite.
@@ -572,12 +605,20 @@ class Combination:
             largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
             if self.frame.norm_bound(self.coefficients) <= largest / 2:
                 return
-        for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
-            out = None if dtypes is None else frame.empty_vector(dtypes[j])
-            part = Combination(frame, line, self.from_current).compute(out)
+        for part in self._compute_parts(dtypes) if computed is None else _tensors_of(computed):
             if not is_finite(part):
                 what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE
                 raise ArgumentError(f"points: the {what}")
+
+    def _compute_parts(self, dtypes: Sequence[torch.dtype] | None) -> Iterator[Tensor]:
+        """Compute the combination tensor by tensor, in temporary memory."""
+        for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
+            out = None if dtypes is None else frame.empty_vector(dtypes[j])
+            yield Combination(frame, line, self.from_current).compute(out)
+
+
+def _tensors_of(row: Row) -> tuple[Tensor, ...]:
+    return row if isinstance(row, tuple) else (row,)
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:

@@ -128,6 +128,11 @@ class Gram:
         """The Gram matrix of the whole model."""
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
+    def first_rows(self, k: int) -> "Gram":
+        """Return the Gram matrix of the first k rows; the others must be additional rows."""
+        dropped = self.parts.shape[-1] - k
+        return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
+
     def identity(self) -> Matrix:
         """Return the coefficients that leave the displacements unchanged: (n, k)."""
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()

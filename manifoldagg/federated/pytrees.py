@@ -1,7 +1,8 @@
 """Pytrees: nested dicts, lists and tuples with tensors, numbers or other values of a rule as leaves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from manifoldagg.kernels.alloc import clone, empty_like
 
 __all__ = [
     "Tree",
+    "combinations",
     "copy_tensor",
     "has_structure",
     "introduces_nonfinite",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 Tree = Any
+NO_ROWS: Mapping[Combination, Any] = MappingProxyType({})
 
 
 def tensors(tree: Tree) -> list[Tensor]:
@@ -118,16 +121,28 @@ def unalias(tree: Tree, others: Tree) -> Tree:
     return tree_map(tree, lambda x: x if taken.isdisjoint(_storages(x)) else copy_tensor(x))
 
 
-def materialize(tree: Tree) -> Tree:
+def combinations(tree: Tree) -> list[Combination]:
+    """Return the combinations in the dicts and lists of a tree that are not computed."""
+    if isinstance(tree, Combination):
+        return [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [leaf for branch in branches for leaf in combinations(branch)]
+
+
+def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
     """Return the tree with the combinations in its dicts computed.
+
+    Args:
+        tree: the tree.
+        computed: the results of combinations that are known.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
         {'count': 3, 'rule': {'version': 1}}
     """
     if isinstance(tree, Combination):
-        return tree.compute()
-    return {name: materialize(branch) for name, branch in tree.items()} if isinstance(tree, dict) else tree
+        return computed[tree] if tree in computed else tree.compute()
+    return {name: materialize(branch, computed) for name, branch in tree.items()} if isinstance(tree, dict) else tree
 
 
 def size_of(tree: Tree) -> int:

@@ -17,6 +17,7 @@ from manifoldagg.corrections.frame import STATE_NOT_FINITE, Combination
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.buffers import accumulate, apply_pending
 from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
+from manifoldagg.federated.linear_step import measure
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
 from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_tensor_lists
@@ -65,7 +66,13 @@ class StepPlan:
 
 
 def step(
-    plan: StepPlan, before: ModelState, update: Update, buffers: Mapping[str, Tensor], out: Row | None
+    plan: StepPlan,
+    before: ModelState,
+    update: Update,
+    buffers: Mapping[str, Tensor],
+    out: Row | None,
+    *,
+    atomic: bool = False,
 ) -> tuple[ModelState, Outcome]:
     """Apply one update by a rule, in memory of its own.
 
@@ -74,8 +81,9 @@ def step(
         before: the state before the step, which is not written.
         update: a validated update. It is not written, and what the state stores of it is a copy.
         buffers: the buffers of the update.
-        out: memory for the new model, which is written last. If the rule uses tensor lists, it may be a model that the
-            rule reads, or `None` for new memory.
+        out: memory for the new model. If the rule uses tensor lists, it may be `None` for new memory.
+        atomic: whether `out` is written last, when nothing can fail any more. Then it may be a model that a rule reads
+            that uses tensor lists.
 
     Returns:
         The next model state, and the outcome, whose numbers are floats. A client state that the rule has not changed is
@@ -89,7 +97,7 @@ def step(
     if plan.update_limits.needs_norms:
         update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
     brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
-    state, outcome, numbers = run_rule(plan, before.state, brought, out)
+    state, outcome, numbers = run_rule(plan, before.state, brought, out, compute=not atomic)
     if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     if not plan.uses_tensor_lists and outcome.model is not None:
@@ -108,23 +116,30 @@ def step(
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
     # The commit comes last, when nothing can fail any more.
-    model = _commit(outcome.model, out) if plan.uses_tensor_lists else out
+    model: Any = outcome.model if plan.uses_tensor_lists else out
+    if isinstance(model, Combination):
+        model = model.compute(out)
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
 def run_rule(
-    plan: StepPlan, state: State, update: Update, out: Row | None = None
+    plan: StepPlan, state: State, update: Update, out: Row | None = None, *, compute: bool = True
 ) -> tuple[State, Outcome, dict[str, float]]:
     """Return the next state, the outcome and its metrics as the rule plans them, in memory of its own or in `out`.
+
+    Args:
+        plan: the plan of the step.
+        state: the state of the rule.
+        update: a validated update.
+        out: memory for the new model, which is not read.
+        compute: whether to compute the combinations of a linear step, the new model in `out` if it is given.
 
     Raises:
         RuleError: if the rule returns an invalid result.
     """
     rule: Any = plan.rule
-    if plan.uses_tensor_lists:
-        result = rule.plan(plan.space, state, update)
-    else:
-        result = rule.step(plan.space, state, update, out=out)
+    lists = plan.uses_tensor_lists
+    result = rule.plan(plan.space, state, update) if lists else rule.step(plan.space, state, update, out=out)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Outcome)):
         raise RuleError(f"rule: step: expected a state and an Outcome, got {type(result).__name__}")
     after, outcome = result
@@ -132,7 +147,13 @@ def run_rule(
         numbers = {name: float(value) for name, value in outcome.numbers.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RuleError(f"rule: numbers: expected a mapping from names to numbers: {error}") from None
-    return after, outcome, numbers
+    if not lists:
+        return after, outcome, numbers
+    if not (outcome.model is None or isinstance(outcome.model, Combination)):
+        expected = "the result of Frame.move, as `accepts_tensor_lists = True` says"
+        raise RuleError(f"rule: new model: expected {expected}, got {type(outcome.model).__name__}")
+    target: Any = out if compute else None
+    return measure(after, outcome, numbers, compute=compute, out=target)
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
@@ -161,14 +182,6 @@ def _own_finite_state(
         (state, outcome.client_state), [update.base, before.current, update.points, update.tensors, out]
     )
     return owned
-
-
-def _commit(model: Any, out: Row | None) -> Any:
-    """Compute the new model of a rule that uses tensor lists, in `out` if it is given."""
-    if not isinstance(model, Combination):
-        expected = "the result of Frame.move, as `accepts_tensor_lists = True` says"
-        raise RuleError(f"rule: new model: expected {expected}, got {type(model).__name__}")
-    return model.compute(out)
 
 
 def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:

@@ -10,7 +10,7 @@ Rules never see a loss, trainers never see the server's state.
 
 import inspect
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_count, short_repr
+from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.frame import Combination
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.kernels import Row
@@ -28,6 +29,7 @@ from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
 __all__ = [
     "Averaging",
     "ClientState",
+    "LinearStep",
     "Message",
     "Outcome",
     "Payload",
@@ -157,6 +159,27 @@ class Update:
     is_pseudo_gradient: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class LinearStep:
+    """A step whose coefficients do not depend on inner products, which only its metrics and checks need.
+
+    One pass over the parameters computes the combinations and the inner products.
+
+    Attributes:
+        frame: the frame of the combinations in the outcome and in the state. It is flat.
+        metrics: the function that checks the Gram matrix of the frame and returns the metrics of the step.
+    """
+
+    frame: Frame
+    metrics: Callable[[Gram], dict[str, float]]
+
+    def metrics_within(self, gram: Gram) -> dict[str, float]:
+        """Return the metrics, given the Gram matrix of a frame that has more rows after those of this frame."""
+        gram = gram.first_rows(len(self.frame.rows))
+        self.frame.remember_norms(gram.matrix.diagonal().tolist())
+        return self.metrics(gram)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a rule for one update.
@@ -168,12 +191,15 @@ class Outcome:
         numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
         state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
             wrapper that changes an outcome must set it again.
+        linear: the rest of the step if its coefficients do not depend on inner products. Its metrics are added to
+            `numbers` when the step is computed.
     """
 
     model: Point | Combination | None
     client_state: ClientState = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     state_is_finite: bool = False
+    linear: LinearStep | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ class Outer(torch.optim.Optimizer):
         try:
             with _reduce_across_ranks(params[0]) if spread else nullcontext():
                 before = self.rule.init(space, here) if state is None else state
-                state, outcome, numbers = run_rule(StepPlan(space, self.rule, {}), before, update)
+                state, outcome, numbers = run_rule(StepPlan(space, self.rule, {}), before, update, compute=False)
         except ArgumentError as error:
             for name, gradient in zip(param_set.names, gradients, strict=True):
                 if not is_finite(gradient):

@@ -15,6 +15,7 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.frame import Combination
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.linear_step import measure
 from manifoldagg.federated.pytrees import materialize
 from manifoldagg.federated.rules._geometry import in_float64
 from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
@@ -113,14 +114,15 @@ class TangentRule(ServerRule):
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
     """Compute the combinations in the state of a plan, then its model, into `out` if it is given."""
-    state = materialize(planned[0])
-    outcome = planned[1]
+    state, outcome = planned
+    state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
+    state = materialize(state)
     model: Any = outcome.model
     if isinstance(model, Combination):
         model = model.compute(out)
     elif not (model is None or out is None or model is out):
         model = out.copy_(model)
-    return state, replace(outcome, model=model)
+    return state, replace(outcome, model=model, numbers=numbers, linear=None)
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:

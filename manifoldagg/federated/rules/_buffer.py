@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.federated.rules._base import TangentRule, commit, move_to
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
 from manifoldagg.federated.rules._geometry import (
@@ -19,7 +20,7 @@ from manifoldagg.federated.rules._geometry import (
     safe_sqrt,
 )
 from manifoldagg.federated.schedules import Rate, rate_at
-from manifoldagg.federated.types import Outcome, Point, State, Update
+from manifoldagg.federated.types import LinearStep, Outcome, Point, State, Update
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
@@ -63,10 +64,7 @@ class BufferMean:
     def step(self, rate: float) -> tuple[Any, float]:
         r"""Return $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
         line = [rate * c for c in self.coefficients]
-        if self.frame.unmeasured:
-            norm = self.frame.norm_bound(np.array(line, dtype=object))
-        else:
-            norm = safe_sqrt(Corrected.single(self.frame, self.gram, line).inner_products()[0][0])
+        norm = _norm_of(self.frame, self.gram, line)
         return move_to(self.space, self.current, self.frame, self.gram, line), norm
 
 
@@ -145,10 +143,12 @@ class BufferedRule(TangentRule):
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
         if "buffer" in state:
             frame = frame.with_row("buffer", state["buffer"], norm_only=True)
-        gram = frame.gram()
-        largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
-        length = check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
-        numbers = {"cosine": gram.cosine, "weight": share}
+        linear = mechanism is None and frame.is_flat and type(self).apply_step is BufferedRule.apply_step
+        gram = None if linear else frame.gram()
+        numbers = {"weight": share}
+        if gram is not None:
+            length = self.checked_length(frame, gram)
+            numbers["cosine"] = gram.cosine
         taken = share
         if mechanism is not None:
             taken, numbers["clip"] = mechanism.clipped_weight(share, length)
@@ -162,16 +162,41 @@ class BufferedRule(TangentRule):
             buffer = frame.for_state(line)
             waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
             numbers |= frame.diagnostics
+            rest = LinearStep(frame, lambda gram: self._linear_metrics(frame, gram)) if linear else None
             # Sums of displacements no longer than the root of the largest number, in units of the largest share.
-            return waiting, Outcome(None, update.client_state, numbers, state_is_finite=frame.transporter is None)
+            finite = frame.transporter is None
+            return waiting, Outcome(None, update.client_state, numbers, state_is_finite=finite, linear=rest)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
         rate = self.step_size(state)
         if mechanism is not None:
             frame, line = mechanism.add_noise(frame, line, unit, state["version"])
             gram = frame.gram()
-        mean = BufferMean(space, update.current, frame, [unit / divisor * c for c in line], gram)
-        model, norm, changes = self.apply_step(state, mean, rate, out)
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate} | frame.diagnostics
         after = {name: kept for name, kept in state.items() if name not in ("scale", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
+        line = [unit / divisor * c for c in line]
+        if gram is None:
+            move = [rate * c for c in line]
+            step = Combination(frame, np.array(move, dtype=object), from_current=True)
+            rest = LinearStep(frame, lambda gram: self._linear_metrics(frame, gram, move))
+            return after, Outcome(step, update.client_state, numbers, linear=rest)
+        mean = BufferMean(space, update.current, frame, line, gram)
+        model, numbers["norm"], changes = self.apply_step(state, mean, rate, out)
         return after | changes, Outcome(model, update.client_state, numbers)
+
+    def checked_length(self, frame: Frame, gram: Gram) -> float:
+        """Return the length of the displacement, after checking that the square of a sum of such does not overflow."""
+        largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
+        return check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
+
+    def _linear_metrics(self, frame: Frame, gram: Gram, move: list[float] | None = None) -> dict[str, float]:
+        self.checked_length(frame, gram)
+        moved = {} if move is None else {"norm": _norm_of(frame, gram, move)}
+        return {"cosine": gram.cosine} | moved
+
+
+def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
+    """Return the norm of a combination of the rows, or a bound on it if a row was not read."""
+    if frame.unmeasured:
+        return frame.norm_bound(np.array(coefficients, dtype=object))
+    return safe_sqrt(Corrected.single(frame, gram, coefficients).inner_products()[0][0])

@@ -3,10 +3,11 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 from manifoldagg._validation import check_choice, check_number, short_repr
-from manifoldagg.corrections import Corrected, Correction, Frame, Gram
+from manifoldagg.corrections import Corrected, Correction, Frame, Gram, Position, Tangent
 from manifoldagg.curves.distance import OVERSHOOT
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._geometry import frame_from_update
@@ -17,6 +18,17 @@ from manifoldagg.federated.types import ClientState, Point, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["CorrectionRule", "ScheduledRule"]
+
+
+FIXED_COEFFICIENTS: dict[type, tuple[float, ...]] = {Tangent: (1.0, 0.0), Position: (1.0, -1.0)}
+"""The coefficients of $(v, g)$ of corrections that do not depend on inner products."""
+
+
+@cache
+def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
+    """Return whether a class moves along its corrected displacement and keeps no state of its own."""
+    methods = ("coefficients", "correct", "next_state", "step_curve")
+    return all(getattr(kind, name) is getattr(CorrectionRule, name) for name in methods)
 
 
 class CorrectionRule(GramRule):
@@ -35,6 +47,11 @@ class CorrectionRule(GramRule):
     def granularity(self) -> str:  # type: ignore[override]  # of the correction
         """The granularity of the correction."""
         return self.correction.granularity
+
+    @property
+    def fixed_coefficients(self) -> tuple[float, ...] | None:
+        """The coefficients of the correction if they are constants and no subclass computes others."""
+        return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
         lines, memory = self.correction.coefficients(gram, state.get("correction"))
@@ -80,6 +97,11 @@ class ScheduledRule(CorrectionRule):
         check_choice("overshoot", self.overshoot, OVERSHOOT)
         if self.dominance is not None and not isinstance(self.dominance, Dominance):
             raise ArgumentError(f"dominance: expected a Dominance, got {short_repr(self.dominance)}")
+
+    @property
+    def fixed_coefficients(self) -> tuple[float, ...] | None:
+        """As in `CorrectionRule`, if the rate does not decay with the drift."""
+        return None if self.decay else super().fixed_coefficients
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         version = state["version"]

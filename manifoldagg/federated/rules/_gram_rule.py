@@ -10,12 +10,13 @@ import numpy as np
 
 from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Corrected, Frame, Gram
+from manifoldagg.corrections.frame import Combination
 from manifoldagg.errors import RuleError
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.rules._riemannian_step import step_along_curve, tangents_at
 from manifoldagg.federated.rules._step_curve import StepCurve
-from manifoldagg.federated.types import ClientState, Outcome, State, Update
+from manifoldagg.federated.types import ClientState, LinearStep, Outcome, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold
 
@@ -41,6 +42,8 @@ class GramRule(TangentRule):
     - `granularity`: `"model"`, or `"tensor"` if `gram` has one matrix for each named tensor.
     - `single_point`: whether an update is one model (n = 1). With `False` it may be a curve of n control points.
     - `overshoot`: `"clamp"` limits $\rho$ to 1, `"extend"` does not.
+    - `fixed_coefficients`: the coefficients $c$ if they are constants; then one pass over the parameters is enough.
+      With `None` they are the result of `coefficients`.
 
     To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
     [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
@@ -70,6 +73,11 @@ class GramRule(TangentRule):
     not_private_because: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
     granularity = "model"
     overshoot = "clamp"
+
+    @property
+    def fixed_coefficients(self) -> tuple[float, ...] | None:
+        """The coefficients $c$ of $(v, g)$ if neither they nor the rate depend on inner products; `None` otherwise."""
+        return None
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
@@ -133,6 +141,9 @@ class GramRule(TangentRule):
             count, what = (1, "one model") if self.single_point else (None, "at least one control point")
             check_points(self, update, count, what)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs, tensors=by_tensor)
+        fixed = self.fixed_coefficients
+        if fixed is not None and frame.is_flat and len(update.points) == 1:
+            return self._plan_linear(frame, fixed, state, update)
         corrected = self.correct(frame, state)
         original = corrected.original_gram
         inner = corrected.inner_products()
@@ -145,10 +156,8 @@ class GramRule(TangentRule):
             drift = original.matrix[original.num_displacements, original.num_displacements]
             return staleness_penalty(strength, safe_sqrt(inner[-1][-1]), safe_sqrt(drift))
 
-        rho = self.step_size(state, update, penalty)
+        rho = self._checked_step_size(state, update, penalty)
         memory = self.client_state(update)
-        if not 0 <= rho < math.inf:
-            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
         after = self.next_state(state, update, corrected) | {"version": state["version"] + 1}
         curve = self.step_curve(state)
         if frame.transporter is None:
@@ -161,6 +170,34 @@ class GramRule(TangentRule):
             model = empty_like(update.current).copy_(reached)
         numbers |= {"rate": rho, "step": s, "norm": norm} | frame.diagnostics
         return after, Outcome(model, memory, numbers)
+
+    def _plan_linear(
+        self, frame: Frame, fixed: tuple[float, ...], state: State, update: Update
+    ) -> tuple[State, Outcome]:
+        """Plan a step along one displacement with fixed coefficients, which needs no inner products."""
+        rho = self._checked_step_size(state, update, _no_penalty)
+        curve = StepCurve(self.overshoot)
+        lines = np.array([fixed], dtype=object)
+        weight = curve.position_on_line(rho)
+
+        def metrics(gram: Gram) -> dict[str, float]:
+            inner = Corrected(frame, gram, lines, None, gram).inner_products()
+            s, _, norm = curve.position(inner, gram.drift_products, rho)
+            return {"cosine": gram.cosine, "rate": rho, "step": s, "norm": norm}
+
+        model = Combination(frame, np.array([weight * c for c in fixed], dtype=object), from_current=True)
+        after = {"version": state["version"] + 1}
+        return after, Outcome(model, self.client_state(update), linear=LinearStep(frame, metrics))
+
+    def _checked_step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
+        rho = self.step_size(state, update, penalty)
+        if not 0 <= rho < math.inf:
+            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+        return rho
+
+
+def _no_penalty(strength: float) -> float:
+    raise RuleError("fixed_coefficients: expected None, because the rate depends on inner products")
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:

@@ -73,8 +73,8 @@ class StepCurve:
             (0.25, [0.25], 0.5)
         """
         n = len(inner)
-        if n == 1 and self.curve_weight == 1 and not self.polygon:  # a line, on which s is the rate
-            s = min(rho, 1.0) if self.overshoot == "clamp" else rho
+        if n == 1 and self.curve_weight == 1 and not self.polygon:
+            s = self.position_on_line(rho)
             weights = [s]
         else:
             s = self.parameter(inner, self.effective_rate(rho, drift_products))
@@ -83,9 +83,13 @@ class StepCurve:
         images = [reduce(add, map(mul, weights, column)) for column in zip(*inner, strict=True)]
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
+    def position_on_line(self, rho: float) -> float:
+        r"""Return the parameter s for a rate $\rho$ if the curve is one displacement, on which s is the rate."""
+        return min(rho, 1.0) if self.overshoot == "clamp" else rho
+
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
         r"""Return the effective rate of $\rho \ge 0$, given the inner products of the displacements with the drift."""
-        return (min(rho, 1.0) if self.overshoot == "clamp" else rho) * self.conflict_free_fraction(drift_products)
+        return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
     def parameter(self, inner: InnerProducts, rho: float) -> float:
         r"""Return the parameter s for a rate, from the inner products of the corrected displacements."""

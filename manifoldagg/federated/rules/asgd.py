@@ -23,7 +23,7 @@ class ASGD(ScheduledRule):
 
     Source: Dean et al. 2012; Report (5); Manifold (AsyncTan).
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
 
     Example:
         >>> import manifoldagg, torch

@@ -44,7 +44,7 @@ class DeFedAvg(FedAvg):
 
     Source: Wang et al. 2024 (DeFedAvg-nIID), as MasFL Table 1 compares it.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
         1 and makes 2.
 
     Example:

@@ -39,7 +39,7 @@ class FedAsync(CorrectionRule):
 
     Source: Xie et al. 2019, Algorithm 1; Manifold (AsyncPos).
 
-    Cost: an update that moves the model reads 5 words a parameter, writes 1 and makes 0.
+    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
 
     Example:
         >>> import manifoldagg, torch

@@ -39,7 +39,7 @@ class FedAvg(BufferedRule):
 
     Source: McMahan et al. 2017; with $\eta_g$ Reddi et al. 2021, Algorithm 1; Li et al. 2020 (FedProx).
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
         1 and makes 2.
 
     Example:

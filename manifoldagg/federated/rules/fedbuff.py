@@ -36,7 +36,7 @@ class FedBuff(BufferedRule):
 
     Source: Nguyen et al. 2022, Algorithm 1.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
+    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
         1 and makes 2.
 
     Example:

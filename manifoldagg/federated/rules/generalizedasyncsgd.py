@@ -66,7 +66,7 @@ class GeneralizedAsyncSGD(CorrectionRule):
 
     Source: Queue, Algorithm 1, line 9 (Leconte et al. 2024).
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
 
     Example:
         >>> import manifoldagg, torch

@@ -254,7 +254,7 @@ def aggregate_step(
         hint = None if info.difference else f"pass {difference_option} for a difference"
         warn_about_update(inputs.name, space, newest, start, now, hint)
         try:
-            after, outcome = step(plan, before, received, newest, memory)
+            after, outcome = step(plan, before, received, newest, memory, atomic=out is not None)
         except Exception as error:
             _raise_explained(error, inputs, state)
         new = _new_model(inputs, before, after, outcome.model is not None, current, target)

@@ -116,7 +116,7 @@ def _distinct(lines):
 def counted():
     """Count what happens within, on models of `SIZE` parameters."""
     words = Words()
-    plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many")}
+    plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many", "gram_combine")}
 
     def block_products(rows, *rest):
         words.grams += 1
@@ -126,6 +126,19 @@ def counted():
             words.touch(tensor, write=False)
         with torch.utils._python_dispatch._disable_current_modes():
             return plain["block_products"](rows, *rest)
+
+    def gram_combine(rows, blocks, goals):
+        # Without the compiled backend the products and each combination take a pass of their own, and are counted so.
+        if selection.backend_for(rows.device).__name__.endswith("cpu"):
+            words.grams += 1
+            words.combines += 1
+            inputs = [row for goal in goals for row in goal.inputs]
+            for tensor in _distinct([*rows.distinct, *inputs]):
+                words.touch(tensor, write=False)
+            for tensor in _distinct([goal.out for goal in goals]):
+                words.touch(tensor, write=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return plain["gram_combine"](rows, blocks, goals)
 
     def combine(base, rows, coefficients, blocks, out):
         words.combines += 1
@@ -151,6 +164,7 @@ def counted():
     with (
         patch.object(selection, "block_products", block_products),
         patch.object(selection, "combine_many", combine_many),
+        patch.object(selection, "gram_combine", gram_combine),
         patch.object(selection, "combine", combine),
         patch.object(chunking, "CHUNK_SIZE", CHUNK // torch.get_num_threads()),
         _Watch(words),

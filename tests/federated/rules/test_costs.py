@@ -19,9 +19,8 @@ WARM = 18
 MOVES = re.compile(
     r"Cost: an update that moves the model reads ([\d.]+) words a parameter, writes (\d+) and makes (\d+)"
 )
-KEEPING = {"Momentum": {(1, 1), (2, 2)}, "HeLoCo": {(1, 2)}, "DelayedNesterov": {(1, 2)}, "Private": {(1, 1), (2, 2)}}
-"""The passes of rules that keep a momentum: one more that writes it; `Momentum` reads the rows of its rule again. One with
-noise looks at the sum first."""
+KEEPING = {"HeLoCo": {(1, 2)}, "DelayedNesterov": {(1, 2)}, "Private": {(1, 1), (2, 2)}}
+"""The passes of rules that keep a momentum: one more that writes it. A rule with noise reads the sum first."""
 WAITS = re.compile(r"one that waits reads ([\d.]+), writes (\d+) and makes (\d+)")
 
 

@@ -1,0 +1,55 @@
+"""Linear steps: combinations whose coefficients are known before the inner products of their rows."""
+
+from dataclasses import replace
+
+from manifoldagg.corrections import Gram
+from manifoldagg.corrections.frame import Combination
+from manifoldagg.federated.pytrees import combinations, materialize
+from manifoldagg.federated.types import LinearStep, Outcome, State
+from manifoldagg.kernels.operands import Operand, check_target
+
+__all__ = ["measure"]
+
+
+def measure(
+    state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
+) -> tuple[State, Outcome, dict[str, float]]:
+    """Check the rows of a linear step and return it with its metrics; return any other step unchanged.
+
+    Args:
+        state: the next state.
+        outcome: the outcome of a plan.
+        numbers: the metrics of the outcome, to which those of a linear step are added.
+        compute: whether to compute the combinations of the step, in new memory, by the pass that measures its rows.
+            Otherwise they are left to the caller, which may then compute them in memory that the step reads.
+        out: memory for the new model in place of new memory. It is written even if the update is rejected then.
+
+    Raises:
+        ArgumentError: if a row or the new model would not be finite, or the rule rejects the update.
+
+    Cost: one pass; `compute=False` saves no reads, and the combinations take another pass.
+    """
+    model = outcome.model
+    linear = outcome.linear
+    if linear is None:
+        # A model that nobody has measured: a wrapper may have made a new outcome.
+        if not isinstance(model, Combination) or model.frame.has_norm_bounds:
+            return state, outcome, numbers
+        linear = LinearStep(model.frame, _no_metrics)
+    frame = linear.frame
+    pending = combinations([state, model]) if compute else []
+    rows = {one: out if one is model and out is not None else one.new_row() for one in pending if one.frame is frame}
+    if out is not None and rows:
+        check_target(out, frame.operands, None)
+    gram = frame.gram(combinations=[one.fused(row) for one, row in rows.items()])
+    numbers = {**numbers, **linear.metrics(gram)}
+    if isinstance(model, Combination):
+        known = gram if model.frame is frame else None
+        if not model.frame.stays_finite(known, model.coefficients):
+            model.check_finite(computed=rows.get(model))
+        outcome = replace(outcome, model=rows.get(model, model))
+    return (materialize(state, rows) if compute else state), outcome, numbers
+
+
+def _no_metrics(gram: Gram) -> dict[str, float]:
+    return {}
