@@ -38,7 +38,7 @@ def measure(
         linear = LinearStep(model.frame, _no_metrics)
     frame = linear.frame
     pending = combinations([state, model]) if compute else []
-    rows = {one: out if one is model and out is not None else one.new_row() for one in pending if one.frame is frame}
+    rows = {one: out if one is model and out is not None else one.new_row() for one in pending}
     if out is not None and rows:
         check_target(out, frame.operands, None)
     gram = frame.gram(combinations=[one.fused(row) for one, row in rows.items()])
@@ -48,7 +48,7 @@ def measure(
         if not model.frame.stays_finite(known, model.coefficients):
             model.check_finite(computed=rows.get(model))
         outcome = replace(outcome, model=rows.get(model, model))
-    return (materialize(state, rows) if compute else state), outcome, numbers
+    return materialize(state, rows) if compute else state, outcome, numbers
 
 
 def _no_metrics(gram: Gram) -> dict[str, float]:

@@ -104,3 +104,17 @@ def test_a_row_beyond_the_range_of_float64_is_measured():
     products = gram_combine(rows, [LinearCombination.of(None, rows, [[1.0, 1.0]], None, target)])
     assert torch.equal(products, gram(rows))
     assert torch.equal(target, torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_may_be_cut_otherwise_than_those_of_a_combination(backend):
+    vector, pieces = torch.arange(6.0), TensorList([torch.ones(2), torch.ones(4)])
+    target = TensorList([torch.empty(2), torch.empty(4)])
+    before = set_backend(backend)
+    try:
+        goal = LinearCombination.of(None, as_operands([pieces, vector]), [[1.0, 2.0]], None, target)
+        products = gram_combine(as_operands([vector]), [goal])
+    finally:
+        set_backend(before)
+    assert torch.equal(torch.cat(target), 1 + 2 * vector)
+    assert products.item() == 55

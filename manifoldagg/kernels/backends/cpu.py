@@ -139,7 +139,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
         blocks: of one segment.
         combinations: of rows in the same pieces. No target shares memory with what is read.
     """
-    if rows.tables is None:
+    if rows.tables is None or any(goal.rows.lengths != rows.lengths for goal in combinations):
         return None
     goals = _describe_goals(combinations, [False] * len(combinations), rows.lengths)
     if goals is None:
