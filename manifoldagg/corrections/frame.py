@@ -357,14 +357,14 @@ class Frame:
                 parts[:, i] = parts[:, :, i] = math.nan
             parts[:, np.array(moving)[:, None], moving] = read
         found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
-        squares: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
+        squares = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unmeasured:
                 check_number(self._square_labels()[i], square)
         self.remember_norms(squares)
         return found
 
-    def remember_norms(self, squares: Sequence[float]) -> None:
+    def remember_norms(self, squares: Sequence[Any]) -> None:
         """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
         measured = [math.sqrt(max(0.0, square)) for square in squares]
         self.__dict__["_norm_bounds"] = [self.unmeasured.get(i, length) for i, length in enumerate(measured)]
