@@ -1,5 +1,6 @@
 """`Asynchronous`: runs on Flower's own grid and link state, with nodes that are threads."""
 
+import ctypes
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
+from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.metrics import weighted_mean
 from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
 from manifoldagg.integrations.flower.rounds import Rounds
@@ -639,6 +641,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
     server.drop(ticket)
     assert (server.updates, server.version) == before[:2]
     assert all(torch.equal(x, before[2][name]) for name, x in server.state_dict().items())
+
+
+READ_MODELS = {name: rule for name, rule in PLAIN.items() if not tells_more(rule)}
+
+
+@pytest.mark.parametrize("rule", READ_MODELS.values(), ids=READ_MODELS)
+def test_the_memory_of_an_update_is_neither_written_nor_retained(rule):
+    if isinstance(rule, rules.GeneralizedAsyncSGD):
+        rule = rules.GeneralizedAsyncSGD(dict.fromkeys(range(3), 1 / 3))
+    server = Server.of(Net(), rule, **kept(rule))
+    codec = MessageCodec(server, None, False, key="arrays", weighted_by_key="num-examples")
+    state = server.state_dict()
+    for turn in range(3):
+        ticket = server.dispatch(turn)
+        model = array_record({name: x + 1 for name, x in state.items()})
+        before = {name: bytes(bytearray(x.data)) for name, x in model.items()}
+        assert codec.receive(ticket.id, content(model)).accepted
+        assert {name: x.data for name, x in model.items()} == before
+        after = server.state_dict()
+        # Overwrite the values in the immutable bytes. A tensor of the server that shares their memory would change.
+        for array in model.values():
+            values = np.frombuffer(array.data, np.uint8)
+            start = len(values) - int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
+            ctypes.memset(values.ctypes.data + start, 255, len(values) - start)
+        assert all(torch.equal(x, after[name]) for name, x in server.state_dict().items())
+    assert all(x.isfinite().all() for x in server.state_dict().values())
 
 
 def test_a_payload_is_of_the_task_that_it_names(finished):
