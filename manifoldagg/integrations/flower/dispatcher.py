@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
-from flwr.app import MessageType
+from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Server, Ticket
+from manifoldagg.federated import Server
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
 from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
@@ -44,7 +44,7 @@ class _TrainTask(NamedTuple):
     """A training task. Once its message is sent, only the id of its ticket is stored."""
 
     id: str
-    ticket: Ticket | None = None
+    records: dict[str, ArrayRecord] | None = None
 
 
 @dataclass(eq=False)
@@ -76,7 +76,8 @@ class MessageDispatcher:
 
     Args:
         grid: the grid of the `ServerApp`.
-        server: the server that issues the tickets.
+        server: the server of the tickets.
+        dispatch: issues a ticket for a node, and returns its id and the records of its message.
         report: the report that counts failed tasks.
         largest_reply_bytes: the size of the largest expected reply in bytes.
         poll_interval: the interval between two polls for replies, in seconds.
@@ -93,6 +94,7 @@ class MessageDispatcher:
         server: Server,
         report: RunReport,
         *,
+        dispatch: Callable[[int], tuple[str, dict[str, ArrayRecord]]],
         largest_reply_bytes: int,
         poll_interval: float,
         accepts_node: Callable[[int], bool],
@@ -100,6 +102,7 @@ class MessageDispatcher:
         self._grid = grid
         self._server = server
         self._report = report
+        self._issue = dispatch
         self._largest_reply_bytes = max(largest_reply_bytes, 1)
         self._poll_interval = poll_interval
         self._accepts_node = accepts_node
@@ -152,12 +155,12 @@ class MessageDispatcher:
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation not in over]
         return over
 
-    def train_tasks(self) -> list[tuple[int, Ticket]]:
-        """Return the nodes that train next, with their tickets."""
+    def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord]]]:
+        """Return the nodes that train next, with the records of their messages."""
         return [
-            (node, work.ticket)
+            (node, work.records)
             for node, work in self._scheduled.items()
-            if isinstance(work, _TrainTask) and work.ticket
+            if isinstance(work, _TrainTask) and work.records is not None
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
@@ -185,7 +188,7 @@ class MessageDispatcher:
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
-                # The ticket holds a model, which the message contains already.
+                # The records hold a model, which the message contains already.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
                 self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
@@ -309,8 +312,7 @@ class MessageDispatcher:
 
     def _dispatch(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            ticket = self._server.dispatch(node)
-            self.nodes.enqueue(node, _TrainTask(ticket.id, ticket))
+            self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
         """Release a finished node, and let the sampler dispatch the next tasks."""

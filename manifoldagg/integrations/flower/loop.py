@@ -19,7 +19,6 @@ from manifoldagg.federated.server.client_sampling import ClientSampler, rule_att
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.dispatcher import EvaluationRound, MessageDispatcher
-from manifoldagg.integrations.flower.records import array_record
 from manifoldagg.integrations.flower.reporting import RunReport, log_metrics, log_start
 from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.integrations.flower.setup import ModelSource, build_server
@@ -161,7 +160,7 @@ class TrainingLoop(Strategy):
         )
         self._accepted_contents = []
         self._rounds = Rounds(path)
-        self._set_model(array_record(self.server.state_dict()))
+        self._set_model(self._codec.model())
         if resume:
             for ticket in self.server.tickets:
                 self.server.drop(ticket)
@@ -194,6 +193,7 @@ class TrainingLoop(Strategy):
             grid,
             self.server,
             self._report,
+            dispatch=self._codec.dispatch,
             largest_reply_bytes=largest_reply_bytes,
             poll_interval=self.poll_interval,
             accepts_node=lambda node: all(node in clients for clients in known),
@@ -280,13 +280,14 @@ class TrainingLoop(Strategy):
             self._dispatcher.next_reply()
             self._record_evaluations()
         if self.server.updates > self._model_updates:
-            self._set_model(array_record(self.server.state_dict()))
+            self._set_model(self._codec.model())
+        self._codec.release()
         self._report.flush()
 
     def _close_after_error(self) -> None:
         """Stop training after an exception, and write the checkpoint if possible."""
         if self._is_open:
-            for step in (self._report.flush, self._dispatcher.close, self._save_checkpoint):
+            for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
                     step()
                 except Exception:

@@ -20,7 +20,6 @@ from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
 from manifoldagg.integrations.flower.loop import FlowerMessage, TrainingLoop
 from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
-from manifoldagg.integrations.flower.records import array_record
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
 
 __all__ = ["Asynchronous"]
@@ -193,10 +192,7 @@ class Asynchronous(TrainingLoop):
         """
         config["server-round"] = server_round
         tasks = self._dispatcher.train_tasks()
-        return [
-            self._make_message(MessageType.TRAIN, node, server_round, self._codec.encode(ticket), config)
-            for node, ticket in tasks
-        ]
+        return [self._make_message(MessageType.TRAIN, node, server_round, records, config) for node, records in tasks]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
@@ -219,7 +215,7 @@ class Asynchronous(TrainingLoop):
         taken, self._accepted_contents = self._accepted_contents, []
         found = self._with_sample_count(taken)
         metrics = self.train_metrics_aggr_fn(found, self.weighted_by_key) if found else None
-        return array_record(self.server.state_dict()), self._report.extend(metrics, self._num_accepted)
+        return self._codec.model(), self._report.extend(metrics, self._num_accepted)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
