@@ -6,14 +6,16 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from torch import nn
 
-from manifoldagg.federated import Server, rules
+from manifoldagg.federated import Payload, Server, rules
 from manifoldagg.federated.server.durability.store import InMemoryTree
+from manifoldagg.federated.server.events import Rejected
 from manifoldagg.integrations.flower import codec as codec_module
 from manifoldagg.integrations.flower.codec import MessageCodec
-from manifoldagg.integrations.flower.records import array_record, state_dict
+from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
+from manifoldagg.wire import pack
 
 
 class Tied(nn.Module):
@@ -153,3 +155,50 @@ def test_buffered_updates_leave_the_packed_model_alone():
     assert reply(codec, ticket).buffered
     assert server.version == 0
     assert codec.dispatch(2)[1]["arrays"]["weight"] is records["arrays"]["weight"]
+
+
+INJECTED = "ward-7\n2026-01-01 ERROR: model.pt was deleted\x1b[2J\u202e" + "x" * 5000
+
+
+def wire_reply(server, **named):
+    ticket = server.dispatch(1)
+    payload = Payload(ticket.message.start[None] + 1, samples=10)
+    data = pack(payload, spec=server.space, ticket=named.get("ticket", ticket))
+    return RecordDict({RECORD_KEY: bytes_to_record(data)})
+
+
+def named_arrays(name, data=b"junk"):
+    odd = Array(dtype="float64", shape=(1,), stype="numpy.ndarray", data=data)
+    return RecordDict({"arrays": ArrayRecord({name: odd}), "m": MetricRecord({"num-examples": 10})})
+
+
+def foreign_leaves(server):
+    other = Server.of(nn.ModuleDict({"a" * 3000: nn.Linear(3, 4, dtype=torch.float64)}), rules.FedAsync(rate=0.5))
+    payload = Payload(other.dispatch(1).message.start[None], samples=10)
+    return RecordDict({RECORD_KEY: bytes_to_record(pack(payload, spec=other.space))})
+
+
+INJECTIONS = {
+    "array name": lambda server: named_arrays(INJECTED),
+    "name of an unknown array": lambda server: named_arrays(INJECTED, array_record({"x": torch.ones(1)})["x"].data),
+    "ticket": lambda server: wire_reply(server, ticket=INJECTED),
+    "samples": lambda server: RecordDict(
+        {"arrays": ArrayRecord(), "m": MetricRecord({"num-examples": list(range(10**4))})}
+    ),
+    "leaves": foreign_leaves,
+}
+
+
+@pytest.mark.parametrize("make", INJECTIONS.values(), ids=INJECTIONS)
+def test_text_of_a_node_is_printable_and_short_wherever_it_is_reported(make, caplog):
+    server, codec = codec_of()
+    events = []
+    server.on_event(lambda event: events.append(event) if isinstance(event, Rejected) else None)
+    ticket, _ = codec.dispatch(7)
+    receipt = codec.receive(ticket, make(server))
+    assert not receipt.accepted
+    texts = [receipt.reason, *(event.reason for event in events), *(record.getMessage() for record in caplog.records)]
+    assert len(texts) == 3
+    for text in texts:
+        assert text.isprintable()
+        assert len(text) <= 350

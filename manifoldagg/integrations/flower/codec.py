@@ -1,15 +1,16 @@
 """Encoding and decoding of Flower messages: state dicts as Flower's clients read them, or the wire format."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from torch import Tensor
 
-from manifoldagg._validation import short_repr
-from manifoldagg.errors import WireError
+from manifoldagg._validation import one_line, short_repr
+from manifoldagg.errors import ManifoldAggError, WireError
 from manifoldagg.federated import Payload, Receipt, Server, Ticket
 from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.types import check_parameter_space, extra_fields
@@ -22,9 +23,12 @@ from manifoldagg.integrations.flower.records import (
     record_to_bytes,
     state_dict,
 )
+from manifoldagg.integrations.flower.reporting import MAX_REASON_LENGTH
 from manifoldagg.wire import pack, ticket_of, unpack
 
 __all__ = ["MessageCodec"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +112,10 @@ class MessageCodec:
     def _receive(self, ticket: str, content: RecordDict) -> Receipt:
         data = record_to_bytes(content)
         if data is not None or self._rule_needs_wire:
-            return self._server.receive(ticket, partial(self._decode_payload, data, ticket))
+            return self._server.receive(ticket, partial(_with_safe_errors, self._decode_payload, data, ticket))
         samples = sample_count(content, self._weighted_by_key) or 0
-        return self._server.receive_model(ticket, partial(self._decode_model, content), samples=samples)
+        decode = partial(_with_safe_errors, self._decode_model, content)
+        return self._server.receive_model(ticket, decode, samples=samples)
 
     def _decode_payload(self, data: bytes | None, ticket: str) -> Payload:
         if data is None:
@@ -133,6 +138,18 @@ class MessageCodec:
         model = state_dict(records[0])
         wide = {name for name, tensor in model.items() if tensor.dtype is torch.float32}
         return model | {name: model[name].to(dtype) for name, dtype in self._widened_dtypes.items() if name in wide}
+
+
+def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
+    """Call a decoder. Its errors quote names and tickets of a node, which must not forge lines of a log or fill it.
+
+    Raises:
+        WireError: with the message of the decoder, printable and in one line of limited length.
+    """
+    try:
+        return decode(*args)
+    except ManifoldAggError as error:
+        raise WireError(one_line(str(error), MAX_REASON_LENGTH)) from None
 
 
 def _have_same_model(a: Ticket, b: Ticket) -> bool:
