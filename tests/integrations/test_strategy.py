@@ -851,3 +851,41 @@ def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
     assert lost
     assert strategy.server.updates == 24
     assert min(trained.values()) > 2
+
+
+class Unreadable(InMemoryGrid):
+    """A grid on which a call raises if it pulls a reply of `culprit`. The other replies of the call are lost, too."""
+
+    def __init__(self, grid, culprit, times):
+        self.__dict__.update(vars(grid))
+        self.culprit, self.times = culprit, times
+        self.raised, self.lost, self.calls = 0, 0, []
+
+    def pull_messages(self, names):
+        names = list(names)
+        self.calls.append((self.raised, len(names)))
+        replies = list(super().pull_messages(names))
+        if self.raised < self.times and any(reply.metadata.src_node_id == self.culprit for reply in replies):
+            self.raised += 1
+            self.lost += len(replies) - 1
+            raise ValueError("junk")
+        return replies
+
+
+@pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
+def test_after_an_unreadable_reply_other_replies_are_pulled_together(times, monkeypatch):
+    monkeypatch.setattr(dispatcher, "LOST_REPLY_TIMEOUT", 0.2)
+
+    def train(state, part):
+        time.sleep(0.02)
+        return halfway(state, part)
+
+    with running(plain_app(train), 4) as engine:
+        grid = Unreadable(engine.grid, next(iter(engine.nodes)), times)
+        strategy = asynchronous(updates=100, fraction_evaluate=0.0)
+        strategy.start(grid, first(), num_rounds=1, timeout=60.0)
+    assert strategy.server.updates == 100
+    assert grid.raised > 0
+    assert max(count for raised, count in grid.calls if raised) > 1
+    # Only the first unreadable reply of a node takes others with it.
+    assert grid.lost <= 3

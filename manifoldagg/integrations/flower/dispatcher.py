@@ -3,10 +3,11 @@
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
@@ -35,6 +36,8 @@ LOST_REPLY_TIMEOUT = 10.0
 """The timeout in seconds after which a reply counts as lost and its node receives new work."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """The exceptions that Flower raises for an invalid reply, as opposed to a lost connection."""
+MAX_ISOLATION_DOUBLINGS = 20
+"""The maximum number of doublings of the readable replies after which a node is no longer isolated."""
 TASK_ENDED = "ticket: the task of this reply has already ended"
 """The reason of a rejected reply that arrives twice or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
@@ -69,6 +72,36 @@ class EvaluationRound:
 class _EvalTask(NamedTuple):
     evaluation: EvaluationRound
     message: FlowerMessage
+
+
+class _Isolation:
+    """The nodes whose replies are pulled alone, because an unreadable reply loses all replies of its call.
+
+    After its n-th unreadable reply, a node must send 2^n readable replies. Otherwise a node that sends both kinds in
+    turns would lose the replies of other nodes again and again.
+    """
+
+    def __init__(self) -> None:
+        self._missing_replies: dict[int, int] = {}
+        self._offences: Counter[int] = Counter()
+        self.num_unreadable = 0
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._missing_replies
+
+    def on_unreadable(self, nodes: Iterable[int]) -> None:
+        """Isolate the nodes of a call that failed."""
+        self.num_unreadable += 1
+        for node in nodes:
+            self._offences[node] += 1
+            self._missing_replies[node] = 2 ** min(self._offences[node], MAX_ISOLATION_DOUBLINGS)
+
+    def on_readable(self, node: int) -> None:
+        """Count a readable reply of a node."""
+        if node in self._missing_replies:
+            self._missing_replies[node] -= 1
+            if not self._missing_replies[node]:
+                del self._missing_replies[node]
 
 
 class MessageDispatcher:
@@ -108,7 +141,7 @@ class MessageDispatcher:
         self._accepts_node = accepts_node
         self._last_refresh = -NODE_REFRESH_INTERVAL
         self._last_full_poll = -math.inf
-        self._max_reply_bytes = MAX_REPLY_BYTES
+        self._isolation = _Isolation()
         self._inbox: deque[FlowerMessage] = deque()
         self._unpolled: list[str] = []
         self._is_idle = False
@@ -241,13 +274,18 @@ class MessageDispatcher:
             self._is_idle = True
             self._refresh_nodes()
             self._last_full_poll = time.monotonic()
-            self._unpolled = self.nodes.outstanding
-        most = max(1, self._max_reply_bytes // self._largest_reply_bytes)
-        some, self._unpolled = self._unpolled[:most], self._unpolled[most:]
+            outstanding = self.nodes.outstanding
+            self._unpolled = [name for name in outstanding if not self._is_isolated(name)]
+            self._unpolled += [name for name in outstanding if self._is_isolated(name)]
+        most = max(1, MAX_REPLY_BYTES // self._largest_reply_bytes)
+        some = list(takewhile(lambda name: not self._is_isolated(name), self._unpolled[:most])) or self._unpolled[:1]
+        self._unpolled = self._unpolled[len(some) :]
         for reply in self._pull_safe(some):
             self._is_idle = False
             self._inbox.append(reply)
             if reply.has_content():
+                if (held := self.nodes.lookup(reply.metadata.reply_to_message_id)) is not None:
+                    self._isolation.on_readable(held[0])
                 records = reply.content.array_records.values()
                 self._largest_reply_bytes = max(
                     self._largest_reply_bytes, sum(len(x.data) for record in records for x in record.values())
@@ -259,16 +297,25 @@ class MessageDispatcher:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
             # One of the replies has expired, or Flower cannot parse it.
-            if len(message_ids) > 1:
-                # Replies that Flower returned in this call may be lost. Fetch replies one by one from now on.
-                self._max_reply_bytes = 1
-                brought = [reply for name in message_ids for reply in self._pull_safe([name])]
-                for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
-                    self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
-                return brought
-            self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
-            self.complete(message_ids[0], succeeded=False)
-            return []
+            nodes = [held[0] for name in message_ids if (held := self.nodes.lookup(name)) is not None]
+            if len(message_ids) == 1:
+                self._isolation.on_unreadable(nodes)
+                self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
+                self.complete(message_ids[0], succeeded=False)
+                return []
+            # Replies that Flower returned in this call may be lost.
+            known = self._isolation.num_unreadable
+            brought = [reply for name in message_ids for reply in self._pull_safe([name])]
+            if self._isolation.num_unreadable == known:  # the unreadable reply is lost, too
+                self._isolation.on_unreadable(nodes)
+            for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
+                self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
+            return brought
+
+    def _is_isolated(self, message_id: str) -> bool:
+        """Return whether the reply to a message is pulled alone; that of an ended task is, as its node is unknown."""
+        held = self.nodes.lookup(message_id)
+        return held is None or held[0] in self._isolation
 
     def _refresh_nodes(self) -> None:
         """Update the connected nodes, and end the tasks whose deadline has passed."""
