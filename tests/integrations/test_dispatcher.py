@@ -31,6 +31,7 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
         server,
         RunReport(),
         dispatch=dispatch,
+        bound_evaluation=lambda content: content,
         largest_reply_bytes=1,
         poll_interval=0.0,
         accepts_node=lambda node: True,

@@ -15,7 +15,7 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
@@ -889,3 +889,59 @@ def test_after_an_unreadable_reply_other_replies_are_pulled_together(times, monk
     assert max(count for raised, count in grid.calls if raised) > 1
     # Only the first unreadable reply of a node takes others with it.
     assert grid.lost <= 3
+
+
+@pytest.mark.parametrize("weights", ["observed", "uniform"])
+def test_a_node_that_claims_many_samples_does_not_dominate_the_metrics(weights):
+    app = ClientApp()
+
+    @app.train()
+    def training(message, context):
+        liar = context.node_config["partition-id"] == 0
+        metrics = MetricRecord({"num-examples": 10**9 if liar else 10, "loss": 100.0 if liar else 1.0})
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluating(message, context):
+        liar = context.node_config["partition-id"] == 0
+        metrics = MetricRecord({"num-examples": 10**9 if liar else 10, "accuracy": 1.0 if liar else 0.0})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    strategy = asynchronous(updates=40, weights=weights, update_limits=UpdateLimits(samples_factor=2.0))
+    with running(app, 8) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+    # The liar counts as 20 samples of about 90 in an evaluation, and of 20 + 10 n in a round.
+    assert result.train_metrics_clientapp[2]["loss"] < 60
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(20 / 90)
+
+
+def test_given_sample_counts_weight_the_metrics():
+    strategy = asynchronous(weights={1: 30, 2: 10})
+    strategy.server = Server.of(Net(), rules.FedAsync(rate=0.5), weights={1: 30, 2: 10})
+    contents = [(1, 10**9, 1.0), (2, 1, 0.0)]
+    pairs = [(node, RecordDict({"m": MetricRecord({"num-examples": n, "x": x})})) for node, n, x in contents]
+    assert weighted_mean(strategy._with_capped_samples(pairs), "num-examples") == {"x": 0.75}
+
+
+def test_metrics_of_a_node_are_bounded_in_the_result_and_its_file(tmp_path, caplog):
+    app = ClientApp()
+
+    @app.train()
+    def training(message, context):
+        metrics = MetricRecord({f"{context.node_id}-{i}": 0.0 for i in range(5000)} | {"num-examples": 10})
+        content = {"arrays": message.content["arrays"], "metrics": metrics, "config": ConfigRecord({"x": b"0" * 10**6})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluating(message, context):
+        metrics = MetricRecord({f"{context.node_id}-{i}": 0.0 for i in range(5000)} | {"num-examples": 10})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    path = tmp_path / "server"
+    strategy = asynchronous(checkpoint=CheckpointPolicy(path, every_updates=1000))
+    with running(app, 2) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+    for table in (result.train_metrics_clientapp, result.evaluate_metrics_clientapp):
+        assert all(len(metrics) <= 110 for metrics in table.values())
+    assert path.with_name("server.rounds").stat().st_size < 50_000
+    assert "metrics dropped (1 so far): 4900 metrics exceed the limits" in caplog.text

@@ -11,13 +11,12 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
-from flwr.app import ArrayRecord, MessageType
+from flwr.app import ArrayRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Server
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
-from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
 from manifoldagg.integrations.flower.reporting import RunReport
 
@@ -111,6 +110,7 @@ class MessageDispatcher:
         grid: the grid of the `ServerApp`.
         server: the server of the tickets.
         dispatch: issues a ticket for a node, and returns its id and the records of its message.
+        bound_evaluation: returns the part of the content of an evaluation's reply that is stored.
         report: the report that counts failed tasks.
         largest_reply_bytes: the size of the largest expected reply in bytes.
         poll_interval: the interval between two polls for replies, in seconds.
@@ -128,6 +128,7 @@ class MessageDispatcher:
         report: RunReport,
         *,
         dispatch: Callable[[int], tuple[str, dict[str, ArrayRecord]]],
+        bound_evaluation: Callable[[RecordDict], RecordDict],
         largest_reply_bytes: int,
         poll_interval: float,
         accepts_node: Callable[[int], bool],
@@ -136,6 +137,7 @@ class MessageDispatcher:
         self._server = server
         self._report = report
         self._issue = dispatch
+        self._bound = bound_evaluation
         self._largest_reply_bytes = max(largest_reply_bytes, 1)
         self._poll_interval = poll_interval
         self._accepts_node = accepts_node
@@ -255,7 +257,7 @@ class MessageDispatcher:
             return reply
         if isinstance(work, _EvalTask):
             if well:
-                reply.content = without_arrays(reply.content)
+                reply.content = self._bound(reply.content)
             work.evaluation.replies.append(reply)
         self.complete(name, succeeded=well)
         return None
