@@ -45,7 +45,7 @@ def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> Rec
             function of the user reads them.
 
     Example:
-        >>> records = {"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 0.5}), "config": ConfigRecord()}
+        >>> records = {"metrics": MetricRecord({"loss": 0.5}), "config": ConfigRecord()}
         >>> content = RecordDict(records)
         >>> list(bounded_metrics(content, "num-examples", keeps_config=False))
         ['metrics']
