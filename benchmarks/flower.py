@@ -1,15 +1,18 @@
-"""What `Asynchronous` costs a Flower server, and what it saves: beside Flower's own FedAvg, strategy for strategy.
+"""The costs of `Asynchronous` in a Flower server, compared with Flower's own FedAvg.
 
-Two parts, each with its table. `server`: nodes that answer at once, with models that lie ready, so that all that is
-measured is the server's: updates a second on the wall; seconds of the processor an update, beside FedAvg (configure,
-aggregate) on the same answers; and bytes copied an update. A byte counts as copied when it is written into memory that
-was not there before: page faults, with every block above 16 KiB on pages of its own (`MALLOC_MMAP_THRESHOLD_`). What a
-network takes (serialising, hashing, sending) is the same for both, and is not in it. `straggler`: eight nodes that hold
-unequal parts of the digits, of which one takes ten times as long; how long it takes until the model gets so many right.
-Both train the same tasks, of the same length; what is given is the time of the first model, after a round of eight
-updates, that is good enough.
+The benchmark has two parts, each with its table.
 
-Ratios are those of neighbours in turns: median (first - third quartile).
+- `server`: nodes reply at once with prepared models, so that only the server's work is measured. The table has updates
+  per second, processor time per update, and bytes copied per update. FedAvg (configure and aggregate) receives the same
+  replies. The ratio of processor times compares neighbouring runs: the two strategies run in turns in one process. A
+  byte counts as copied if it is written to newly allocated memory. Page faults count these bytes, with every block
+  above 16 KiB on its own pages (`MALLOC_MMAP_THRESHOLD_`). Serialising, hashing and sending over a network are the same
+  for both strategies and are not measured.
+- `straggler`: eight nodes have unequal parts of the digits, and one node takes ten times as long. Both strategies train
+  the same tasks. The table has the time until the first model after a round of eight updates reaches the target
+  accuracy.
+
+Ratios have the form: median (first quartile - third quartile).
 """
 
 import argparse
@@ -170,7 +173,7 @@ def model_of(parameters: int, seed: int) -> ArrayRecord:
 def strategies() -> dict[str, Strategy]:
     """New ones, that look for answers at once."""
     mine = ours()
-    mine.interval = 0.0
+    mine.poll_interval = 0.0
     return {"Asynchronous": mine, "FedAvg": flowers()}
 
 
@@ -237,7 +240,7 @@ def server_lines(rows: list[Row]) -> list[str]:
     """Their table."""
     lines = [
         f"{NODES} nodes that answer at once; bytes copied also as multiples of the model's, 4 a parameter",
-        "parameters  strategy       updates/s  ms an update  / FedAvg (aim 0.1)    MB copied  models",
+        "parameters  strategy       updates/s  ms an update  / FedAvg (aim 3)      MB copied  models",
     ]
     for row in rows:
         compared = "" if row["ratio"] is None else spread(row["ratio"])

@@ -513,6 +513,9 @@ def is_finite(*tensors: Tensor) -> bool:
         elif tensor.numel():
             # torch orders no numbers of eight bits.
             given = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+            # A finite sum has finite terms, and takes a third of the time. A sum of finite terms may overflow.
+            if given.is_floating_point() and math.isfinite(given.detach().sum().item()):
+                continue
             low, high = given.detach().aminmax()
             ends = low.item(), high.item()
         else:

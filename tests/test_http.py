@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg.errors import WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload
 from manifoldagg.federated.rules import AsyncKrylov, FedAsync
@@ -24,9 +25,12 @@ FOLDER = Path(__file__).parent.parent / "examples" / "http"
 Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
 
 
-def opened(limit=10_000, *, uploads=4, patience=5.0, **options):
+TICKET = "Ticket-Id"
+
+
+def opened(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
     server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **options)
-    return Door(server, limit=limit, uploads=uploads, patience=patience)
+    return Door(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
 
 
 def in_process(door, talk):
@@ -50,6 +54,14 @@ class Http:
         return in_process(self.door, lambda http: http.get(path))
 
     def post(self, path, **options):
+        """Post a payload with its ticket, or a body that is not a payload with the ticket of its client."""
+        _, call, client = path.split("/")
+        if call == "receive":
+            try:
+                ticket = wire.ticket_of(options["content"])
+            except WireError:
+                ticket = self.door.sent[client][1]
+            options = {"headers": {TICKET: ticket or ""}, **options}
         return in_process(self.door, lambda http: http.post(path, **options))
 
 
@@ -204,12 +216,13 @@ def test_what_is_too_large_is_told_before_it_has_come(door):
             taken.append(i)
             yield bytes(1000)
 
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless()))
+    ticket = {TICKET: wire.ticket_of(dispatched(Http(door)))}
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=ticket))
     assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
     assert len(taken) == 11
     # With a length nothing is read at all.
     taken.clear()
-    told = {"Content-Length": "10001"}
+    told = {"Content-Length": "10001", **ticket}
     answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=told))
     assert (answer.status_code, taken) == (413, [])
     assert door.held == 0
@@ -222,16 +235,20 @@ def test_an_upload_that_takes_too_long_ends():
         yield b"a"
         await asyncio.sleep(60)
 
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=stalled()))
+    ticket = {TICKET: wire.ticket_of(dispatched(Http(door)))}
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=stalled(), headers=ticket))
     assert (answer.status_code, door.held) == (408, 0)
 
 
 def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
-    door = opened(uploads=1, max_in_flight=1)
+    door = opened(uploads=1, max_in_flight=2)
 
     async def talk(http):
-        sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
-        full = await http.post("/dispatch/ward-8", headers={"Idempotency-Key": "b"})
+        sent, other = [
+            (await http.post(f"/dispatch/{name}", headers={"Idempotency-Key": "a"})).content
+            for name in ("ward-7", "ward-8")
+        ]
+        full = await http.post("/dispatch/ward-9", headers={"Idempotency-Key": "b"})
         begun, go = asyncio.Event(), asyncio.Event()
 
         async def slowly():
@@ -239,9 +256,10 @@ def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
             await go.wait()
             yield upload(door, sent)
 
-        first = asyncio.create_task(http.post("/receive/ward-7", content=slowly()))
+        named = [{TICKET: wire.ticket_of(x)} for x in (sent, other)]
+        first = asyncio.create_task(http.post("/receive/ward-7", content=slowly(), headers=named[0]))
         await begun.wait()
-        second = await http.post("/receive/ward-8", content=b"")
+        second = await http.post("/receive/ward-8", content=b"", headers=named[1])
         go.set()
         return full, second, await first
 
@@ -337,7 +355,10 @@ def test_three_processes_on_the_loopback(tmp_path):
             assert all(re.fullmatch(r"ward-\d: version \d, \d late", line) for line in client.lines)
         # Ended early on a connection of its own: the server has let go of it.
         with httpx.Client(base_url=url) as http:
-            assert http.post("/receive/ward-0", content=iter([bytes(2**16)] * 100)).status_code == 413
+            sent = http.post("/dispatch/ward-0", headers={"Idempotency-Key": "a"}).content
+            ticket = {TICKET: wire.ticket_of(sent)}
+            big = iter([bytes(2**16)] * 100)
+            assert http.post("/receive/ward-0", content=big, headers=ticket).status_code == 413
             assert http.get("/status").json() == {"version": 6, "rejected": {}}
         server.end()
         assert server.lines[1:] == ["stopped at version 6"]
@@ -346,3 +367,74 @@ def test_three_processes_on_the_loopback(tmp_path):
     finally:
         for process in running:
             process.end()
+
+
+async def trickle(piece=b"a", pause=0.01, times=10**6):
+    for _ in range(times):
+        yield piece
+        await asyncio.sleep(pause)
+
+
+def test_slow_uploads_without_a_ticket_keep_no_honest_upload_waiting():
+    door = opened(uploads=4)
+
+    async def talk(http):
+        sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
+        other = (await http.post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})).content
+        named = [{}, {TICKET: ""}, {TICKET: "f" * 32}, {TICKET: wire.ticket_of(other)}]
+        slow = [asyncio.create_task(http.post("/receive/ward-9", content=trickle(), headers=x)) for x in named]
+        await asyncio.sleep(0.1)
+        held = door.held
+        honest = await http.post("/receive/ward-7", content=upload(door, sent), headers={TICKET: wire.ticket_of(sent)})
+        return held, honest.status_code, [(await answer).status_code for answer in slow]
+
+    assert in_process(door, talk) == (0, 200, [422] * 4)
+    assert len(door.server.tickets) == 1
+
+
+def test_a_client_holds_one_slot_and_a_slow_one_loses_it():
+    door = opened(uploads=4, grace=0.3, min_rate=1e5)
+
+    async def talk(http):
+        sent = [
+            (await http.post(f"/dispatch/{name}", headers={"Idempotency-Key": "a"})).content
+            for name in ("slow", "fast")
+        ]
+        tickets = [{TICKET: wire.ticket_of(x)} for x in sent]
+        slow = [
+            asyncio.create_task(http.post("/receive/slow", content=trickle(), headers=tickets[0])) for _ in range(4)
+        ]
+        await asyncio.sleep(0.1)
+        held = door.held
+        honest = await http.post("/receive/fast", content=upload(door, sent[1]), headers=tickets[1])
+        ended = sorted([(await answer).status_code for answer in slow])
+        again = await http.post("/receive/slow", content=upload(door, sent[0]), headers=tickets[0])
+        return held, honest.status_code, ended, again.status_code
+
+    assert in_process(door, talk) == (1, 200, [408, 503, 503, 503], 200)
+    assert (door.held, door.server.version) == (0, 2)
+
+
+def test_a_steady_upload_may_last_longer_than_the_grace_period():
+    door = opened(grace=0.1, min_rate=1000.0)
+
+    async def talk(http):
+        sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
+        data = upload(door, sent)
+
+        async def steady():
+            for start in range(0, len(data), 50):
+                yield data[start : start + 50]
+                await asyncio.sleep(0.02)
+
+        return await http.post("/receive/ward-7", content=steady(), headers={TICKET: wire.ticket_of(sent)})
+
+    assert in_process(door, talk).status_code == 200
+
+
+def test_the_ticket_of_the_header_is_that_of_the_payload(http, door):
+    sent, other = dispatched(http), dispatched(http, "ward-8")
+    answer = http.post("/receive/ward-7", content=upload(door, other), headers={TICKET: wire.ticket_of(sent)})
+    assert answer.status_code == 422
+    assert answer.json()["reason"].startswith("ticket: expected")
+    assert tickets(door) == 2

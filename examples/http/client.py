@@ -75,7 +75,7 @@ def main() -> None:
             )
             client_state = payload.client_state  # it stays here
             data = wire.pack(replace(payload, client_state=None), spec=space, ticket=ticket)
-            answer = ask(http, "POST", f"/receive/{options.name}", data=data)
+            answer = ask(http, "POST", f"/receive/{options.name}", data=data, headers={"Ticket-Id": ticket.id})
             told = answer.json()
             if answer.status_code == 200:
                 print(f"{options.name}: version {told['version']}, {told['staleness']} late", flush=True)

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from manifoldagg import Server, wire
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated import suggest_rate
+from manifoldagg.federated import Receipt, suggest_rate
 from manifoldagg.federated.rules import AsyncKrylov
 
 
@@ -36,26 +36,44 @@ class Door:
     Args:
         server: whose they are.
         limit: bytes of an upload.
-        uploads: how many are held at once.
-        patience: seconds that one may take.
+        uploads: the maximum number of simultaneous uploads, at most one for each client.
+        patience: the maximum duration of an upload in seconds.
+        grace: the time in seconds after which an upload must have the minimum rate.
+        min_rate: the minimum transfer rate of an upload in bytes per second.
         checkpoint: written when the application stops; beside it, who has which ticket.
     """
 
     def __init__(
-        self, server: Server, *, limit: int, uploads: int = 4, patience: float = 60.0, checkpoint: Path | None = None
+        self,
+        server: Server,
+        *,
+        limit: int,
+        uploads: int = 4,
+        patience: float = 60.0,
+        grace: float = 5.0,
+        min_rate: float = 10_000.0,
+        checkpoint: Path | None = None,
     ) -> None:
         self.server = server
         self.limit = limit
         self.uploads = uploads
         self.patience = patience
+        self.grace = grace
+        self.min_rate = min_rate
         self.checkpoint = checkpoint
-        self.held = 0
+        # The clients with an upload under way.
+        self.uploading: set[str] = set()
         self.dispatching = asyncio.Lock()
         # The last ticket of each client: the key that it was asked for with, its id and its bytes.
         self.sent: dict[str, tuple[str, str, bytes]] = {}
         if self.names and self.names.exists():
             # The keys are gone, and whoever asks by one gets another ticket; its id says which one that ends.
             self.sent = {client: ("", ticket, b"") for client, ticket in json.loads(self.names.read_text()).items()}
+
+    @property
+    def held(self) -> int:
+        """The number of uploads under way."""
+        return len(self.uploading)
 
     @property
     def names(self) -> Path | None:
@@ -123,52 +141,87 @@ class Door:
         self.sent = {client: last for client, last in self.sent.items() if last[1] in out}
 
     async def receive(self, request: Request) -> Response:
-        """A receipt, the same one for who asks again."""
+        """Return a receipt. A repeated request returns the same receipt."""
+        client = request.path_params["client"]
+        ticket = request.headers.get("Ticket-Id", "")
+        # Before the body is read, so that only a client with a ticket can occupy a slot.
+        known = await run_in_threadpool(self.receipt_of, client, ticket)
+        if known is not None:
+            return known
+        if client in self.uploading:
+            return busy("client: busy: another upload of this client is under way")
         if self.held >= self.uploads:
             return busy(f"server: busy: {self.held} uploads are under way")
-        self.held += 1
+        self.uploading.add(client)
         try:
-            async with asyncio.timeout(self.patience):
-                data = await self.body(request)
+            data = await self.body(request)
             if data is None:
                 return refusal(413, f"body: expected at most {self.limit} bytes")
-            client = request.path_params["client"]
-            answer = await run_in_threadpool(self.answer, client, data)
+            answer = await run_in_threadpool(self.answer, client, ticket, data)
             self.forget()
             return answer
         except TimeoutError:
-            return refusal(408, f"body: expected it within {self.patience:g} s")
+            rate = f"at least {self.min_rate:g} bytes per second after {self.grace:g} s"
+            return refusal(408, f"body: expected {rate}, and the end within {self.patience:g} s")
         except ClientDisconnect:
             return refusal(400, "body: ended early")
         finally:
-            self.held -= 1
+            self.uploading.discard(client)
+
+    def receipt_of(self, client: str, ticket: str) -> Response | None:
+        """Return the answer for a ticket that is closed or not the client's; `None` if the ticket is open."""
+        try:
+            return told(self.server.receive(ticket, raise_open, client=client))
+        except TicketOpen:
+            return None
 
     async def body(self, request: Request) -> bytearray | None:
-        """What comes, piece by piece, as long as it is no more than may be."""
-        told = request.headers.get("Content-Length", "0")
-        if not told.isdecimal() or float(told) > self.limit:
+        """Return the body, or `None` if it exceeds the limit.
+
+        Raises:
+            TimeoutError: if the body arrives too slowly or takes too long.
+        """
+        length = request.headers.get("Content-Length", "0")
+        if not length.isdecimal() or float(length) > self.limit:
             return None
         data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > self.limit:
-                return None
+        start = asyncio.get_running_loop().time()
+        async with asyncio.timeout_at(start + min(self.grace, self.patience)) as deadline:
+            async for piece in request.stream():
+                data += piece
+                if len(data) > self.limit:
+                    return None
+                deadline.reschedule(start + min(self.grace + len(data) / self.min_rate, self.patience))
         return data
 
-    def answer(self, client: str, data: bytearray) -> Response:
-        """What the server says of an upload."""
+    def answer(self, client: str, ticket: str, data: bytearray) -> Response:
+        """Return the answer for an upload."""
         try:
-            ticket = wire.ticket_of(data)
+            if wire.ticket_of(data) != ticket:
+                return refusal(422, "ticket: expected that of the header Ticket-Id")
         except WireError as error:
             return refusal(400, str(error))
-        receipt = self.server.receive(ticket or "", partial(wire.unpack, data, spec=self.server.space), client=client)
-        try:
-            receipt.check()
-        except BusyError as error:
-            return busy(str(error))
-        except ArgumentError as error:
-            return refusal(422, str(error))
-        return JSONResponse(receipt.asdict())
+        return told(self.server.receive(ticket, partial(wire.unpack, data, spec=self.server.space), client=client))
+
+
+class TicketOpen(Exception):
+    """The ticket is open: the server asks for its payload."""
+
+
+def raise_open() -> Any:
+    """Stand in for a payload that has not arrived. The server calls this function only if the ticket is open."""
+    raise TicketOpen
+
+
+def told(receipt: Receipt) -> Response:
+    """Return the answer with a receipt."""
+    try:
+        receipt.check()
+    except BusyError as error:
+        return busy(str(error))
+    except ArgumentError as error:
+        return refusal(422, str(error))
+    return JSONResponse(receipt.asdict())
 
 
 def refusal(status: int, reason: str) -> Response:

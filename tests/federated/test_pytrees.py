@@ -78,6 +78,19 @@ def test_medium_tensors_are_copied_and_checked_in_the_callers_thread(dtype):
         assert is_finite(odd)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("size", [1, 7, 10**5])
+def test_finite_tensors_whose_sum_overflows_are_finite(dtype, size):
+    x = torch.full((size,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    assert is_finite(x)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for other in (float("inf"), 1.0):  # infinities of both signs add to NaN
+            y = x.double()
+            y[size // 2] = value
+            y[0] = other if size > 1 else value
+            assert not is_finite(y.to(dtype))
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_a_client_of_a_medium_model_gets_it_without_waking_threads():
     server = Server(Flat(2**16), FedAsync(0.5), torch.zeros(2**16))

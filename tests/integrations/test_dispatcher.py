@@ -21,13 +21,20 @@ def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
 
     def dispatch(node):
         out.append(next(tickets))
-        return SimpleNamespace(id=out[-1])
+        return out[-1], {}
 
-    server = SimpleNamespace(dispatch=dispatch, drop=out.remove)
+    server = SimpleNamespace(drop=out.remove)
     grid = SimpleNamespace(get_node_ids=lambda: [1, 2], push_messages=lambda _: ["evaluation"])
     sampler = SimpleNamespace(start=lambda present: [1], on_completion=lambda node, well, present: [2])
     sending = dispatcher.MessageDispatcher(
-        grid, server, RunReport(), largest_reply_bytes=1, poll_interval=0.0, accepts_node=lambda node: True
+        grid,
+        server,
+        RunReport(),
+        dispatch=dispatch,
+        bound_evaluation=lambda content: content,
+        largest_reply_bytes=1,
+        poll_interval=0.0,
+        accepts_node=lambda node: True,
     )
     sending.open(lambda here: sampler)
     nodes = sending.nodes

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import CheckpointError
-from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
+from manifoldagg.integrations.flower.metrics import (
+    MAX_METRIC_VALUES,
+    MAX_METRICS,
+    MAX_NAME_LENGTH,
+    bounded_metrics,
+    sample_count,
+    weighted_mean,
+    with_sample_count,
+)
 from manifoldagg.integrations.flower.rounds import Rounds
 
 FLOATS = st.floats(-1e6, 1e6)
@@ -61,9 +69,63 @@ def test_shapes_and_what_is_not_finite():
     assert (mean((9, [])), mean((1e308, 0.5))) == ("[]", "None")
 
 
-def test_bare_records_have_all_but_arrays():
-    content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord(), "config": ConfigRecord()})
-    assert list(without_arrays(content)) == ["metrics", "config"]
+def size_of(content):
+    """The number of values, and of the characters of all names."""
+    values = [value for record in content.values() for value in record.values()]
+    names = [name for record in content.values() for name in record]
+    return sum(len(x) if isinstance(x, list | str | bytes) else 1 for x in values), sum(map(len, [*content, *names]))
+
+
+def test_bounded_records_have_all_but_arrays():
+    content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"n": 1}), "config": ConfigRecord({"a": 1})})
+    assert list(bounded_metrics(content, "n", keeps_config=True)) == ["metrics", "config"]
+    assert list(bounded_metrics(content, "n", keeps_config=False)) == ["metrics"]
+
+
+def test_honest_metrics_are_unchanged():
+    content = RecordDict(
+        {"metrics": MetricRecord({"n": 3, "loss": 0.5, "by class": [0.25] * 10}), "more": MetricRecord({"x": 1})}
+    )
+    assert bounded_metrics(content, "n", keeps_config=False) == content
+
+
+FLOODS = {
+    "names": {"metrics": MetricRecord({f"invented-{i}": 0.0 for i in range(5000)} | {"n": 7})},
+    "records": {f"record-{i}": MetricRecord({"x": 0.0}) for i in range(5000)} | {"metrics": MetricRecord({"n": 7})},
+    "values": {"metrics": MetricRecord({"x": [0.0] * 10**6, "n": 7})},
+    "long names": {"y" * 10**5: MetricRecord({"x" * 10**5: 0.0}), "metrics": MetricRecord({"n": 7})},
+    "a long name of a record": {"y" * 10**5: MetricRecord({"n": 9}), "metrics": MetricRecord({"n": 7})},
+    "control characters": {"metrics": MetricRecord({"loss\nERROR: forged": 0.0, "n": 7})},
+    "configuration": {"config": ConfigRecord({"x": b"0" * 10**6}), "metrics": MetricRecord({"n": 7})},
+    "many configurations": {f"c{i}": ConfigRecord({f"x{j}": [j] for j in range(100)}) for i in range(100)}
+    | {"metrics": MetricRecord({"n": 7})},
+}
+
+
+@pytest.mark.parametrize("records", FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize("keeps_config", [True, False])
+def test_a_node_cannot_fill_the_memory_with_metrics(records, keeps_config):
+    found = bounded_metrics(RecordDict(records), "n", keeps_config=keeps_config)
+    assert sample_count(found, "n") == 7
+    values, characters = size_of(found)
+    assert values <= MAX_METRIC_VALUES + MAX_METRICS
+    assert characters <= 3 * MAX_METRICS * MAX_NAME_LENGTH
+    assert all(name.isprintable() for record in found.values() for name in record)
+
+
+def test_invented_names_displace_no_metric_that_more_nodes_report():
+    invented = [MetricRecord({"n": 1} | {f"node {i}, {j}": 0.0 for j in range(MAX_METRICS - 1)}) for i in range(3)]
+    honest = [MetricRecord({"n": 1, "loss": 0.5})] * 2
+    contents = [RecordDict({"metrics": record}) for record in (*invented, *honest)]
+    found = weighted_mean(contents, "n")
+    assert found["loss"] == 0.5
+    assert len(found) == MAX_METRICS
+
+
+def test_sample_counts_are_replaced_in_a_copy():
+    content = RecordDict({"other": MetricRecord({"n": 0}), "metrics": MetricRecord({"n": 10**9, "loss": 0.5})})
+    found = with_sample_count(content, "n", 30)
+    assert (sample_count(found, "n"), found["metrics"]["loss"], content["metrics"]["n"]) == (30, 0.5, 10**9)
 
 
 def test_rounds_go_on_where_the_server_is(tmp_path):

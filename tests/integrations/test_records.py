@@ -62,6 +62,43 @@ def test_numbers_in_another_order_of_bytes_are_read():
     assert torch.equal(state_dict(ArrayRecord([values]))["0"], torch.arange(4.0, dtype=torch.float64))
 
 
+def lies_in(tensor, data):
+    """Whether the memory of a tensor is that of the bytes."""
+    return 0 <= tensor.data_ptr() - np.frombuffer(data, np.uint8).ctypes.data < len(data)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_array_is_read_in_place(dtype):
+    record = array_record({"x": draw(0, 6).reshape(2, 3).to(dtype)})
+    before = bytes(bytearray(record["x"].data))
+    tensor = state_dict(record)["x"]
+    assert lies_in(tensor, record["x"].data)
+    tensor.sum()
+    assert record["x"].data == before
+
+
+def unaligned(values):
+    """The file of an array whose values begin at an odd byte."""
+    data = file_of({"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}, values.tobytes())
+    length = int.from_bytes(data[8:10], "little")
+    return data[:8] + (length + 1).to_bytes(2, "little") + data[10 : 9 + length] + b" \n" + data[10 + length :]
+
+
+def test_arrays_that_cannot_be_read_in_place_are_copied():
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    by_columns = file_of(
+        {"descr": "<f4", "fortran_order": True, "shape": values.shape}, np.asfortranarray(values).tobytes("F")
+    )
+    swapped = file_of({"descr": ">f4", "fortran_order": False, "shape": values.shape}, values.astype(">f4").tobytes())
+    for data in (by_columns, swapped, unaligned(values)):
+        tensor = state_dict(entry(data))["x"]
+        assert torch.equal(tensor, torch.from_numpy(values))
+        assert tensor.is_contiguous()
+        assert not lies_in(tensor, data)
+        tensor.zero_()
+
+
 PLAIN = {"descr": "<f4", "fortran_order": False, "shape": (2,)}
 HOSTILE = {
     "none": b"",

@@ -1,5 +1,6 @@
 """`Asynchronous`: runs on Flower's own grid and link state, with nodes that are threads."""
 
+import ctypes
 import shutil
 import threading
 import time
@@ -14,10 +15,11 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
+from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.metrics import weighted_mean
 from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
 from manifoldagg.integrations.flower.rounds import Rounds
@@ -641,6 +643,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
     assert all(torch.equal(x, before[2][name]) for name, x in server.state_dict().items())
 
 
+READ_MODELS = {name: rule for name, rule in PLAIN.items() if not tells_more(rule)}
+
+
+@pytest.mark.parametrize("rule", READ_MODELS.values(), ids=READ_MODELS)
+def test_the_memory_of_an_update_is_neither_written_nor_retained(rule):
+    if isinstance(rule, rules.GeneralizedAsyncSGD):
+        rule = rules.GeneralizedAsyncSGD(dict.fromkeys(range(3), 1 / 3))
+    server = Server.of(Net(), rule, **kept(rule))
+    codec = MessageCodec(server, None, False, key="arrays", weighted_by_key="num-examples")
+    state = server.state_dict()
+    for turn in range(3):
+        ticket = server.dispatch(turn)
+        model = array_record({name: x + 1 for name, x in state.items()})
+        before = {name: bytes(bytearray(x.data)) for name, x in model.items()}
+        assert codec.receive(ticket.id, content(model)).accepted
+        assert {name: x.data for name, x in model.items()} == before
+        after = server.state_dict()
+        # Overwrite the values in the immutable bytes. A tensor of the server that shares their memory would change.
+        for array in model.values():
+            values = np.frombuffer(array.data, np.uint8)
+            start = len(values) - int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
+            ctypes.memset(values.ctypes.data + start, 255, len(values) - start)
+        assert all(torch.equal(x, after[name]) for name, x in server.state_dict().items())
+    assert all(x.isfinite().all() for x in server.state_dict().values())
+
+
 def test_a_payload_is_of_the_task_that_it_names(finished):
     server = finished.server
     other = server.dispatch(8)
@@ -823,3 +851,97 @@ def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
     assert lost
     assert strategy.server.updates == 24
     assert min(trained.values()) > 2
+
+
+class Unreadable(InMemoryGrid):
+    """A grid on which a call raises if it pulls a reply of `culprit`. The other replies of the call are lost, too."""
+
+    def __init__(self, grid, culprit, times):
+        self.__dict__.update(vars(grid))
+        self.culprit, self.times = culprit, times
+        self.raised, self.lost, self.calls = 0, 0, []
+
+    def pull_messages(self, names):
+        names = list(names)
+        self.calls.append((self.raised, len(names)))
+        replies = list(super().pull_messages(names))
+        if self.raised < self.times and any(reply.metadata.src_node_id == self.culprit for reply in replies):
+            self.raised += 1
+            self.lost += len(replies) - 1
+            raise ValueError("junk")
+        return replies
+
+
+@pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
+def test_after_an_unreadable_reply_other_replies_are_pulled_together(times, monkeypatch):
+    monkeypatch.setattr(dispatcher, "LOST_REPLY_TIMEOUT", 0.2)
+
+    def train(state, part):
+        time.sleep(0.02)
+        return halfway(state, part)
+
+    with running(plain_app(train), 4) as engine:
+        grid = Unreadable(engine.grid, next(iter(engine.nodes)), times)
+        strategy = asynchronous(updates=100, fraction_evaluate=0.0)
+        strategy.start(grid, first(), num_rounds=1, timeout=60.0)
+    assert strategy.server.updates == 100
+    assert grid.raised > 0
+    assert max(count for raised, count in grid.calls if raised) > 1
+    # Only the first unreadable reply of a node takes others with it.
+    assert grid.lost <= 3
+
+
+@pytest.mark.parametrize("weights", ["observed", "uniform"])
+def test_a_node_that_claims_many_samples_does_not_dominate_the_metrics(weights):
+    app = ClientApp()
+
+    @app.train()
+    def training(message, context):
+        liar = context.node_config["partition-id"] == 0
+        metrics = MetricRecord({"num-examples": 10**9 if liar else 10, "loss": 100.0 if liar else 1.0})
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluating(message, context):
+        liar = context.node_config["partition-id"] == 0
+        metrics = MetricRecord({"num-examples": 10**9 if liar else 10, "accuracy": 1.0 if liar else 0.0})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    strategy = asynchronous(updates=40, weights=weights, update_limits=UpdateLimits(samples_factor=2.0))
+    with running(app, 8) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+    # The liar counts as 20 samples of about 90 in an evaluation, and of 20 + 10 n in a round.
+    assert result.train_metrics_clientapp[2]["loss"] < 60
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(20 / 90)
+
+
+def test_given_sample_counts_weight_the_metrics():
+    strategy = asynchronous(weights={1: 30, 2: 10})
+    strategy.server = Server.of(Net(), rules.FedAsync(rate=0.5), weights={1: 30, 2: 10})
+    contents = [(1, 10**9, 1.0), (2, 1, 0.0)]
+    pairs = [(node, RecordDict({"m": MetricRecord({"num-examples": n, "x": x})})) for node, n, x in contents]
+    assert weighted_mean(strategy._with_capped_samples(pairs), "num-examples") == {"x": 0.75}
+
+
+def test_metrics_of_a_node_are_bounded_in_the_result_and_its_file(tmp_path, caplog):
+    app = ClientApp()
+
+    @app.train()
+    def training(message, context):
+        metrics = MetricRecord({f"{context.node_id}-{i}": 0.0 for i in range(5000)} | {"num-examples": 10})
+        content = {"arrays": message.content["arrays"], "metrics": metrics, "config": ConfigRecord({"x": b"0" * 10**6})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluating(message, context):
+        metrics = MetricRecord({f"{context.node_id}-{i}": 0.0 for i in range(5000)} | {"num-examples": 10})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    path = tmp_path / "server"
+    strategy = asynchronous(checkpoint=CheckpointPolicy(path, every_updates=1000))
+    with running(app, 2) as engine:
+        result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
+    for table in (result.train_metrics_clientapp, result.evaluate_metrics_clientapp):
+        assert all(len(metrics) <= 110 for metrics in table.values())
+    assert path.with_name("server.rounds").stat().st_size < 50_000
+    assert "metrics dropped (1 so far): 4900 metrics exceed the limits" in caplog.text

@@ -41,9 +41,15 @@ def round_base(current: Tensor, base_dtype: torch.dtype | None) -> Tensor | None
 
 
 def make_message(
-    space: Manifold, rule: Rule, model_state: ModelState, client_state: ClientState, base: Tensor | None
+    space: Manifold,
+    rule: Rule,
+    model_state: ModelState,
+    client_state: ClientState,
+    base: Tensor | None,
+    *,
+    copies: bool = True,
 ) -> tuple[Message, bool]:
-    """Build the rule's message in memory of its own; the client starts from exactly the stored base.
+    """Build the rule's message; the client starts from exactly the stored base.
 
     Args:
         space: the space of the models.
@@ -51,6 +57,7 @@ def make_message(
         model_state: the current model state.
         client_state: the state that the server stores for the client.
         base: the stored base; `None` for the current model.
+        copies: whether the message has its own memory. Otherwise it shares that of the server and must not be written.
 
     Returns:
         The message, and whether the client starts from another model than the base.
@@ -68,10 +75,10 @@ def make_message(
         check_finite("rule: message: start", sent.start)
     own = replace(
         sent,
-        start=copy_tensor(sent.start),
-        tensors={name: copy_tensor(tensor) for name, tensor in sent.tensors.items()},
+        start=copy_tensor(sent.start) if copies else sent.start,
+        tensors={name: copy_tensor(tensor) if copies else tensor for name, tensor in sent.tensors.items()},
         numbers=dict(sent.numbers),
-        buffers=dict(model_state.buffers.clone()),
+        buffers=dict(model_state.buffers.clone() if copies else model_state.buffers),
         requested_buffers=model_state.buffers.requested_names,
         version=model_state.version,
     )

@@ -46,7 +46,7 @@ from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, ReplayTarget, recover
 from manifoldagg.federated.server.durability.spill import Spill
-from manifoldagg.federated.server.durability.store import InMemoryTree, Store
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.lock import OwnedLock, PendingUpdate, UpdateLock
@@ -443,6 +443,21 @@ class Server:
         Cost: one copy of the model, which is read once and written once: a client's model is its own.
         """
         check_choice("retain_base", retain_base, (True, False))
+        return self._dispatch(client, retain_base)[0]
+
+    @no_grad
+    def _dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
+        """Dispatch as `dispatch`, without a copy of the model.
+
+        Returns:
+            The ticket, whose message shares the memory of the server; and the stored base. A caller must not write the
+            message, and must hold the stored base while it reads the message: the server reuses the memory afterwards.
+        """
+        return self._dispatch(client, True, copies=False)
+
+    def _dispatch(
+        self, client: Hashable, retain_base: bool, *, copies: bool = True
+    ) -> tuple[Ticket, StoredTree | None]:
         self._check_process()
         self._expire()
         client = self._state.value.weights.check(client)
@@ -451,14 +466,16 @@ class Server:
         if self._journal is not None:
             self._journal.retry_if_failed()
         # The loop repeats only if another thread has moved the model in the meantime.
-        while (ticket := self._issue_ticket(client, retain_base)) is None:
+        while (issued := self._issue_ticket(client, retain_base, copies)) is None:
             pass
         if self._journal is not None:
             self._journal.write()
         self._dispatch_events()
-        return ticket
+        return issued
 
-    def _issue_ticket(self, client: Hashable, retain_base: bool) -> Ticket | None:
+    def _issue_ticket(
+        self, client: Hashable, retain_base: bool, copies: bool
+    ) -> tuple[Ticket, StoredTree | None] | None:
         """Issue a ticket for the current model; `None`, without any change, if its version is no longer retained.
 
         A concurrent checkpoint may not contain that version, so that a journal replay would not find it.
@@ -478,7 +495,8 @@ class Server:
             if base is not None:
                 place = narrow
                 kept = InMemoryTree(base) if held is None else held
-        sent, apart = make_message(self.space, self.rule, state.model_state, state.store.load(("client", client)), base)
+        memory = state.store.load(("client", client))
+        sent, apart = make_message(self.space, self.rule, state.model_state, memory, base, copies=copies)
         ticket_id = os.urandom(16).hex()
         ticket = PendingTicket(client, state.model_state.version, place if retain_base else None, self._clock(), apart)
 
@@ -490,7 +508,7 @@ class Server:
 
         if not self._state.update(with_ticket):
             return None
-        return Ticket(ticket_id, ticket.version, sent, self.space)
+        return Ticket(ticket_id, ticket.version, sent, self.space), kept
 
     @no_grad
     def receive(

@@ -3,20 +3,20 @@
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
-from flwr.app import MessageType
+from flwr.app import ArrayRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Server, Ticket
+from manifoldagg.federated import Server
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
-from manifoldagg.integrations.flower.metrics import without_arrays
 from manifoldagg.integrations.flower.nodes import Nodes
 from manifoldagg.integrations.flower.reporting import RunReport
 
@@ -35,6 +35,8 @@ LOST_REPLY_TIMEOUT = 10.0
 """The timeout in seconds after which a reply counts as lost and its node receives new work."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """The exceptions that Flower raises for an invalid reply, as opposed to a lost connection."""
+MAX_ISOLATION_DOUBLINGS = 20
+"""The maximum number of doublings of the readable replies after which a node is no longer isolated."""
 TASK_ENDED = "ticket: the task of this reply has already ended"
 """The reason of a rejected reply that arrives twice or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
@@ -44,7 +46,7 @@ class _TrainTask(NamedTuple):
     """A training task. Once its message is sent, only the id of its ticket is stored."""
 
     id: str
-    ticket: Ticket | None = None
+    records: dict[str, ArrayRecord] | None = None
 
 
 @dataclass(eq=False)
@@ -71,12 +73,44 @@ class _EvalTask(NamedTuple):
     message: FlowerMessage
 
 
+class _Isolation:
+    """The nodes whose replies are pulled alone, because an unreadable reply loses all replies of its call.
+
+    After its n-th unreadable reply, a node must send 2^n readable replies. Otherwise a node that sends both kinds in
+    turns would lose the replies of other nodes again and again.
+    """
+
+    def __init__(self) -> None:
+        self._missing_replies: dict[int, int] = {}
+        self._offences: Counter[int] = Counter()
+        self.num_unreadable = 0
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._missing_replies
+
+    def on_unreadable(self, nodes: Iterable[int]) -> None:
+        """Isolate the nodes of a call that failed."""
+        self.num_unreadable += 1
+        for node in nodes:
+            self._offences[node] += 1
+            self._missing_replies[node] = 2 ** min(self._offences[node], MAX_ISOLATION_DOUBLINGS)
+
+    def on_readable(self, node: int) -> None:
+        """Count a readable reply of a node."""
+        if node in self._missing_replies:
+            self._missing_replies[node] -= 1
+            if not self._missing_replies[node]:
+                del self._missing_replies[node]
+
+
 class MessageDispatcher:
     """Sends messages to nodes, one at a time for each node, and matches their replies.
 
     Args:
         grid: the grid of the `ServerApp`.
-        server: the server that issues the tickets.
+        server: the server of the tickets.
+        dispatch: issues a ticket for a node, and returns its id and the records of its message.
+        bound_evaluation: returns the part of the content of an evaluation's reply that is stored.
         report: the report that counts failed tasks.
         largest_reply_bytes: the size of the largest expected reply in bytes.
         poll_interval: the interval between two polls for replies, in seconds.
@@ -93,6 +127,8 @@ class MessageDispatcher:
         server: Server,
         report: RunReport,
         *,
+        dispatch: Callable[[int], tuple[str, dict[str, ArrayRecord]]],
+        bound_evaluation: Callable[[RecordDict], RecordDict],
         largest_reply_bytes: int,
         poll_interval: float,
         accepts_node: Callable[[int], bool],
@@ -100,12 +136,14 @@ class MessageDispatcher:
         self._grid = grid
         self._server = server
         self._report = report
+        self._issue = dispatch
+        self._bound = bound_evaluation
         self._largest_reply_bytes = max(largest_reply_bytes, 1)
         self._poll_interval = poll_interval
         self._accepts_node = accepts_node
         self._last_refresh = -NODE_REFRESH_INTERVAL
         self._last_full_poll = -math.inf
-        self._max_reply_bytes = MAX_REPLY_BYTES
+        self._isolation = _Isolation()
         self._inbox: deque[FlowerMessage] = deque()
         self._unpolled: list[str] = []
         self._is_idle = False
@@ -152,12 +190,12 @@ class MessageDispatcher:
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation not in over]
         return over
 
-    def train_tasks(self) -> list[tuple[int, Ticket]]:
-        """Return the nodes that train next, with their tickets."""
+    def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord]]]:
+        """Return the nodes that train next, with the records of their messages."""
         return [
-            (node, work.ticket)
+            (node, work.records)
             for node, work in self._scheduled.items()
-            if isinstance(work, _TrainTask) and work.ticket
+            if isinstance(work, _TrainTask) and work.records is not None
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
@@ -185,7 +223,7 @@ class MessageDispatcher:
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
-                # The ticket holds a model, which the message contains already.
+                # The records hold a model, which the message contains already.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
                 self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
@@ -219,7 +257,7 @@ class MessageDispatcher:
             return reply
         if isinstance(work, _EvalTask):
             if well:
-                reply.content = without_arrays(reply.content)
+                reply.content = self._bound(reply.content)
             work.evaluation.replies.append(reply)
         self.complete(name, succeeded=well)
         return None
@@ -238,13 +276,18 @@ class MessageDispatcher:
             self._is_idle = True
             self._refresh_nodes()
             self._last_full_poll = time.monotonic()
-            self._unpolled = self.nodes.outstanding
-        most = max(1, self._max_reply_bytes // self._largest_reply_bytes)
-        some, self._unpolled = self._unpolled[:most], self._unpolled[most:]
+            outstanding = self.nodes.outstanding
+            self._unpolled = [name for name in outstanding if not self._is_isolated(name)]
+            self._unpolled += [name for name in outstanding if self._is_isolated(name)]
+        most = max(1, MAX_REPLY_BYTES // self._largest_reply_bytes)
+        some = list(takewhile(lambda name: not self._is_isolated(name), self._unpolled[:most])) or self._unpolled[:1]
+        self._unpolled = self._unpolled[len(some) :]
         for reply in self._pull_safe(some):
             self._is_idle = False
             self._inbox.append(reply)
             if reply.has_content():
+                if (held := self.nodes.lookup(reply.metadata.reply_to_message_id)) is not None:
+                    self._isolation.on_readable(held[0])
                 records = reply.content.array_records.values()
                 self._largest_reply_bytes = max(
                     self._largest_reply_bytes, sum(len(x.data) for record in records for x in record.values())
@@ -256,16 +299,25 @@ class MessageDispatcher:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
             # One of the replies has expired, or Flower cannot parse it.
-            if len(message_ids) > 1:
-                # Replies that Flower returned in this call may be lost. Fetch replies one by one from now on.
-                self._max_reply_bytes = 1
-                brought = [reply for name in message_ids for reply in self._pull_safe([name])]
-                for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
-                    self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
-                return brought
-            self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
-            self.complete(message_ids[0], succeeded=False)
-            return []
+            nodes = [held[0] for name in message_ids if (held := self.nodes.lookup(name)) is not None]
+            if len(message_ids) == 1:
+                self._isolation.on_unreadable(nodes)
+                self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
+                self.complete(message_ids[0], succeeded=False)
+                return []
+            # Replies that Flower returned in this call may be lost.
+            known = self._isolation.num_unreadable
+            brought = [reply for name in message_ids for reply in self._pull_safe([name])]
+            if self._isolation.num_unreadable == known:  # the unreadable reply is lost, too
+                self._isolation.on_unreadable(nodes)
+            for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
+                self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
+            return brought
+
+    def _is_isolated(self, message_id: str) -> bool:
+        """Return whether the reply to a message is pulled alone; that of an ended task is, as its node is unknown."""
+        held = self.nodes.lookup(message_id)
+        return held is None or held[0] in self._isolation
 
     def _refresh_nodes(self) -> None:
         """Update the connected nodes, and end the tasks whose deadline has passed."""
@@ -309,8 +361,7 @@ class MessageDispatcher:
 
     def _dispatch(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            ticket = self._server.dispatch(node)
-            self.nodes.enqueue(node, _TrainTask(ticket.id, ticket))
+            self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
         """Release a finished node, and let the sampler dispatch the next tasks."""

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from manifoldagg.federated.server.client_sampling import ClientSampler, rule_att
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.dispatcher import EvaluationRound, MessageDispatcher
-from manifoldagg.integrations.flower.records import array_record
+from manifoldagg.integrations.flower.metrics import bounded_metrics, weighted_mean
 from manifoldagg.integrations.flower.reporting import RunReport, log_metrics, log_start
 from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.integrations.flower.setup import ModelSource, build_server
@@ -29,6 +30,7 @@ __all__ = ["FlowerMessage", "TrainingLoop"]
 LOG = logging.getLogger("flwr")
 FlowerMessage: TypeAlias = flwr.app.Message
 """A message of Flower, as opposed to that of a rule."""
+AggregateFn: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -57,11 +59,13 @@ class TrainingLoop(Strategy):
     replace: bool
     on_event: tuple[Callback, ...]
     server_options: dict[str, Any]
+    train_metrics_aggr_fn: AggregateFn
+    evaluate_metrics_aggr_fn: AggregateFn
     _dispatcher: MessageDispatcher
     _codec: MessageCodec
     _report: RunReport
     _rounds: Rounds
-    _accepted_contents: list[RecordDict]
+    _accepted_contents: list[tuple[int, RecordDict]]
     _updates_per_round: int
 
     def __init__(self) -> None:
@@ -161,7 +165,7 @@ class TrainingLoop(Strategy):
         )
         self._accepted_contents = []
         self._rounds = Rounds(path)
-        self._set_model(array_record(self.server.state_dict()))
+        self._set_model(self._codec.model())
         if resume:
             for ticket in self.server.tickets:
                 self.server.drop(ticket)
@@ -194,6 +198,12 @@ class TrainingLoop(Strategy):
             grid,
             self.server,
             self._report,
+            dispatch=self._codec.dispatch,
+            bound_evaluation=partial(
+                bounded_metrics,
+                key=self.weighted_by_key,
+                keeps_config=self.evaluate_metrics_aggr_fn is not weighted_mean,
+            ),
             largest_reply_bytes=largest_reply_bytes,
             poll_interval=self.poll_interval,
             accepts_node=lambda node: all(node in clients for clients in known),
@@ -280,13 +290,14 @@ class TrainingLoop(Strategy):
             self._dispatcher.next_reply()
             self._record_evaluations()
         if self.server.updates > self._model_updates:
-            self._set_model(array_record(self.server.state_dict()))
+            self._set_model(self._codec.model())
+        self._codec.release()
         self._report.flush()
 
     def _close_after_error(self) -> None:
         """Stop training after an exception, and write the checkpoint if possible."""
         if self._is_open:
-            for step in (self._report.flush, self._dispatcher.close, self._save_checkpoint):
+            for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
                     step()
                 except Exception:

@@ -2,28 +2,78 @@
 
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from manifoldagg.federated.limits import DEFAULT_LIMITS
 
-__all__ = ["MAX_SAMPLES", "sample_count", "weighted_mean", "without_arrays"]
+__all__ = [
+    "MAX_METRICS",
+    "MAX_METRIC_VALUES",
+    "MAX_NAME_LENGTH",
+    "MAX_SAMPLES",
+    "bounded_metrics",
+    "sample_count",
+    "weighted_mean",
+    "with_sample_count",
+]
 
 MAX_SAMPLES = DEFAULT_LIMITS.max_samples
 """The maximum number of samples of a node; the default of `UpdateLimits`."""
+MAX_METRICS = 100
+"""The maximum number of metrics in a message, and of metrics in a mean."""
+MAX_METRIC_VALUES = 2_000
+"""The maximum number of values in the metrics of a message. A character of a text counts as a value."""
+MAX_NAME_LENGTH = 100
+"""The maximum number of characters in the name of a metric."""
 SCALAR = -1
 """The length that represents a number, as opposed to a list."""
 
 
-def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the records of a message without its arrays, which are large.
+def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> RecordDict:
+    """Return the metrics of a message, of limited size and with printable names, without its arrays.
+
+    Metrics beyond a limit are dropped. The number of samples is always included.
+
+    Args:
+        content: the content of a message.
+        key: the name of the number of samples.
+        keeps_config: whether `ConfigRecord`s are included, as far as they are within the limits. They are dropped if no
+            function of the user reads them.
 
     Example:
-        >>> list(without_arrays(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 0.5})})))
+        >>> records = {"metrics": MetricRecord({"loss": 0.5}), "config": ConfigRecord()}
+        >>> content = RecordDict(records)
+        >>> list(bounded_metrics(content, "num-examples", keeps_config=False))
         ['metrics']
     """
-    return RecordDict({name: record for name, record in content.items() if not isinstance(record, ArrayRecord)})
+    limits = _Limits(MAX_METRICS, MAX_METRIC_VALUES)
+    found: dict[str, MetricRecord | ConfigRecord] = {}
+    chosen = _record_with_samples(content, key)
+    # The record with the number of samples comes first, so that no other record uses up the limits.
+    names = sorted(content.metric_records, key=lambda name: name != chosen)
+    names += list(content.config_records) if keeps_config else []
+    for name in names[:MAX_METRICS]:
+        record: Any = content[name]
+        if _is_short(name):
+            bounded = {entry: value for entry, value in record.items() if entry == key or limits.admit(entry, value)}
+            found[name] = type(record)(bounded)
+    return RecordDict({name: found[name] for name in content if name in found})
+
+
+def with_sample_count(content: RecordDict, key: str, samples: int) -> RecordDict:
+    """Return the records of a message with another number of samples.
+
+    Example:
+        >>> with_sample_count(RecordDict({"m": MetricRecord({"n": 9})}), "n", 3)["m"]
+        {'n': 3}
+    """
+    name = _record_with_samples(content, key)
+    changed = {} if name is None else {name: MetricRecord({**content.metric_records[name], key: samples})}
+    return RecordDict({**content, **changed})
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
@@ -33,10 +83,16 @@ def sample_count(content: RecordDict, key: str) -> int | None:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
         10
     """
-    for record in content.metric_records.values():
-        given = record.get(key)
+    name = _record_with_samples(content, key)
+    return None if name is None else int(content.metric_records[name][key])  # type: ignore[arg-type]
+
+
+def _record_with_samples(content: RecordDict, key: str) -> str | None:
+    """Return the name of the first record with a valid number of samples."""
+    for name, record in content.metric_records.items():
+        given = record.get(key) if _is_short(name) else None
         if isinstance(given, int | float) and 0 < given <= MAX_SAMPLES and given == int(given):
-            return int(given)
+            return name
     return None
 
 
@@ -47,6 +103,7 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     - Values that are not finite are excluded. The mean of no values is NaN.
     - If nodes report a metric in different shapes, the shape with the most samples counts. At equal numbers of samples,
       a number takes precedence over a list, and a shorter list over a longer one.
+    - The mean has at most `MAX_METRICS` metrics, those with the most reports.
 
     Args:
         contents: the contents of replies, each with its number of samples.
@@ -58,22 +115,51 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
         {'loss': 1.0}
     """
     told: dict[str, dict[int, list[_WeightedMean]]] = {}
+    reports: Counter[str] = Counter()
     for content in contents:
         samples = sample_count(content, key)
         for record in content.metric_records.values() if samples else ():
             for name, value in record.items():
                 if name != key:
+                    reports[name] += 1
                     values = value if isinstance(value, list) else [value]
                     length = len(values) if values is value else SCALAR
                     means = told.setdefault(name, {}).setdefault(length, [_WeightedMean() for _ in values])
                     for mean, each in zip(means, values, strict=True):
                         mean.add(each, samples or 0)
     found: dict[str, float | list[float]] = {}
-    for name, shapes in told.items():
+    kept = {name for name, _ in reports.most_common(MAX_METRICS)}
+    for name, shapes in ((name, shapes) for name, shapes in told.items() if name in kept):
         length = min(shapes, key=lambda n: (-max((mean.samples for mean in shapes[n]), default=0), n))
         all_of = [mean.value for mean in shapes[length]]
         found[name] = all_of[0] if length == SCALAR else all_of
     return MetricRecord(found)  # type: ignore[arg-type]
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= MAX_NAME_LENGTH and name.isprintable()
+
+
+@dataclass
+class _Limits:
+    """The number of names and of values that a message may still contain."""
+
+    names: int
+    values: int
+
+    def admit(self, name: str, value: object) -> bool:
+        """Return whether an entry is within the limits, and count it."""
+        size = sum(map(_num_bytes, value)) if isinstance(value, list) else _num_bytes(value)
+        if not self.names or size > self.values or not _is_short(name):
+            return False
+        self.names -= 1
+        self.values -= size
+        return True
+
+
+def _num_bytes(value: object) -> int:
+    """Return the size of a text or bytes, and 1 for a number."""
+    return max(len(value), 1) if isinstance(value, str | bytes) else 1
 
 
 @dataclass

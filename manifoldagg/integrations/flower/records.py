@@ -13,6 +13,7 @@ from torch import Tensor
 from manifoldagg.errors import WireError
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.manifolds.model_io import as_tensors
 
 __all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
 
@@ -42,12 +43,13 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
-    """Convert a record to tensors with their own memory; sizes are checked before allocation.
+    """Convert a record to tensors over the memory of its arrays, which must not be written.
+
+    An array is copied only if it is not in the byte order of this machine, stored by columns or not aligned. Sizes are
+    checked before a copy is allocated.
 
     Raises:
         WireError: naming an array that is not an array of numbers.
-
-    Cost: one pass.
     """
     return {name: _tensor_from_array(name, array) for name, array in record.items()}
 
@@ -118,9 +120,12 @@ def _decode_array(array: Array) -> Tensor:
         raise ValueError(f"got {len(data) - start} bytes for the shape {shape}")
     # The dtype of torch, in the byte order of this machine.
     kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    tensor = in_huge_pages(torch.empty(shape, dtype=kind))
-    came = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
-    if kind is torch.bool and came.view(np.uint8).max(initial=0) > 1:
+    values = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
+    if kind is torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise ValueError("got a boolean other than 0 and 1")
-    tensor.numpy()[...] = came
+    # The header has any length, so that the values may lie at an address that the kernels cannot read.
+    if dtype.isnative and values.flags.aligned and values.flags.c_contiguous:
+        return as_tensors("array", [values])["0"]
+    tensor = in_huge_pages(torch.empty(shape, dtype=kind))
+    tensor.numpy()[...] = values
     return tensor

@@ -19,6 +19,7 @@ MAX_LISTED_NODES = 5
 REJECTED = "update rejected"
 TRAINING_FAILED = "training failed"
 EVALUATION_FAILED = "evaluation failed"
+METRICS_DROPPED = "metrics dropped"
 
 
 class RunReport:
@@ -71,6 +72,10 @@ class RunReport:
         if not in_evaluation:
             self._failed[kind] += 1
         self._log(node, EVALUATION_FAILED if in_evaluation else TRAINING_FAILED, kind, f"{kind}: {reason}")
+
+    def drop_metrics(self, node: int, count: int) -> None:
+        """Log that metrics of an accepted update were dropped, because they exceed the limits of a message."""
+        self._log(node, METRICS_DROPPED, "metrics", f"{count} metrics exceed the limits of number, length and name")
 
     def on_event(self, event: Event) -> None:
         """Log a checkpoint that could not be written, as a subscriber of the server."""

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,13 @@ from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
-from manifoldagg.integrations.flower.loop import FlowerMessage, TrainingLoop
-from manifoldagg.integrations.flower.metrics import sample_count, weighted_mean, without_arrays
-from manifoldagg.integrations.flower.records import array_record
+from manifoldagg.integrations.flower.loop import AggregateFn, FlowerMessage, TrainingLoop
+from manifoldagg.integrations.flower.metrics import bounded_metrics, sample_count, weighted_mean, with_sample_count
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
 
 __all__ = ["Asynchronous"]
 
 LOG = logging.getLogger("flwr")
-AggregateFn = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class Asynchronous(TrainingLoop):
@@ -193,10 +192,7 @@ class Asynchronous(TrainingLoop):
         """
         config["server-round"] = server_round
         tasks = self._dispatcher.train_tasks()
-        return [
-            self._make_message(MessageType.TRAIN, node, server_round, self._codec.encode(ticket), config)
-            for node, ticket in tasks
-        ]
+        return [self._make_message(MessageType.TRAIN, node, server_round, records, config) for node, records in tasks]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
@@ -217,9 +213,9 @@ class Asynchronous(TrainingLoop):
         if replies and not self._is_round_full:
             return None, None
         taken, self._accepted_contents = self._accepted_contents, []
-        found = self._with_sample_count(taken)
+        found = self._with_capped_samples(taken)
         metrics = self.train_metrics_aggr_fn(found, self.weighted_by_key) if found else None
-        return array_record(self.server.state_dict()), self._report.extend(metrics, self._num_accepted)
+        return self._codec.model(), self._report.extend(metrics, self._num_accepted)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -253,12 +249,27 @@ class Asynchronous(TrainingLoop):
             server_round: the round of the evaluated model.
             replies: replies of nodes, with content or errors.
         """
-        found = self._with_sample_count(reply.content for reply in replies if reply.has_content())
+        found = self._with_capped_samples(
+            (reply.metadata.src_node_id, reply.content) for reply in replies if reply.has_content()
+        )
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
-    def _with_sample_count(self, contents: Iterable[RecordDict]) -> list[RecordDict]:
-        """Return the contents with a valid number of samples; the others have no weight in a mean."""
-        return [content for content in contents if sample_count(content, self.weighted_by_key) is not None]
+    def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
+        """Return the contents of nodes with the numbers of samples that count as their weights in a mean.
+
+        These are the numbers that the server was given, or those that the nodes report, with the server's cap. Contents
+        without a valid number have no weight.
+        """
+        weights = self.server._state.value.weights
+        # The server does not cap numbers that its own weights do not use.
+        caps = replace_fields(weights, kind="observed")
+        found = []
+        for node, content in contents:
+            samples = sample_count(content, self.weighted_by_key)
+            if samples is not None:
+                known = weights.sample_counts.get(node) or caps.capped(node, samples)
+                found.append(with_sample_count(content, self.weighted_by_key, known))
+        return found
 
     def _process_reply(self, reply: FlowerMessage) -> None:
         """Process a reply to a task, and release its node."""
@@ -274,7 +285,12 @@ class Asynchronous(TrainingLoop):
             accepted = receipt.accepted
             if accepted:
                 self._report.accept(receipt.staleness)
-                self._accepted_contents.append(without_arrays(reply.content))
+                keeps_config = self.train_metrics_aggr_fn is not weighted_mean
+                metrics = bounded_metrics(reply.content, self.weighted_by_key, keeps_config=keeps_config)
+                self._accepted_contents.append((node, metrics))
+                sent, kept = (sum(map(len, x.metric_records.values())) for x in (reply.content, metrics))
+                if kept < sent:
+                    self._report.drop_metrics(node, sent - kept)
             else:
                 self._report.reject(node, receipt.reason)
         self._dispatcher.complete(name, succeeded=accepted)
