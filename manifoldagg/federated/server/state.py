@@ -191,6 +191,7 @@ class ServerState(NamedTuple):
         weights: the participating clients and their weights.
         store: the current model, older versions, their rounded bases, client states.
         tickets: the tickets in flight, the oldest first.
+        last_issued_at: the dispatch time of the latest ticket; no ticket in flight has a later one.
         closed_tickets: receipts by ticket, for repeated requests.
         history: rows by number.
         rejected: the number of rejected updates, by the invalid field.
@@ -216,6 +217,7 @@ class ServerState(NamedTuple):
     subscriptions: tuple[Subscription, ...] = ()
     pending_events: PersistentOrderedMap[int, Event] = PersistentOrderedMap()
     pending_log: PendingLog | None = None
+    last_issued_at: float = -math.inf
 
     @property
     def current_key(self) -> StoreKey:
@@ -243,10 +245,15 @@ class ServerState(NamedTuple):
             BusyError: if `max_in_flight` tickets are in flight.
         """
         self.check_capacity()
+        tickets, now = self.tickets, ticket.issued_at
+        if now < self.last_issued_at:  # The clock went back. The tickets must remain in the order of their times.
+            for name in [name for name, other in tickets.items() if other.issued_at > now]:
+                tickets = tickets.set(name, tickets[name]._replace(issued_at=now))
         after = self._replace(
             weights=self.weights.with_client(ticket.client),
             store=self.store if ticket.base_key is None else self.store.retain(ticket.base_key, base),
-            tickets=self.tickets.set(ticket_id, ticket),
+            tickets=tickets.set(ticket_id, ticket),
+            last_issued_at=now,
         ).with_log_record("dispatched", ticket=ticket_id, pending=tuple(ticket))
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 

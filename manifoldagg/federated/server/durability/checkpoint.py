@@ -315,7 +315,8 @@ class LoadedCheckpoint:
         tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
-            tickets = tickets.set(name, ticket._replace(issued_at=ticket.issued_at + later))
+            # A ticket that was issued while the clock was ahead is as old as one that is issued now.
+            tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
             closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
@@ -333,6 +334,7 @@ class LoadedCheckpoint:
             closed_tickets=closed.tail(limits.receipt_cache_size),
             history=history.tail(limits.history_size),
             rejected=Map(tree["rejected"]),
+            last_issued_at=time,
         )
 
     def restore_averaging(self, averaging: Averaging | None) -> None:

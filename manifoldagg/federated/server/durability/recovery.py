@@ -5,7 +5,6 @@ the machine stopped, and is cut. Anything else that is bad was altered.
 """
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -129,8 +128,9 @@ class JournalReplay:
                 server.state.update(partial(_with_rejected, Map(content["rejected"])))
             models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
             self.next_lsn = told.lsn + 1
-            time = content.get("time", content["pending"][3] if told.kind == "dispatched" else math.nan)
-            self.time = self.time if math.isnan(time) else max(self.time, time)
+            if told.kind == "dispatched":  # also if the clock went back
+                self.time = content["pending"][3]
+            self.time = max(self.time, content.get("time", self.time))
 
 
 class ReplayTarget(NamedTuple):
