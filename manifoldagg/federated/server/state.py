@@ -1,10 +1,10 @@
 """The server state: one immutable record, which every change replaces by one assignment."""
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from immutables import Map
 
@@ -249,9 +249,10 @@ class ServerState(NamedTuple):
         if now < self.last_issued_at:  # The clock went back. The tickets must remain in the order of their times.
             for name in [name for name, other in tickets.items() if other.issued_at > now]:
                 tickets = tickets.set(name, tickets[name]._replace(issued_at=now))
+        key = None if self._is_stale(ticket.version) else ticket.base_key
         after = self._replace(
             weights=self.weights.with_client(ticket.client),
-            store=self.store if ticket.base_key is None else self.store.retain(ticket.base_key, base),
+            store=self.store if key is None else self.store.retain(key, base),
             tickets=tickets.set(ticket_id, ticket),
             last_issued_at=now,
         ).with_log_record("dispatched", ticket=ticket_id, pending=tuple(ticket))
@@ -273,11 +274,24 @@ class ServerState(NamedTuple):
             raise ArgumentError(f"client: expected the client that the ticket was issued to, got {given}")
         if isinstance(found, ClosedTicket):
             return found.receipt
-        most = self.limits.max_staleness
-        staleness = self.model_state.version - found.version
-        if most is not None and staleness > most:
-            raise StaleTicketError(f"staleness: expected at most {most}, got {staleness}")
+        if self._is_stale(found.version):
+            staleness = self.model_state.version - found.version
+            raise StaleTicketError(f"staleness: expected at most {self.limits.max_staleness}, got {staleness}")
+        if found.base_key is not None and found.base_key not in self.store:  # released under an earlier max_staleness
+            raise StaleTicketError(f"staleness: version {found.version} is no longer retained")
         return found
+
+    def _is_stale(self, version: int) -> bool:
+        """Whether no ticket of a version can be accepted any more."""
+        most = self.limits.max_staleness
+        return most is not None and self.model_state.version - version > most
+
+    def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
+        """Return the state without the trees among `keys` of versions on which no ticket can be accepted."""
+        held = self.store.entries
+        stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
+        released = [key for key in stale for _ in range(held[key][1])]
+        return self._replace(store=self.store.replaced(released, {})) if released else self
 
     def pending(self, ticket_id: Any) -> PendingTicket:
         """Return a ticket in flight.
@@ -348,6 +362,9 @@ class ServerState(NamedTuple):
             weights=self.weights.with_report(client, applied.update.samples),
             pending_notifications=untold,
         )
+        if self.limits.max_staleness is not None and applied.model is not None:
+            oldest = applied.after.version - self.limits.max_staleness - 1
+            state = state.without_stale_versions([("version", oldest), ("base", oldest)])
         if self.pending_log is not None or self.subscriptions:
             state = state._with_acceptance(applied, receipt, row)
         return state, receipt
@@ -428,7 +445,9 @@ class ServerState(NamedTuple):
         closed = self.closed_tickets
         if receipt is not None:
             closed = closed.set(ticket_id, ClosedTicket(ticket.client, receipt), self.limits.receipt_cache_size)
-        store = self.store if ticket.base_key is None else self.store.release(ticket.base_key)
+        key = ticket.base_key
+        # The base of a ticket that is too old was released before.
+        store = self.store if key is None or key not in self.store else self.store.release(key)
         return self._replace(store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed)
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":

@@ -326,7 +326,7 @@ class LoadedCheckpoint:
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
         for row in rows:
             history = history.set(history.next_index, row)
-        return fresh._replace(
+        state = fresh._replace(
             model_state=now,
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
@@ -336,6 +336,7 @@ class LoadedCheckpoint:
             rejected=Map(tree["rejected"]),
             last_issued_at=time,
         )
+        return state.without_stale_versions(state.store.entries)
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
         """Restore the state of the averaging object.
