@@ -113,11 +113,13 @@ class JournalLock:
         place = Path(journal.path)
         lock = place.with_name(f"{place.name}.lock")
         try:
-            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
         self.close = weakref.finalize(self, _close_descriptor, file)
         self.file = file
+        with suppress(OSError):
+            os.chmod(lock, 0o600)  # Earlier versions of the package let other users hold the lock.
         try:
             _flock(file, place)
         except BaseException:

@@ -892,3 +892,23 @@ def test_a_cut_is_told_to_the_log(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "manifoldagg"):
         assert state(back(tmp_path, fresh())) == states[-2]
     assert f"{ends[-1] - 3 - ends[-2]} bytes after record 4 are not a record" in caplog.text
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_other_users_can_read_no_file_and_hold_no_lock(tmp_path, monkeypatch, links):
+    def no_link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    (tmp_path / f"{LINES}.lock").touch(0o666)  # of an earlier version of the package
+    before = os.umask(0)
+    try:
+        server = fresh(journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=9))
+        for _ in range(2):
+            server.receive(server.dispatch("a"), answer(1)).check()
+            server.save()
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys([FILE, f"{FILE}.1", f"{LINES}.lock", f"{LINES}.4.journal"], "0o600")
