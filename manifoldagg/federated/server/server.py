@@ -337,7 +337,8 @@ class Server:
                 equals the saved one. Its values are ignored.
             rule: a rule that equals the saved one. Functions in the rule, and `clock`, are compared by their names.
             replace: accept another rule or clock. A rule of the same class resumes with its state and the client
-                states. Otherwise these are initialised, and buffered updates are lost.
+                states. Otherwise these are initialised, and buffered updates are lost. The clip and the noise of
+                `Private` cannot be replaced, as its participations so far were counted with them.
             manifolds: as in `of`, for a module or a state dict.
             adapters: as in `of`, for a state dict.
             scaling: as in `of`, for a state dict.

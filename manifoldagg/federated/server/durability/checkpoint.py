@@ -248,7 +248,8 @@ class LoadedCheckpoint:
             label: the argument that the caller passed the space as.
 
         Raises:
-            CheckpointError: naming the first difference.
+            CheckpointError: naming the first difference; also with `replace`, if the clip or the noise of `Private`
+                differs.
 
         Warns:
             RuntimeWarning: if the machine differs, as results may then differ bitwise.
@@ -264,6 +265,12 @@ class LoadedCheckpoint:
             told = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
         if told is not None and not replace:
             raise CheckpointError(f"{self.path}: {told}; pass replace=True to replace it")
+        before, now = _privacy(was), _privacy(given)
+        if before is not None and now is not None and before != now:
+            raise CheckpointError(
+                f"{self.path}: rule: (clip, noise) was {before}, got {now}: its participations so far were counted "
+                "with the former and cannot be replaced; start a new server from the model"
+            )
         self._is_same_rule_class = was["class"] == given["class"]
         here = _machine_info(self.model)
         for name, before in self._tree["machine"].items():
@@ -521,6 +528,14 @@ def check_storable_client(client: Any) -> None:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
         )
+
+
+def _privacy(rule: Tree) -> tuple[Tree, Tree] | None:
+    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
+    fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
+    if "clip" in fields and "noise" in fields:
+        return fields["clip"], fields["noise"]
+    return _privacy(fields["rule"]) if "rule" in fields else None
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:
