@@ -3,13 +3,13 @@
 A journal is a sequence of files, `path.0.journal` and so on, each named after the number of its first record. Their
 format is that of the [frames][manifoldagg.federated.server.durability.log_format].
 
-A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced.
+A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced. A
+child of `os.fork` does not hold the lock.
 """
 
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.log_format import KIND, encode_record, read_error
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
+from manifoldagg.federated.server.durability.raw_io import close_with
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import PendingLog, ServerState
 
@@ -116,7 +117,7 @@ class JournalLock:
             file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
-        self.close = weakref.finalize(self, _close_descriptor, file)
+        self.close = close_with(self, file)
         self.file = file
         with suppress(OSError):
             os.chmod(lock, 0o600)  # Earlier versions of the package let other users hold the lock.
@@ -205,7 +206,7 @@ class JournalWriter:
             file = os.open(place, os.O_RDWR)
         except OSError as error:
             raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-        close = weakref.finalize(self, _close_descriptor, file)
+        close = close_with(self, file)
         try:
             at = _Position(file, mark, first_lsn, os.lseek(file, 0, os.SEEK_END), first_lsn, first_lsn)
         except BaseException as error:
@@ -353,11 +354,6 @@ class JournalWriter:
 def _write_all(file: int, part: memoryview) -> None:
     while part:
         part = part[os.write(file, part) :]
-
-
-def _close_descriptor(file: int) -> None:
-    with suppress(OSError):
-        os.close(file)
 
 
 def _flock(file: int, path: Path) -> None:

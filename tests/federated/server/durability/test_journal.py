@@ -5,6 +5,9 @@ import itertools
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +22,7 @@ from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
-from manifoldagg.federated.server.durability import journal, log_format, recovery, tensor_file
+from manifoldagg.federated.server.durability import journal, log_format, raw_io, recovery, tensor_file
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
@@ -187,7 +190,7 @@ def seen():
 @contextmanager
 def disked(monkeypatch, disk):
     with monkeypatch.context() as patch:
-        for module in (journal, log_format, recovery, tensor_file):
+        for module in (journal, log_format, raw_io, recovery, tensor_file):
             patch.setattr(module, "os", disk)
         yield
 
@@ -252,7 +255,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as
         shutil.copytree(left, folder)
         # What is open stays so until the process is buried.
         with disked(monkeypatch, disk), monkeypatch.context() as patch:
-            patch.setattr(journal, "_close_descriptor", lambda file: None)
+            patch.setattr(raw_io, "_close", lambda file: None)
             try:
                 back(folder, script.server)
             finally:
@@ -912,3 +915,54 @@ def test_other_users_can_read_no_file_and_hold_no_lock(tmp_path, monkeypatch, li
         os.umask(before)
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys([FILE, f"{FILE}.1", f"{LINES}.lock", f"{LINES}.4.journal"], "0o600")
+
+
+def started(code, folder, before=""):
+    """A process that runs Python code with a server `s`, whose journal is in the folder; `before` runs before imports."""
+    begin = f"""
+import atexit, multiprocessing, os, signal, sys
+FOLDER = {str(folder)!r}
+{before}
+import torch
+from manifoldagg.federated import Server
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat
+s = Server(Flat(2), FedAsync(0.5), torch.zeros(2), journal=FOLDER + "/{LINES}")
+"""
+    command = [sys.executable, "-c", begin + code]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+FORKS = """
+s.dispatch("parent")
+def work():
+    try:
+        s.dispatch("child")
+    except Exception as error:
+        print(os.getpid(), type(error).__name__, flush=True)
+    signal.pause()
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no fork")
+def test_a_child_of_a_killed_server_does_not_hold_its_journal(tmp_path):
+    server = started(FORKS, tmp_path)
+    child, error = server.stdout.readline().split()
+    try:
+        assert error == "ArgumentError"
+        # The lock of the parent is its own, whatever the child does with its copy.
+        with pytest.raises(CheckpointError, match="is locked by another process"):
+            Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+        server.kill()
+        server.wait()
+        os.kill(int(child), 0)  # is there
+        resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+        assert len(resumed.tickets) == 1
+        resumed.close()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        server.kill()
+        server.communicate()
