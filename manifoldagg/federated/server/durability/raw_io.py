@@ -57,10 +57,14 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
     """Return a function that closes a descriptor, and call it when `owner` is deleted.
 
+    At the end of the process it stays open, because threads and `atexit` functions may still write to it, and the next
+    file that is opened would get its number.
+
     A child of `os.fork` gets the null device in its place, because a lock is held until each copy of its descriptor is
     closed. The number stays in use, so that no write of the child can reach another file.
     """
     close = weakref.finalize(owner, _close, file)
+    close.atexit = False
     _CLOSERS[file] = close
     return close
 

@@ -966,3 +966,21 @@ def test_a_child_of_a_killed_server_does_not_hold_its_journal(tmp_path):
         os.kill(int(child), signal.SIGKILL)
         server.kill()
         server.communicate()
+
+
+OPENS_AT_EXIT = """
+import atexit
+def last():
+    files = [open(f"{FOLDER}/other{i}", "wb") for i in range(4)]
+    s.dispatch("late")
+atexit.register(last)
+"""
+
+
+def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
+    server = started("s.dispatch('early')", tmp_path, before=OPENS_AT_EXIT)
+    server.communicate()
+    assert server.returncode == 0
+    assert [(tmp_path / f"other{i}").read_bytes() for i in range(4)] == [b""] * 4
+    resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+    assert [ticket.client for ticket in resumed._state.value.tickets.values()] == ["early", "late"]
