@@ -411,7 +411,8 @@ class Server:
         """Return the state after the replay of all journal records."""
         given = {name: options[name] for name in ("averaging", "spill") if name in options}
         replay.time = checkpoint.time
-        server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
+        replayed = {"clock": replay.clock, "update_limits": checkpoint.replay_limits}
+        server = cls._from_checkpoint(checkpoint, space, rule, {**given, **replayed})
 
         def apply_update(payload: Payload, was: Mapping[str, Any]) -> Receipt:
             server._state.value.pending(was["ticket"])
@@ -423,9 +424,9 @@ class Server:
             return receipt
 
         replay.replay(ReplayTarget(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype)))
-        tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
+        after = checkpoint.with_replayed(server.snapshot().tree())
         server.close()
-        return LoadedCheckpoint(checkpoint.path, tree)
+        return after
 
     @no_grad
     def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:

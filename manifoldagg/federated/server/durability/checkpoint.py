@@ -3,11 +3,12 @@
 import glob
 import logging
 import platform
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -222,10 +223,20 @@ class LoadedCheckpoint:
         return time
 
     @property
-    def clock(self) -> str | None:
-        """The name of the clock."""
-        clock: str | None = self._tree["clock"]
-        return clock
+    def replay_limits(self) -> UpdateLimits:
+        """The limits that accept each journaled update: another processor may round its norm or cosine otherwise."""
+        limits = UpdateLimits(**self._tree["options"]["update_limits"])
+        return replace(
+            limits,
+            # The norms are still measured, because later limits depend on them.
+            max_norm=sys.float_info.max if limits.needs_norms else None,
+            norm_factor=None,
+            min_cosine=None if limits.min_cosine is None else -1.0,
+        )
+
+    def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
+        """Return the checkpoint with the content after a replay, which had its own clock and limits."""
+        return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
     @property
     def buffer_policies(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from torch import nn
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Server, UpdateLimits
+from manifoldagg.federated import limits as limits_module
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.federated.server.durability import journal, log_format, raw_io, recovery, tensor_file
 from manifoldagg.manifolds import Flat, ParameterSpace
@@ -591,6 +592,41 @@ def test_other_options_hold_from_the_resume_on(tmp_path):
     crash(other)
     assert state(back(tmp_path, other)) == now
     assert before["updates"] == now["updates"]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        UpdateLimits(max_norm=5.0),
+        UpdateLimits(norm_factor=1.0, norm_after=1),
+        UpdateLimits(min_cosine=1.0),
+        UpdateLimits(min_cosine=1.0, max_norm=5.0, norm_factor=1.0, norm_after=1),
+    ],
+    ids=["norm", "median", "cosine", "all"],
+)
+def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tmp_path, monkeypatch, limits):
+    server = Server(SPACE, FedAsync(0.5), torch.zeros(SIZE), update_limits=limits, journal=tmp_path / LINES)
+    move = torch.zeros(1, SIZE)
+    move[0, :2] = torch.tensor([3.0, 4.0])
+    for ticket in [server.dispatch("a") for _ in range(3)]:
+        server.receive(ticket, Payload(move, 1)).check()
+    before = state(server)
+    crash(server)
+    with monkeypatch.context() as patch:
+        measured, calls = limits_module._norm_and_cosine, itertools.count(1)
+
+        def rounded(*given):
+            norm, cosine = measured(*given)
+            return norm * (1 + 1e-15 * next(calls)), cosine - 1e-15
+
+        patch.setattr(limits_module, "_norm_and_cosine", rounded)
+        resumed = back(tmp_path, server)
+        after = state(resumed)
+    assert torch.equal(resumed.model, server.model)
+    for now in (before, after):
+        del now["model_state"]  # The norms in it are those of the other processor.
+    assert after == before
+    assert resumed._options == server._options
 
 
 def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
