@@ -258,7 +258,7 @@ class Server:
             with locked_journal(kept_in) as hold:
                 if kept_in.segments():
                     raise ArgumentError(f"journal: {kept_in.path}: already exists; resume from it with `Server.resume`")
-                self._start_journal(kept_in, JournalReplay(os.urandom(16).hex(), 0, 0.0), hold)
+                self._start_journal(kept_in, 0, {}, hold)
 
     @classmethod
     @suggests_keywords("Server.of", __init__)
@@ -381,7 +381,7 @@ class Server:
                 saved = cls._replay(saved, story, space, rule, options)
             server = cls._from_checkpoint(saved, space, rule, options)
             if journal is not None and story is not None and hold is not None:
-                server._start_journal(journal, story, hold)
+                server._start_journal(journal, story.next_lsn, {**story.ancestors, story.name: story.next_lsn}, hold)
         if server._checkpoint_writer is not None:
             server._checkpoint_writer.reset(server.updates)
         return server
@@ -937,12 +937,14 @@ class Server:
             self._state.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut
         )
 
-    def _start_journal(self, journal: Journal, replay: JournalReplay, journal_lock: JournalLock) -> None:
+    def _start_journal(
+        self, journal: Journal, first_lsn: int, ancestors: Mapping[str, int], journal_lock: JournalLock
+    ) -> None:
         """Start a new journal with the complete state, before other threads can access the server."""
-        appender = JournalWriter(journal, self._state, replay.name, journal_lock)
-        appender.open_segment(replay.next_lsn, self._make_snapshot().tree(), replay.predecessor)
-        appender.delete_segments(replay.next_lsn)
-        self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
+        appender = JournalWriter(journal, self._state, ancestors, journal_lock)
+        appender.open_segment(first_lsn, self._make_snapshot().tree())
+        appender.delete_segments(first_lsn)
+        self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(first_lsn)), None))
         self._journal = appender
 
     def _expire(self) -> list[str]:

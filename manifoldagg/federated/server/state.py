@@ -1,5 +1,6 @@
 """The server state: one immutable record, which every change replaces by one assignment."""
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import takewhile
@@ -46,6 +47,7 @@ __all__ = [
 
 ANY_CLIENT = object()
 """A placeholder for the client that a ticket was issued to."""
+PAYLOAD_HEAD_BYTES = 64
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 HistoryRow = dict[str, object]
@@ -163,12 +165,14 @@ class PendingLog(NamedTuple):
     """The journal records that are not yet written.
 
     Attributes:
-        name: the name of the journal.
+        name: the name of the journal. Each resume gives it a new one.
+        chain: the checksum over all records so far, each with the checksum before it.
         records: the records that are not written, by number.
         rejected: the number of rejected updates by field, as in the last written record.
     """
 
     name: str
+    chain: str
     records: PersistentOrderedMap[int, LogRecord]
     rejected: Map[str, int]
 
@@ -427,8 +431,12 @@ class ServerState(NamedTuple):
             return self
         if log.rejected is not self.rejected:
             content["rejected"] = dict(self.rejected)
-        changes = log.records.set(log.records.next_index, LogRecord(kind, content, payload))
-        return self._replace(pending_log=PendingLog(log.name, changes, self.rejected))
+        # A payload begins with its own checksum.
+        summary = repr((log.chain, kind, content)).encode() + payload[:PAYLOAD_HEAD_BYTES]
+        chain = hashlib.blake2b(summary, digest_size=8).hexdigest()
+        record = LogRecord(kind, {**content, "chain": (log.chain, chain)}, payload)
+        changes = log.records.set(log.records.next_index, record)
+        return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
         """Return the state without the written records before a number."""

@@ -164,7 +164,7 @@ class ServerSnapshot(NamedTuple):
             "averaging": self.averaging,
             "journal": None
             if state.pending_log is None
-            else (state.pending_log.name, state.pending_log.records.next_index),
+            else (state.pending_log.name, state.pending_log.records.next_index, state.pending_log.chain),
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
@@ -206,15 +206,14 @@ class LoadedCheckpoint:
         self._keeps_rule_state = True
 
     @property
-    def journal_position(self) -> tuple[str, int] | None:
-        """The journal of the checkpoint, and the position up to which the checkpoint contains its records."""
-        told: tuple[str, int] | None = self._tree.get("journal")
-        return told
+    def position(self) -> tuple[str, int, str]:
+        """The journal, the number of its first record after the checkpoint, and the checksum over those before it.
 
-    @property
-    def identity(self) -> list[Any]:
-        """The identity of the checkpoint among those of its server."""
-        return [self._tree["version"], self._tree["updates"], self._tree["time"]]
+        Without a journal, the name is that of the checkpoint among those of its server, and the checksum is empty.
+        """
+        identity = f"{self._tree['version']}, {self._tree['updates']}, {self._tree['time']!r}"
+        position: tuple[str, int, str] = self._tree.get("journal") or (identity, 0, "")
+        return position
 
     @property
     def time(self) -> float:

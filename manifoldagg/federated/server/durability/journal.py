@@ -10,7 +10,7 @@ child of `os.fork` does not hold the lock.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +25,7 @@ from manifoldagg.federated.server.durability.log_format import KIND, encode_reco
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.durability.raw_io import close_with
 from manifoldagg.federated.server.lock import OwnedLock
-from manifoldagg.federated.server.state import PendingLog, ServerState
+from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
 
 if sys.platform != "win32":
     import fcntl
@@ -159,17 +159,22 @@ class JournalWriter:
     Args:
         journal: where to, and how.
         state: of the server.
-        name: of the journal.
+        ancestors: the journals and checkpoints that this journal continues, and the number of the record from which on.
         journal_lock: of the journal, closed with this.
 
     Cost: of a change, its bytes written once; with `"always"` a sync, which those share that come meanwhile.
     """
 
     def __init__(
-        self, journal: Journal, state: AtomicReference[ServerState], name: str, journal_lock: JournalLock
+        self,
+        journal: Journal,
+        state: AtomicReference[ServerState],
+        ancestors: Mapping[str, int],
+        journal_lock: JournalLock,
     ) -> None:
         self.journal = journal
-        self.name = name
+        self._name = os.urandom(16).hex()
+        self._ancestors = dict(ancestors)
         self._journal_lock = journal_lock
         self._state = state
         self._write_lock = OwnedLock()
@@ -178,13 +183,12 @@ class JournalWriter:
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
-    def open_segment(self, first_lsn: int, snapshot: Tree = None, predecessor: list[Any] | None = None) -> None:
+    def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
         """Continue in a new file.
 
         Args:
             first_lsn: number of its first change.
             snapshot: the whole record before it; `None` where a checkpoint holds that.
-            predecessor: what the record went on from, if that was not of this journal.
 
         Raises:
             CheckpointError: naming what cannot be saved, or with what the system says.
@@ -195,11 +199,11 @@ class JournalWriter:
             place,
             KIND,
             {
-                "name": self.name,
+                "name": self._name,
                 "magic": mark,
                 "first_lsn": first_lsn,
                 "snapshot": snapshot,
-                "predecessor": predecessor,
+                "ancestors": self._ancestors,
             },
         )
         try:
@@ -222,9 +226,8 @@ class JournalWriter:
 
     def empty_log(self, first_lsn: int) -> PendingLog:
         """Return the empty log of pending records from a number on."""
-        return PendingLog(
-            self.name, PersistentOrderedMap(first_index=first_lsn, next_index=first_lsn), self._state.value.rejected
-        )
+        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
+        return PendingLog(self._name, self._name, records, self._state.value.rejected)
 
     def held_by_me(self) -> bool:
         """Whether this thread is writing."""

@@ -6,7 +6,7 @@ the machine stopped, and is cut. Anything else that is bad was altered.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +43,17 @@ class JournalReplay:
     Attributes:
         name: of the journal.
         next_lsn: the number of the next record.
+        chain: the checksum over the records before it.
         time: the time of the last record, in seconds of the clock.
-        predecessor: the checkpoint that the journal continues, if it belongs to another journal.
+        ancestors: the journals and checkpoints that the journal continues, and the number of the record from which on.
     """
 
-    def __init__(self, name: str, next_lsn: int, time: float, predecessor: list[Any] | None = None) -> None:
+    def __init__(self, name: str, next_lsn: int, chain: str, time: float, ancestors: Mapping[str, int]) -> None:
         self.name = name
         self.next_lsn = next_lsn
+        self.chain = chain
         self.time = time
-        self.predecessor = predecessor
+        self.ancestors = ancestors
         self.records: list[StoredRecord] = []
         self._durable_lsn = 0
 
@@ -73,9 +75,14 @@ class JournalReplay:
                 f"{self.next_lsn}: it is an older one"
             )
         files = [first for first in files if first >= begun[-1]]
+        chains = {self.next_lsn: self.chain}
         for first, after in zip(files, [*files[1:], None], strict=True):
             found, vouched = scan(journal.segment_path(first), first)
             self._durable_lsn = vouched if after is None else after
+            for told in found:
+                for lsn, chain in enumerate(told.content.get("chain", ("", "")), told.lsn):
+                    if chains.setdefault(lsn, chain) != chain:
+                        raise CheckpointError(f"{told.path}: record {told.lsn} is of another copy of this server")
             self.records += [told for told in found if told.lsn >= self.next_lsn + len(self.records)]
             last = found[-1].lsn + 1 if found else first
             if last < self._durable_lsn and self._durable_lsn > self.next_lsn:
@@ -168,7 +175,7 @@ def recover(
     else:
         saved = LoadedCheckpoint(path)
     if journal is None:
-        if journal_unset and saved is not None and saved.journal_position is not None:
+        if journal_unset and saved is not None and saved.position[2]:
             raise CheckpointError(
                 f"{saved.path}: it has a journal: pass it as `journal`, or pass journal=None to resume "
                 "without the updates since"
@@ -177,27 +184,28 @@ def recover(
         return saved, None
     if not files:
         assert saved is not None
-        if saved.journal_position is not None:
+        if saved.position[2]:
             raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
-        return saved, JournalReplay(os.urandom(16).hex(), 0, saved.time, saved.identity)
+        return saved, JournalReplay(*saved.position, saved.time, {})
     heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
-    name = heads[files[-1]]["name"]
-    after = heads[files[-1]]["predecessor"]
-    number = -1
+    name, ancestors = heads[files[-1]]["name"], heads[files[-1]].get("ancestors", {})
+    chain, number = name, 0
+    parts = [(head["name"], first) for first, head in heads.items()]
     if saved is not None:
-        ours = after == saved.identity if saved.journal_position is None else saved.journal_position[0] == name
-        if not ours or any(head["name"] != name for head in heads.values()):
-            raise CheckpointError(f"{journal.path}: is the journal of another server than {saved.path}")
-        number = -1 if saved.journal_position is None else saved.journal_position[1]
+        parent, number, chain = saved.position
+        parts.append((parent, number))
+    if any(part != name and first > ancestors.get(part, -1) for part, first in parts):
+        raise CheckpointError(
+            f"{journal.path}: is the journal of another server than {path if saved is None else saved.path}, or of "
+            "another copy of it"
+        )
     whole = [first for first in files if heads[first]["snapshot"] is not None and first >= number]
     if whole:
-        number = whole[-1]
+        chain, number = heads[whole[-1]]["name"], whole[-1]
         saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["snapshot"])
     if saved is None:
         raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with the whole record")
-    if number < 0:
-        number = 0
-    story = JournalReplay(name, number, saved.time, after)
+    story = JournalReplay(name, number, chain, saved.time, ancestors)
     story.read(journal)
     return saved, story
 

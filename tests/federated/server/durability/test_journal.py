@@ -1020,3 +1020,49 @@ def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
     assert [(tmp_path / f"other{i}").read_bytes() for i in range(4)] == [b""] * 4
     resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
     assert [ticket.client for ticket in resumed._state.value.tickets.values()] == ["early", "late"]
+
+
+def work(server, folder, seed, script):
+    """Updates and checkpoints, as a script says."""
+    for i, step in enumerate(script):
+        if step == "s":
+            server.save(folder / FILE)
+        else:
+            server.receive(server.dispatch(f"{seed} {i}"), answer(seed + i)).check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "two"),
+    [(kind, *scripts) for kind in ("copies", "live", "clones") for scripts in (("usu", "usu"), ("usu", "uuuu"))]
+    + [("copies", "uusu", "usu"), ("copies", "usu", "u"), ("live", "uusu", "u")],
+)
+def test_the_checkpoint_of_a_copy_does_not_fit_the_journal_of_another(tmp_path, monkeypatch, kind, one, two):
+    (tmp_path / "one").mkdir()
+    server = fresh(journal=tmp_path / "one" / LINES)
+    states = {}
+    work(server, tmp_path / "one", 1, "us")
+    for _ in range(4):
+        server.dispatch("b")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    if kind == "live":  # The server goes on beside its copy.
+        work(server, tmp_path / "one", 10, one)
+        states["one"] = state(server)
+    crash(server)
+    for name, seed, script in (("one", 10, one), ("two", 20, two))[kind == "live" :]:
+        drawn = itertools.count()
+        with monkeypatch.context() as patch:
+            if kind == "clones":  # Copies of a running machine draw the same random numbers.
+                patch.setattr(os, "urandom", lambda n, drawn=drawn: next(drawn).to_bytes(n, "big"))
+            other = back(tmp_path / name, server)
+            work(other, tmp_path / name, seed, script)
+        states[name] = state(other)
+        crash(other)
+    for own, foreign, script in (("one", "two", one), ("two", "one", two)):
+        mixed = tmp_path / f"{own} {foreign}"
+        shutil.copytree(tmp_path / foreign, mixed)
+        shutil.copy(tmp_path / own / FILE, mixed / FILE)
+        if "s" in script:
+            with pytest.raises(CheckpointError, match="or of another copy of it|is of another copy of this server"):
+                back(mixed, server)
+    for name, now in states.items():
+        assert state(back(tmp_path / name, server)) == now
