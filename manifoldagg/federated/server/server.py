@@ -48,6 +48,7 @@ from manifoldagg.federated.server.durability.recovery import UNSET, JournalRepla
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
+from manifoldagg.federated.server.durability.tensor_file import check_path
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.lock import OwnedLock, PendingUpdate, UpdateLock
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
@@ -234,6 +235,7 @@ class Server:
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
         self._warned_unstable = False
+        self._restored_tickets: frozenset[str] = frozenset()
         self._limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
         now = ModelState(first, initial_state(rule, space, first.clone(), {"space": "space", "start": "start"}), kept)
         shares = Weights.of(weights, update_limits.samples_factor)
@@ -257,7 +259,7 @@ class Server:
         if kept_in is not None:
             with locked_journal(kept_in) as hold:
                 if kept_in.segments():
-                    raise ArgumentError(f"journal: {kept_in.path}: already exists; resume from it with `Server.resume`")
+                    raise ArgumentError(f"journal: {kept_in.path}: already exists; resume with `Server.open`")
                 self._start_journal(kept_in, 0, {}, hold)
 
     @classmethod
@@ -387,6 +389,56 @@ class Server:
         return server
 
     @classmethod
+    @suggests_keywords("Server.open", __init__)
+    def open(
+        cls,
+        path: str | Path,
+        space: Manifold,
+        rule: Rule,
+        start: Float[Tensor, " P"],
+        *,
+        replace: bool = False,
+        **options: Any,
+    ) -> "Server":
+        """Start a server, or resume it if its checkpoint or its `journal` exists.
+
+        The same call starts a process and restarts it after a crash at any instant, also before the first checkpoint.
+        Dispatch again to the clients of `orphaned_tickets`, or `drop` these tickets.
+
+        Args:
+            path: as in `resume`.
+            space: the space of the models.
+            rule: as in `resume`.
+            start: the initial model (P,). A resumed server ignores it, and the options `buffers` and `buffer_policy`.
+            replace: as in `resume`.
+            **options: keyword arguments of the constructor, such as `checkpoint` with the same path, and `journal`.
+
+        Raises:
+            CheckpointError: as `resume`.
+            ArgumentError: if an argument is invalid.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> from manifoldagg.manifolds import Flat
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     for run in range(2):
+            ...         files = {"path": folder + "/server", "journal": folder + "/journal"}
+            ...         server = Server.open(space=Flat(2), rule=FedAsync(rate=0.5), start=torch.zeros(2), **files)
+            ...         ticket = server.dispatch("ward-7")
+            ...         server.close()
+            ...         len(server.orphaned_tickets)
+            0
+            1
+        """
+        check_rule(rule, "Server.open(path, space, rule, start)")
+        journal = options.get("journal")
+        if not check_path(path).exists() and (journal is None or not Journal.of(journal).segments()):
+            return cls(space, rule, start, **options)
+        options = {name: value for name, value in options.items() if name not in ("buffers", "buffer_policy")}
+        return cls.resume(path, space, rule, replace=replace, **options)
+
+    @classmethod
     def _from_checkpoint(
         cls, checkpoint: LoadedCheckpoint, space: Manifold, rule: Rule, options: Mapping[str, Any]
     ) -> "Server":
@@ -396,6 +448,7 @@ class Server:
         state = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
         checkpoint.restore_averaging(server._averaging)
         server._state.update(lambda _: (state, None))
+        server._restored_tickets = frozenset(state.tickets)
         server._evictor.evict()
         return server
 
@@ -822,6 +875,11 @@ class Server:
     def tickets(self) -> list[str]:
         """The ids of the tickets in flight, the oldest first."""
         return list(self._state.value.tickets)
+
+    @property
+    def orphaned_tickets(self) -> list[str]:
+        """The ids of the tickets in flight that were issued before the server was resumed, the oldest first."""
+        return [name for name in self.tickets if name in self._restored_tickets]
 
     @property
     def history(self) -> list[HistoryRow]:

@@ -638,7 +638,7 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"lines: is locked by another process"):
         back(tmp_path, server)
     crash(server)
-    with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume from it with `Server\.resume`"):
+    with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume with `Server\.open`"):
         fresh(journal=tmp_path / LINES)
     with pytest.raises(CheckpointError, match="pass it as `journal`, or pass journal=None"):
         Server.resume(tmp_path / FILE, SPACE, Adds())
@@ -1066,3 +1066,59 @@ def test_the_checkpoint_of_a_copy_does_not_fit_the_journal_of_another(tmp_path, 
                 back(mixed, server)
     for name, now in states.items():
         assert state(back(tmp_path / name, server)) == now
+
+
+def test_open_starts_a_server_and_resumes_it_at_any_time(tmp_path):
+    start = draw(0, SIZE, dtype=torch.float32)
+    files = {"journal": tmp_path / LINES, "checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=10)}
+
+    def opened(start):
+        return Server.open(tmp_path / FILE, SPACE, Adds(), start, **files)
+
+    server = opened(start)
+    assert (server.orphaned_tickets, torch.equal(server.model, start)) == ([], True)
+    old, lost = server.dispatch("a"), server.dispatch("b")
+    for saved in (False, True):
+        if saved:
+            server.save()
+        before = state(server)
+        crash(server)
+        server = opened(torch.zeros(SIZE))
+        assert state(server) == before
+        assert server.orphaned_tickets == [old.id, lost.id]
+    assert (tmp_path / FILE).exists()
+    new = server.dispatch("a")
+    server.receive(old, answer(1)).check()
+    assert (server.orphaned_tickets, server.tickets) == ([lost.id], [lost.id, new.id])
+    # With a checkpoint alone.
+    del files["journal"]
+    server.close()
+    with pytest.raises(CheckpointError, match="pass it as `journal`"):
+        opened(start)
+    (tmp_path / FILE).unlink()
+    server = opened(start)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    assert opened(start).updates == 0
+    server.save()
+    assert opened(start).updates == 1
+
+
+@pytest.mark.parametrize("with_journal", [False, True])
+def test_open_ignores_the_initial_model_and_its_buffers_on_a_resume(tmp_path, with_journal):
+    network = nn.BatchNorm1d(2)
+    space = ParameterSpace.of(network)
+    files = {"journal": tmp_path / LINES} if with_journal else {}
+
+    def opened(value):
+        buffers = {**network.state_dict(), "running_mean": torch.full((2,), value)}
+        buffers = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+        start, policy = torch.full((4,), value), {"running_var": "latest"}
+        return Server.open(
+            tmp_path / FILE, space, FedAsync(0.5), start, buffers=buffers, buffer_policy=policy, history_size=3, **files
+        )
+
+    server = opened(1.0)
+    server.save(tmp_path / FILE)
+    before = state(server)
+    server.close()
+    assert state(opened(2.0)) == before
