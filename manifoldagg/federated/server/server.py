@@ -44,7 +44,7 @@ from manifoldagg.federated.server.durability.fingerprint import import_path
 from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter, locked_journal
 from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, ReplayTarget, recover
+from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, recover
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
@@ -416,20 +416,6 @@ class Server:
         Raises:
             CheckpointError: as `resume`.
             ArgumentError: if an argument is invalid.
-
-        Example:
-            >>> import tempfile, torch
-            >>> from manifoldagg.federated.rules import FedAsync
-            >>> from manifoldagg.manifolds import Flat
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     for run in range(2):
-            ...         files = {"path": folder + "/server", "journal": folder + "/journal"}
-            ...         server = Server.open(space=Flat(2), rule=FedAsync(rate=0.5), start=torch.zeros(2), **files)
-            ...         ticket = server.dispatch("ward-7")
-            ...         server.close()
-            ...         len(server.orphaned_tickets)
-            0
-            1
         """
         check_rule(rule, "Server.open(path, space, rule, start)")
         journal = options.get("journal")
@@ -476,7 +462,7 @@ class Server:
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
-        replay.replay(ReplayTarget(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype)))
+        replay.replay(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype))
         after = checkpoint.with_replayed(server.snapshot().tree())
         server.close()
         return after

@@ -107,7 +107,7 @@ class JournalLock:
         journal: the journal to lock.
 
     Raises:
-        CheckpointError: if another server has locked it, or with the system error.
+        CheckpointError: with the system error.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -121,18 +121,18 @@ class JournalLock:
         self.file = file
         with suppress(OSError):
             os.chmod(lock, 0o600)  # Earlier versions of the package let other users hold the lock.
-        try:
-            _flock(file, place)
-        except BaseException:
-            self.close()
-            raise
 
 
 @contextmanager
 def locked_journal(journal: Journal) -> Iterator[JournalLock]:
-    """Lock a journal exclusively, and release the lock if the body raises."""
+    """Lock a journal exclusively, and release the lock if the body raises.
+
+    Raises:
+        CheckpointError: if another server has locked it, or with the system error.
+    """
     lock = JournalLock(journal)
     try:
+        _flock(lock.file, Path(journal.path))
         yield lock
     except BaseException:
         lock.close()
@@ -207,19 +207,12 @@ class JournalWriter:
             },
         )
         try:
+            end = os.path.getsize(place)
             file = os.open(place, os.O_RDWR)
         except OSError as error:
             raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-        close = close_with(self, file)
-        try:
-            at = _Position(file, mark, first_lsn, os.lseek(file, 0, os.SEEK_END), first_lsn, first_lsn)
-        except BaseException as error:
-            close()
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-            raise
-        before = self._close_segment
-        self._position = at
+        close, before = close_with(self, file), self._close_segment
+        self._position = _Position(file, mark, first_lsn, end, first_lsn, first_lsn)
         self._close_segment = close
         self._needs_checkpoint = False
         before()

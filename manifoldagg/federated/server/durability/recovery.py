@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from immutables import Map
 from torch import Tensor
@@ -30,7 +30,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
-__all__ = ["UNSET", "JournalReplay", "ReplayTarget", "recover"]
+__all__ = ["UNSET", "JournalReplay", "recover"]
 
 UNSET = object()
 """Stands for a journal of which nothing was said, which is not to be without one."""
@@ -77,7 +77,10 @@ class JournalReplay:
         files = [first for first in files if first >= begun[-1]]
         chains = {self.next_lsn: self.chain}
         for first, after in zip(files, [*files[1:], None], strict=True):
-            found, vouched = scan(journal.segment_path(first), first)
+            try:
+                found, vouched = scan(journal.segment_path(first), first)
+            except OSError as error:
+                raise read_error(journal.segment_path(first), error) from error
             self._durable_lsn = vouched if after is None else after
             for told in found:
                 for lsn, chain in enumerate(told.content.get("chain", ("", "")), told.lsn):
@@ -88,8 +91,13 @@ class JournalReplay:
             if last < self._durable_lsn and self._durable_lsn > self.next_lsn:
                 raise _corruption_error(journal.segment_path(first), last)
 
-    def replay(self, server: "ReplayTarget") -> None:
-        """Replay all records on a server.
+    def replay(
+        self,
+        server_state: AtomicReference[ServerState],
+        apply_update: Callable[[Payload, dict[str, Any]], Receipt],
+        round_base: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Replay all records on a server, whose functions apply an update with recorded inputs and round a base.
 
         Raises:
             CheckpointError: naming a record that was altered, or that the rule now rejects.
@@ -112,14 +120,14 @@ class JournalReplay:
                         raise _corruption_error(told.path, told.lsn) from error
                     LOG.warning("%s: cut before record %d, which was being written", told.path, told.lsn)
                     break
-                state = server.state.value
+                state = server_state.value
                 version = state.model_state.version
                 if wanted.get(version, -1) > told.lsn:
                     current = state.store.find(state.current_key)
                     assert isinstance(current, InMemoryTree)
                     models[version] = current
                 try:
-                    receipt = server.apply_update(payload, content)
+                    receipt = apply_update(payload, content)
                 except ManifoldAggError as error:
                     raise CheckpointError(f"{told.path}: record {told.lsn}: {error}") from error
                 if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
@@ -130,28 +138,14 @@ class JournalReplay:
                         RuntimeWarning,
                     )
             else:
-                _apply_record(server, told, models)
+                _apply_record(server_state, round_base, told, models)
             if "rejected" in content:
-                server.state.update(partial(_with_rejected, Map(content["rejected"])))
+                server_state.update(partial(_with_rejected, Map(content["rejected"])))
             models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
             self.next_lsn = told.lsn + 1
             if told.kind == "dispatched":  # also if the clock went back
                 self.time = content["pending"][3]
             self.time = max(self.time, content.get("time", self.time))
-
-
-class ReplayTarget(NamedTuple):
-    """The server interface that a replay needs.
-
-    Attributes:
-        state: of the server.
-        apply_update: applies an update with its recorded inputs.
-        round_base: rounds a model to the stored base.
-    """
-
-    state: AtomicReference[ServerState]
-    apply_update: Callable[[Payload, dict[str, Any]], Receipt]
-    round_base: Callable[[Tensor], Tensor | None]
 
 
 def recover(
@@ -214,10 +208,14 @@ def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerSta
     return now._replace(rejected=rejected), None
 
 
-def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, InMemoryTree]) -> None:
+def _apply_record(
+    state: AtomicReference[ServerState],
+    round_base: Callable[[Tensor], Tensor | None],
+    record: StoredRecord,
+    models: dict[int, InMemoryTree],
+) -> None:
     """Apply a journal record of a ticket operation."""
     content = record.content
-    state = target.state
 
     def ended(now: ServerState) -> tuple[ServerState, None]:
         receipt = Receipt(False, content["reason"], now.model_state.version)
@@ -241,7 +239,7 @@ def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, 
             # Its version had moved on when the ticket was entered.
             base = models.get(ticket.version) or now.store.find(now.current_key)
             if ticket.base_key[0] == "base":
-                base = InMemoryTree(target.round_base(base.load()))
+                base = InMemoryTree(round_base(base.load()))
         state.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
 
 
