@@ -194,6 +194,11 @@ class LoadedCheckpoint:
         tree: of a [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], where the file
             holds more than that and was read already.
 
+    Attributes:
+        time: the time of the snapshot, in seconds of the clock.
+        position: the journal, the number of its first record after the checkpoint, and the checksum over those before
+            it; without a journal, a name of the checkpoint, 0 and an empty string.
+
     Raises:
         CheckpointError: if the file is truncated, altered, or no checkpoint of a server; an older one is named.
     """
@@ -202,24 +207,12 @@ class LoadedCheckpoint:
         self.path = path
         self._tree: dict[str, Any] = tensor_file.load(path, KIND) if tree is None else tree
         self.model: Tensor = self._tree["model"]
+        self.time: float = self._tree["time"]
+        self.buffer_policies: dict[str, str] = self._tree["options"]["policies"]
+        identity = f"{self._tree['version']}, {self._tree['updates']}, {self.time!r}"
+        self.position: tuple[str, int, str] = self._tree.get("journal") or (identity, 0, "")
         self._is_same_rule_class = True
         self._keeps_rule_state = True
-
-    @property
-    def position(self) -> tuple[str, int, str]:
-        """The journal, the number of its first record after the checkpoint, and the checksum over those before it.
-
-        Without a journal, the name is that of the checkpoint among those of its server, and the checksum is empty.
-        """
-        identity = f"{self._tree['version']}, {self._tree['updates']}, {self._tree['time']!r}"
-        position: tuple[str, int, str] = self._tree.get("journal") or (identity, 0, "")
-        return position
-
-    @property
-    def time(self) -> float:
-        """The time of the snapshot, in seconds of the clock."""
-        time: float = self._tree["time"]
-        return time
 
     @property
     def replay_limits(self) -> UpdateLimits:
@@ -236,12 +229,6 @@ class LoadedCheckpoint:
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
         """Return the checkpoint with the content after a replay, which had its own clock and limits."""
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
-
-    @property
-    def buffer_policies(self) -> dict[str, str]:
-        """The policies of the buffers, by name."""
-        policies: dict[str, str] = self._tree["options"]["policies"]
-        return policies
 
     def check_compatible(
         self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool, label: str = "space"
