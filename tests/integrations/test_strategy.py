@@ -363,7 +363,7 @@ def test_what_an_override_leaves_out_is_no_end():
     assert (strategy.server.updates, strategy.server.tickets) == (0, [])
 
 
-def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
+def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, journal=None, **every):
     """One node, whose training has no noise; the server is stopped, or dies, in a round's evaluation."""
 
     def look(number, arrays):
@@ -377,6 +377,7 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, **every):
 
     checkpoint = CheckpointPolicy(folder / "server", **(every or {"every_updates": 1}))
     options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2, "checkpoint": checkpoint}
+    options |= {} if journal is None else {"journal": folder / journal}
     strategy = asynchronous(rules.FedAsync(rate=0.5), resume=resume, **options)
     with running(plain_app(), 1) as engine:
         try:
@@ -406,6 +407,20 @@ def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
         assert found.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
     over, last = play(tmp_path / "b", 4, resume=True)
     assert (over.server.updates, last.train_metrics_clientapp) == (8, whole.train_metrics_clientapp)
+
+
+def test_who_is_killed_before_the_first_checkpoint_goes_on_with_the_journal(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    _, whole = play(tmp_path / "a", 4)
+    options = {"journal": "lines", "resume": True, "every_updates": 1000}
+    _, none = play(tmp_path / "c", 4, die_at=2, **options)
+    assert none is None
+    assert not (tmp_path / "c-killed" / "server").exists()
+    strategy, found = play(tmp_path / "c-killed", 4, **options)
+    assert (strategy.server.updates, strategy.server.tickets) == (8, [])
+    assert {name: x.data for name, x in found.arrays.items()} == {n: x.data for n, x in whole.arrays.items()}
+    assert found.train_metrics_clientapp == whole.train_metrics_clientapp
 
 
 @pytest.mark.parametrize("where", ["evaluate_fn", "train_metrics_aggr_fn", "SystemExit"])

@@ -44,10 +44,11 @@ from manifoldagg.federated.server.durability.fingerprint import import_path
 from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter, locked_journal
 from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, ReplayTarget, recover
+from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, recover
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
+from manifoldagg.federated.server.durability.tensor_file import check_path
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.lock import OwnedLock, PendingUpdate, UpdateLock
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
@@ -234,6 +235,7 @@ class Server:
         self._recycle = self._free_list.append if averaging is None else None
         self._pid = os.getpid()
         self._warned_unstable = False
+        self._restored_tickets: frozenset[str] = frozenset()
         self._limits = ServerLimits.of(max_staleness, timeout, max_in_flight, history_size, receipt_cache_size)
         now = ModelState(first, initial_state(rule, space, first.clone(), {"space": "space", "start": "start"}), kept)
         shares = Weights.of(weights, update_limits.samples_factor)
@@ -257,8 +259,8 @@ class Server:
         if kept_in is not None:
             with locked_journal(kept_in) as hold:
                 if kept_in.segments():
-                    raise ArgumentError(f"journal: {kept_in.path}: already exists; resume from it with `Server.resume`")
-                self._start_journal(kept_in, JournalReplay(os.urandom(16).hex(), 0, 0.0), hold)
+                    raise ArgumentError(f"journal: {kept_in.path}: already exists; resume with `Server.open`")
+                self._start_journal(kept_in, 0, {}, hold)
 
     @classmethod
     @suggests_keywords("Server.of", __init__)
@@ -337,7 +339,8 @@ class Server:
                 equals the saved one. Its values are ignored.
             rule: a rule that equals the saved one. Functions in the rule, and `clock`, are compared by their names.
             replace: accept another rule or clock. A rule of the same class resumes with its state and the client
-                states. Otherwise these are initialised, and buffered updates are lost.
+                states. Otherwise these are initialised, and buffered updates are lost. The clip and the noise of
+                `Private` cannot be replaced, as its participations so far were counted with them.
             manifolds: as in `of`, for a module or a state dict.
             adapters: as in `of`, for a state dict.
             scaling: as in `of`, for a state dict.
@@ -380,10 +383,46 @@ class Server:
                 saved = cls._replay(saved, story, space, rule, options)
             server = cls._from_checkpoint(saved, space, rule, options)
             if journal is not None and story is not None and hold is not None:
-                server._start_journal(journal, story, hold)
+                server._start_journal(journal, story.next_lsn, {**story.ancestors, story.name: story.next_lsn}, hold)
         if server._checkpoint_writer is not None:
             server._checkpoint_writer.reset(server.updates)
         return server
+
+    @classmethod
+    @suggests_keywords("Server.open", __init__)
+    def open(
+        cls,
+        path: str | Path,
+        space: Manifold,
+        rule: Rule,
+        start: Float[Tensor, " P"],
+        *,
+        replace: bool = False,
+        **options: Any,
+    ) -> "Server":
+        """Start a server, or resume it if its checkpoint or its `journal` exists.
+
+        The same call starts a process and restarts it after a crash at any instant, also before the first checkpoint.
+        Dispatch again to the clients of `orphaned_tickets`, or `drop` these tickets.
+
+        Args:
+            path: as in `resume`.
+            space: the space of the models.
+            rule: as in `resume`.
+            start: the initial model (P,). A resumed server ignores it, and the options `buffers` and `buffer_policy`.
+            replace: as in `resume`.
+            **options: keyword arguments of the constructor, such as `checkpoint` with the same path, and `journal`.
+
+        Raises:
+            CheckpointError: as `resume`.
+            ArgumentError: if an argument is invalid.
+        """
+        check_rule(rule, "Server.open(path, space, rule, start)")
+        journal = options.get("journal")
+        if not check_path(path).exists() and (journal is None or not Journal.of(journal).segments()):
+            return cls(space, rule, start, **options)
+        options = {name: value for name, value in options.items() if name not in ("buffers", "buffer_policy")}
+        return cls.resume(path, space, rule, replace=replace, **options)
 
     @classmethod
     def _from_checkpoint(
@@ -395,6 +434,7 @@ class Server:
         state = checkpoint.restore_state(server._state.value, server._clock(), options.get("weights"), server._recycle)
         checkpoint.restore_averaging(server._averaging)
         server._state.update(lambda _: (state, None))
+        server._restored_tickets = frozenset(state.tickets)
         server._evictor.evict()
         return server
 
@@ -410,7 +450,8 @@ class Server:
         """Return the state after the replay of all journal records."""
         given = {name: options[name] for name in ("averaging", "spill") if name in options}
         replay.time = checkpoint.time
-        server = cls._from_checkpoint(checkpoint, space, rule, {**given, "clock": replay.clock})
+        replayed = {"clock": replay.clock, "update_limits": checkpoint.replay_limits}
+        server = cls._from_checkpoint(checkpoint, space, rule, {**given, **replayed})
 
         def apply_update(payload: Payload, was: Mapping[str, Any]) -> Receipt:
             server._state.value.pending(was["ticket"])
@@ -421,10 +462,10 @@ class Server:
                 LOG.exception("averaging: raised for version %d", receipt.version)
             return receipt
 
-        replay.replay(ReplayTarget(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype)))
-        tree = {**server.snapshot().tree(), "clock": checkpoint.clock}
+        replay.replay(server._state, apply_update, partial(round_base, base_dtype=server._base_dtype))
+        after = checkpoint.with_replayed(server.snapshot().tree())
         server.close()
-        return LoadedCheckpoint(checkpoint.path, tree)
+        return after
 
     @no_grad
     def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:
@@ -840,6 +881,11 @@ class Server:
         return list(self._state.value.tickets)
 
     @property
+    def orphaned_tickets(self) -> list[str]:
+        """The ids of the tickets in flight that were issued before the server was resumed, the oldest first."""
+        return [name for name in self.tickets if name in self._restored_tickets]
+
+    @property
     def history(self) -> list[HistoryRow]:
         """One flat row, suitable for a data frame, for each of the latest `history_size=` accepted updates.
 
@@ -953,12 +999,14 @@ class Server:
             self._state.value, self.space, self.rule, self._options, self._clock, self._clock(), told, cut
         )
 
-    def _start_journal(self, journal: Journal, replay: JournalReplay, journal_lock: JournalLock) -> None:
+    def _start_journal(
+        self, journal: Journal, first_lsn: int, ancestors: Mapping[str, int], journal_lock: JournalLock
+    ) -> None:
         """Start a new journal with the complete state, before other threads can access the server."""
-        appender = JournalWriter(journal, self._state, replay.name, journal_lock)
-        appender.open_segment(replay.next_lsn, self._make_snapshot().tree(), replay.predecessor)
-        appender.delete_segments(replay.next_lsn)
-        self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(replay.next_lsn)), None))
+        appender = JournalWriter(journal, self._state, ancestors, journal_lock)
+        appender.open_segment(first_lsn, self._make_snapshot().tree())
+        appender.delete_segments(first_lsn)
+        self._state.update(lambda now: (now._replace(pending_log=appender.empty_log(first_lsn)), None))
         self._journal = appender
 
     def _expire(self) -> list[str]:

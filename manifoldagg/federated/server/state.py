@@ -1,10 +1,11 @@
 """The server state: one immutable record, which every change replaces by one assignment."""
 
+import hashlib
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from immutables import Map
 
@@ -46,6 +47,7 @@ __all__ = [
 
 ANY_CLIENT = object()
 """A placeholder for the client that a ticket was issued to."""
+PAYLOAD_HEAD_BYTES = 64
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 HistoryRow = dict[str, object]
@@ -163,12 +165,14 @@ class PendingLog(NamedTuple):
     """The journal records that are not yet written.
 
     Attributes:
-        name: the name of the journal.
+        name: the name of the journal. Each resume gives it a new one.
+        chain: the checksum over all records so far, each with the checksum before it.
         records: the records that are not written, by number.
         rejected: the number of rejected updates by field, as in the last written record.
     """
 
     name: str
+    chain: str
     records: PersistentOrderedMap[int, LogRecord]
     rejected: Map[str, int]
 
@@ -191,6 +195,7 @@ class ServerState(NamedTuple):
         weights: the participating clients and their weights.
         store: the current model, older versions, their rounded bases, client states.
         tickets: the tickets in flight, the oldest first.
+        last_issued_at: the dispatch time of the latest ticket; no ticket in flight has a later one.
         closed_tickets: receipts by ticket, for repeated requests.
         history: rows by number.
         rejected: the number of rejected updates, by the invalid field.
@@ -216,6 +221,7 @@ class ServerState(NamedTuple):
     subscriptions: tuple[Subscription, ...] = ()
     pending_events: PersistentOrderedMap[int, Event] = PersistentOrderedMap()
     pending_log: PendingLog | None = None
+    last_issued_at: float = -math.inf
 
     @property
     def current_key(self) -> StoreKey:
@@ -243,10 +249,16 @@ class ServerState(NamedTuple):
             BusyError: if `max_in_flight` tickets are in flight.
         """
         self.check_capacity()
+        tickets, now = self.tickets, ticket.issued_at
+        if now < self.last_issued_at:  # The clock went back. The tickets must remain in the order of their times.
+            for name in [name for name, other in tickets.items() if other.issued_at > now]:
+                tickets = tickets.set(name, tickets[name]._replace(issued_at=now))
+        key = None if self._is_stale(ticket.version) else ticket.base_key
         after = self._replace(
             weights=self.weights.with_client(ticket.client),
-            store=self.store if ticket.base_key is None else self.store.retain(ticket.base_key, base),
-            tickets=self.tickets.set(ticket_id, ticket),
+            store=self.store if key is None else self.store.retain(key, base),
+            tickets=tickets.set(ticket_id, ticket),
+            last_issued_at=now,
         ).with_log_record("dispatched", ticket=ticket_id, pending=tuple(ticket))
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
@@ -266,11 +278,24 @@ class ServerState(NamedTuple):
             raise ArgumentError(f"client: expected the client that the ticket was issued to, got {given}")
         if isinstance(found, ClosedTicket):
             return found.receipt
-        most = self.limits.max_staleness
-        staleness = self.model_state.version - found.version
-        if most is not None and staleness > most:
-            raise StaleTicketError(f"staleness: expected at most {most}, got {staleness}")
+        if self._is_stale(found.version):
+            staleness = self.model_state.version - found.version
+            raise StaleTicketError(f"staleness: expected at most {self.limits.max_staleness}, got {staleness}")
+        if found.base_key is not None and found.base_key not in self.store:  # released under an earlier max_staleness
+            raise StaleTicketError(f"staleness: version {found.version} is no longer retained")
         return found
+
+    def _is_stale(self, version: int) -> bool:
+        """Whether no ticket of a version can be accepted any more."""
+        most = self.limits.max_staleness
+        return most is not None and self.model_state.version - version > most
+
+    def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
+        """Return the state without the trees among `keys` of versions on which no ticket can be accepted."""
+        held = self.store.entries
+        stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
+        released = [key for key in stale for _ in range(held[key][1])]
+        return self._replace(store=self.store.replaced(released, {})) if released else self
 
     def pending(self, ticket_id: Any) -> PendingTicket:
         """Return a ticket in flight.
@@ -341,6 +366,9 @@ class ServerState(NamedTuple):
             weights=self.weights.with_report(client, applied.update.samples),
             pending_notifications=untold,
         )
+        if self.limits.max_staleness is not None and applied.model is not None:
+            oldest = applied.after.version - self.limits.max_staleness - 1
+            state = state.without_stale_versions([("version", oldest), ("base", oldest)])
         if self.pending_log is not None or self.subscriptions:
             state = state._with_acceptance(applied, receipt, row)
         return state, receipt
@@ -403,8 +431,12 @@ class ServerState(NamedTuple):
             return self
         if log.rejected is not self.rejected:
             content["rejected"] = dict(self.rejected)
-        changes = log.records.set(log.records.next_index, LogRecord(kind, content, payload))
-        return self._replace(pending_log=PendingLog(log.name, changes, self.rejected))
+        # A payload begins with its own checksum.
+        summary = repr((log.chain, kind, content)).encode() + payload[:PAYLOAD_HEAD_BYTES]
+        chain = hashlib.blake2b(summary, digest_size=8).hexdigest()
+        record = LogRecord(kind, {**content, "chain": (log.chain, chain)}, payload)
+        changes = log.records.set(log.records.next_index, record)
+        return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
         """Return the state without the written records before a number."""
@@ -421,7 +453,9 @@ class ServerState(NamedTuple):
         closed = self.closed_tickets
         if receipt is not None:
             closed = closed.set(ticket_id, ClosedTicket(ticket.client, receipt), self.limits.receipt_cache_size)
-        store = self.store if ticket.base_key is None else self.store.release(ticket.base_key)
+        key = ticket.base_key
+        # The base of a ticket that is too old was released before.
+        store = self.store if key is None or key not in self.store else self.store.release(key)
         return self._replace(store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed)
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":

@@ -145,7 +145,7 @@ class TrainingLoop(Strategy):
     def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
         """Set up the server and the rounds before the first round."""
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
-        resume = self.resume and path is not None and path.exists()
+        resume = self.resume and path is not None
         self.server = build_server(
             self.rule,
             self.model,

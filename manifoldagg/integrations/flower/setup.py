@@ -90,13 +90,13 @@ def build_server(
     checkpoint: CheckpointPolicy | None,
     **options: Any,
 ) -> Server:
-    """Build a server from initial arrays, or resume it from its checkpoint.
+    """Build a server from initial arrays, or resume it from its checkpoint or its journal.
 
     Args:
         rule: the aggregation rule.
         model: the module that determines which arrays are parameters. `None`: their names and dtypes determine it.
         arrays: the complete state dict.
-        resume: whether to resume from the checkpoint.
+        resume: whether to resume if the checkpoint or the journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
         checkpoint: the path and the frequency of checkpoints.
         **options: keyword arguments of the server.
@@ -110,19 +110,17 @@ def build_server(
         state = state_dict(arrays)
         source = state if module is None else _load_state(module, state)
         space = ParameterSpace.of_state_dict(state) if module is None else ParameterSpace.of(module)
-        if not resume:
-            start, carried = space.point(source), space.buffers(source)
+        start, carried = space.point(source), space.buffers(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
     policy = options.pop("buffer_policy", ())
-    if resume:
-        assert checkpoint is not None
-        # The checkpoint contains the policies of the buffers.
-        return Server.resume(checkpoint.path, space, rule, replace=replace, checkpoint=checkpoint, **options)
     if module is not None:  # frozen parameters are left unchanged
         policy = dict(ParameterSpace.of(module, buffer_policy=policy).buffer_policies)
-    return Server(space, rule, start, buffers=carried, buffer_policy=policy, checkpoint=checkpoint, **options)
+    options |= {"buffers": carried, "buffer_policy": policy, "checkpoint": checkpoint}
+    if resume and checkpoint is not None:
+        return Server.open(checkpoint.path, space, rule, start, replace=replace, **options)
+    return Server(space, rule, start, **options)
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

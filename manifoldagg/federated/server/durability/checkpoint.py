@@ -3,11 +3,12 @@
 import glob
 import logging
 import platform
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -163,7 +164,7 @@ class ServerSnapshot(NamedTuple):
             "averaging": self.averaging,
             "journal": None
             if state.pending_log is None
-            else (state.pending_log.name, state.pending_log.records.next_index),
+            else (state.pending_log.name, state.pending_log.records.next_index, state.pending_log.chain),
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
@@ -193,6 +194,11 @@ class LoadedCheckpoint:
         tree: of a [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], where the file
             holds more than that and was read already.
 
+    Attributes:
+        time: the time of the snapshot, in seconds of the clock.
+        position: the journal, the number of its first record after the checkpoint, and the checksum over those before
+            it; without a journal, a name of the checkpoint, 0 and an empty string.
+
     Raises:
         CheckpointError: if the file is truncated, altered, or no checkpoint of a server; an older one is named.
     """
@@ -201,37 +207,28 @@ class LoadedCheckpoint:
         self.path = path
         self._tree: dict[str, Any] = tensor_file.load(path, KIND) if tree is None else tree
         self.model: Tensor = self._tree["model"]
+        self.time: float = self._tree["time"]
+        self.buffer_policies: dict[str, str] = self._tree["options"]["policies"]
+        identity = f"{self._tree['version']}, {self._tree['updates']}, {self.time!r}"
+        self.position: tuple[str, int, str] = self._tree.get("journal") or (identity, 0, "")
         self._is_same_rule_class = True
         self._keeps_rule_state = True
 
     @property
-    def journal_position(self) -> tuple[str, int] | None:
-        """The journal of the checkpoint, and the position up to which the checkpoint contains its records."""
-        told: tuple[str, int] | None = self._tree.get("journal")
-        return told
+    def replay_limits(self) -> UpdateLimits:
+        """The limits that accept each journaled update: another processor may round its norm or cosine otherwise."""
+        limits = UpdateLimits(**self._tree["options"]["update_limits"])
+        return replace(
+            limits,
+            # The norms are still measured, because later limits depend on them.
+            max_norm=sys.float_info.max if limits.needs_norms else None,
+            norm_factor=None,
+            min_cosine=None if limits.min_cosine is None else -1.0,
+        )
 
-    @property
-    def identity(self) -> list[Any]:
-        """The identity of the checkpoint among those of its server."""
-        return [self._tree["version"], self._tree["updates"], self._tree["time"]]
-
-    @property
-    def time(self) -> float:
-        """The time of the snapshot, in seconds of the clock."""
-        time: float = self._tree["time"]
-        return time
-
-    @property
-    def clock(self) -> str | None:
-        """The name of the clock."""
-        clock: str | None = self._tree["clock"]
-        return clock
-
-    @property
-    def buffer_policies(self) -> dict[str, str]:
-        """The policies of the buffers, by name."""
-        policies: dict[str, str] = self._tree["options"]["policies"]
-        return policies
+    def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
+        """Return the checkpoint with the content after a replay, which had its own clock and limits."""
+        return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
     def check_compatible(
         self, space: Manifold, rule: Rule, clock: Callable[[], float], *, replace: bool, label: str = "space"
@@ -248,7 +245,8 @@ class LoadedCheckpoint:
             label: the argument that the caller passed the space as.
 
         Raises:
-            CheckpointError: naming the first difference.
+            CheckpointError: naming the first difference; also with `replace`, if the clip or the noise of `Private`
+                differs.
 
         Warns:
             RuntimeWarning: if the machine differs, as results may then differ bitwise.
@@ -264,6 +262,12 @@ class LoadedCheckpoint:
             told = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
         if told is not None and not replace:
             raise CheckpointError(f"{self.path}: {told}; pass replace=True to replace it")
+        before, now = _privacy(was), _privacy(given)
+        if before is not None and now is not None and before != now:
+            raise CheckpointError(
+                f"{self.path}: rule: (clip, noise) was {before}, got {now}: its participations so far were counted "
+                "with the former and cannot be replaced; start a new server from the model"
+            )
         self._is_same_rule_class = was["class"] == given["class"]
         here = _machine_info(self.model)
         for name, before in self._tree["machine"].items():
@@ -315,7 +319,8 @@ class LoadedCheckpoint:
         tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
-            tickets = tickets.set(name, ticket._replace(issued_at=ticket.issued_at + later))
+            # A ticket that was issued while the clock was ahead is as old as one that is issued now.
+            tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
             closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
@@ -325,7 +330,7 @@ class LoadedCheckpoint:
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
         for row in rows:
             history = history.set(history.next_index, row)
-        return fresh._replace(
+        state = fresh._replace(
             model_state=now,
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
@@ -333,7 +338,9 @@ class LoadedCheckpoint:
             closed_tickets=closed.tail(limits.receipt_cache_size),
             history=history.tail(limits.history_size),
             rejected=Map(tree["rejected"]),
+            last_issued_at=time,
         )
+        return state.without_stale_versions(state.store.entries)
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
         """Restore the state of the averaging object.
@@ -518,6 +525,14 @@ def check_storable_client(client: Any) -> None:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
         )
+
+
+def _privacy(rule: Tree) -> tuple[Tree, Tree] | None:
+    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
+    fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
+    if "clip" in fields and "noise" in fields:
+        return fields["clip"], fields["noise"]
+    return _privacy(fields["rule"]) if "rule" in fields else None
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:

@@ -3,14 +3,14 @@
 A journal is a sequence of files, `path.0.journal` and so on, each named after the number of its first record. Their
 format is that of the [frames][manifoldagg.federated.server.durability.log_format].
 
-A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced.
+A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced. A
+child of `os.fork` does not hold the lock.
 """
 
 import logging
 import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,8 +23,9 @@ from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.log_format import KIND, encode_record, read_error
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
+from manifoldagg.federated.server.durability.raw_io import close_with
 from manifoldagg.federated.server.lock import OwnedLock
-from manifoldagg.federated.server.state import PendingLog, ServerState
+from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
 
 if sys.platform != "win32":
     import fcntl
@@ -106,30 +107,32 @@ class JournalLock:
         journal: the journal to lock.
 
     Raises:
-        CheckpointError: if another server has locked it, or with the system error.
+        CheckpointError: with the system error.
     """
 
     def __init__(self, journal: Journal) -> None:
         place = Path(journal.path)
         lock = place.with_name(f"{place.name}.lock")
         try:
-            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
-        self.close = weakref.finalize(self, _close_descriptor, file)
+        self.close = close_with(self, file)
         self.file = file
-        try:
-            _flock(file, place)
-        except BaseException:
-            self.close()
-            raise
+        with suppress(OSError):
+            os.chmod(lock, 0o600)  # Earlier versions of the package let other users hold the lock.
 
 
 @contextmanager
 def locked_journal(journal: Journal) -> Iterator[JournalLock]:
-    """Lock a journal exclusively, and release the lock if the body raises."""
+    """Lock a journal exclusively, and release the lock if the body raises.
+
+    Raises:
+        CheckpointError: if another server has locked it, or with the system error.
+    """
     lock = JournalLock(journal)
     try:
+        _flock(lock.file, Path(journal.path))
         yield lock
     except BaseException:
         lock.close()
@@ -156,17 +159,22 @@ class JournalWriter:
     Args:
         journal: where to, and how.
         state: of the server.
-        name: of the journal.
+        ancestors: the journals and checkpoints that this journal continues, and the number of the record from which on.
         journal_lock: of the journal, closed with this.
 
     Cost: of a change, its bytes written once; with `"always"` a sync, which those share that come meanwhile.
     """
 
     def __init__(
-        self, journal: Journal, state: AtomicReference[ServerState], name: str, journal_lock: JournalLock
+        self,
+        journal: Journal,
+        state: AtomicReference[ServerState],
+        ancestors: Mapping[str, int],
+        journal_lock: JournalLock,
     ) -> None:
         self.journal = journal
-        self.name = name
+        self._name = os.urandom(16).hex()
+        self._ancestors = dict(ancestors)
         self._journal_lock = journal_lock
         self._state = state
         self._write_lock = OwnedLock()
@@ -175,13 +183,12 @@ class JournalWriter:
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
-    def open_segment(self, first_lsn: int, snapshot: Tree = None, predecessor: list[Any] | None = None) -> None:
+    def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
         """Continue in a new file.
 
         Args:
             first_lsn: number of its first change.
             snapshot: the whole record before it; `None` where a checkpoint holds that.
-            predecessor: what the record went on from, if that was not of this journal.
 
         Raises:
             CheckpointError: naming what cannot be saved, or with what the system says.
@@ -192,36 +199,28 @@ class JournalWriter:
             place,
             KIND,
             {
-                "name": self.name,
+                "name": self._name,
                 "magic": mark,
                 "first_lsn": first_lsn,
                 "snapshot": snapshot,
-                "predecessor": predecessor,
+                "ancestors": self._ancestors,
             },
         )
         try:
+            end = os.path.getsize(place)
             file = os.open(place, os.O_RDWR)
         except OSError as error:
             raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-        close = weakref.finalize(self, _close_descriptor, file)
-        try:
-            at = _Position(file, mark, first_lsn, os.lseek(file, 0, os.SEEK_END), first_lsn, first_lsn)
-        except BaseException as error:
-            close()
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-            raise
-        before = self._close_segment
-        self._position = at
+        close, before = close_with(self, file), self._close_segment
+        self._position = _Position(file, mark, first_lsn, end, first_lsn, first_lsn)
         self._close_segment = close
         self._needs_checkpoint = False
         before()
 
     def empty_log(self, first_lsn: int) -> PendingLog:
         """Return the empty log of pending records from a number on."""
-        return PendingLog(
-            self.name, PersistentOrderedMap(first_index=first_lsn, next_index=first_lsn), self._state.value.rejected
-        )
+        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
+        return PendingLog(self._name, self._name, records, self._state.value.rejected)
 
     def held_by_me(self) -> bool:
         """Whether this thread is writing."""
@@ -351,11 +350,6 @@ class JournalWriter:
 def _write_all(file: int, part: memoryview) -> None:
     while part:
         part = part[os.write(file, part) :]
-
-
-def _close_descriptor(file: int) -> None:
-    with suppress(OSError):
-        os.close(file)
 
 
 def _flock(file: int, path: Path) -> None:

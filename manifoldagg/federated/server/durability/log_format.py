@@ -114,23 +114,12 @@ def read_segment_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
-    """Yield the journal records of a file up to an invalid one, and the number on disk that any frame states.
+    """Return the journal records of a file up to an invalid one, and the number on disk that any frame states.
 
     Raises:
-        CheckpointError: if it cannot be read, or was not written by this package.
+        CheckpointError: if it was not written by this package.
+        OSError: if it cannot be read.
     """
-    try:
-        return _scan(path, first_lsn)
-    except OSError as error:
-        raise read_error(path, error) from error
-
-
-def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the exception for a failed read."""
-    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
-
-
-def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
     head, place = read_segment_header(path)
     mark = head["magic"]
     if head["first_lsn"] != first_lsn:
@@ -153,6 +142,11 @@ def _scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
             vouched = vouched if frame is None else max(vouched, frame[1])
             place += 1
     return found, vouched
+
+
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the exception for a failed read."""
+    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def _read_record(data: mmap.mmap, offset: int, magic: bytes) -> tuple[int, int, bytes, int, int] | None:

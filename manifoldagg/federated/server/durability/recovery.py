@@ -5,12 +5,11 @@ the machine stopped, and is cut. Anything else that is bad was altered.
 """
 
 import logging
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from immutables import Map
 from torch import Tensor
@@ -31,7 +30,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
-__all__ = ["UNSET", "JournalReplay", "ReplayTarget", "recover"]
+__all__ = ["UNSET", "JournalReplay", "recover"]
 
 UNSET = object()
 """Stands for a journal of which nothing was said, which is not to be without one."""
@@ -44,15 +43,17 @@ class JournalReplay:
     Attributes:
         name: of the journal.
         next_lsn: the number of the next record.
+        chain: the checksum over the records before it.
         time: the time of the last record, in seconds of the clock.
-        predecessor: the checkpoint that the journal continues, if it belongs to another journal.
+        ancestors: the journals and checkpoints that the journal continues, and the number of the record from which on.
     """
 
-    def __init__(self, name: str, next_lsn: int, time: float, predecessor: list[Any] | None = None) -> None:
+    def __init__(self, name: str, next_lsn: int, chain: str, time: float, ancestors: Mapping[str, int]) -> None:
         self.name = name
         self.next_lsn = next_lsn
+        self.chain = chain
         self.time = time
-        self.predecessor = predecessor
+        self.ancestors = ancestors
         self.records: list[StoredRecord] = []
         self._durable_lsn = 0
 
@@ -74,16 +75,29 @@ class JournalReplay:
                 f"{self.next_lsn}: it is an older one"
             )
         files = [first for first in files if first >= begun[-1]]
+        chains = {self.next_lsn: self.chain}
         for first, after in zip(files, [*files[1:], None], strict=True):
-            found, vouched = scan(journal.segment_path(first), first)
+            try:
+                found, vouched = scan(journal.segment_path(first), first)
+            except OSError as error:
+                raise read_error(journal.segment_path(first), error) from error
             self._durable_lsn = vouched if after is None else after
+            for told in found:
+                for lsn, chain in enumerate(told.content.get("chain", ("", "")), told.lsn):
+                    if chains.setdefault(lsn, chain) != chain:
+                        raise CheckpointError(f"{told.path}: record {told.lsn} is of another copy of this server")
             self.records += [told for told in found if told.lsn >= self.next_lsn + len(self.records)]
             last = found[-1].lsn + 1 if found else first
             if last < self._durable_lsn and self._durable_lsn > self.next_lsn:
                 raise _corruption_error(journal.segment_path(first), last)
 
-    def replay(self, server: "ReplayTarget") -> None:
-        """Replay all records on a server.
+    def replay(
+        self,
+        server_state: AtomicReference[ServerState],
+        apply_update: Callable[[Payload, dict[str, Any]], Receipt],
+        round_base: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Replay all records on a server, whose functions apply an update with recorded inputs and round a base.
 
         Raises:
             CheckpointError: naming a record that was altered, or that the rule now rejects.
@@ -106,14 +120,14 @@ class JournalReplay:
                         raise _corruption_error(told.path, told.lsn) from error
                     LOG.warning("%s: cut before record %d, which was being written", told.path, told.lsn)
                     break
-                state = server.state.value
+                state = server_state.value
                 version = state.model_state.version
                 if wanted.get(version, -1) > told.lsn:
                     current = state.store.find(state.current_key)
                     assert isinstance(current, InMemoryTree)
                     models[version] = current
                 try:
-                    receipt = server.apply_update(payload, content)
+                    receipt = apply_update(payload, content)
                 except ManifoldAggError as error:
                     raise CheckpointError(f"{told.path}: record {told.lsn}: {error}") from error
                 if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
@@ -124,27 +138,14 @@ class JournalReplay:
                         RuntimeWarning,
                     )
             else:
-                _apply_record(server, told, models)
+                _apply_record(server_state, round_base, told, models)
             if "rejected" in content:
-                server.state.update(partial(_with_rejected, Map(content["rejected"])))
+                server_state.update(partial(_with_rejected, Map(content["rejected"])))
             models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
             self.next_lsn = told.lsn + 1
-            time = content.get("time", content["pending"][3] if told.kind == "dispatched" else math.nan)
-            self.time = self.time if math.isnan(time) else max(self.time, time)
-
-
-class ReplayTarget(NamedTuple):
-    """The server interface that a replay needs.
-
-    Attributes:
-        state: of the server.
-        apply_update: applies an update with its recorded inputs.
-        round_base: rounds a model to the stored base.
-    """
-
-    state: AtomicReference[ServerState]
-    apply_update: Callable[[Payload, dict[str, Any]], Receipt]
-    round_base: Callable[[Tensor], Tensor | None]
+            if told.kind == "dispatched":  # also if the clock went back
+                self.time = content["pending"][3]
+            self.time = max(self.time, content.get("time", self.time))
 
 
 def recover(
@@ -168,7 +169,7 @@ def recover(
     else:
         saved = LoadedCheckpoint(path)
     if journal is None:
-        if journal_unset and saved is not None and saved.journal_position is not None:
+        if journal_unset and saved is not None and saved.position[2]:
             raise CheckpointError(
                 f"{saved.path}: it has a journal: pass it as `journal`, or pass journal=None to resume "
                 "without the updates since"
@@ -177,27 +178,28 @@ def recover(
         return saved, None
     if not files:
         assert saved is not None
-        if saved.journal_position is not None:
+        if saved.position[2]:
             raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
-        return saved, JournalReplay(os.urandom(16).hex(), 0, saved.time, saved.identity)
+        return saved, JournalReplay(*saved.position, saved.time, {})
     heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
-    name = heads[files[-1]]["name"]
-    after = heads[files[-1]]["predecessor"]
-    number = -1
+    name, ancestors = heads[files[-1]]["name"], heads[files[-1]].get("ancestors", {})
+    chain, number = name, 0
+    parts = [(head["name"], first) for first, head in heads.items()]
     if saved is not None:
-        ours = after == saved.identity if saved.journal_position is None else saved.journal_position[0] == name
-        if not ours or any(head["name"] != name for head in heads.values()):
-            raise CheckpointError(f"{journal.path}: is the journal of another server than {saved.path}")
-        number = -1 if saved.journal_position is None else saved.journal_position[1]
+        parent, number, chain = saved.position
+        parts.append((parent, number))
+    if any(part != name and first > ancestors.get(part, -1) for part, first in parts):
+        raise CheckpointError(
+            f"{journal.path}: is the journal of another server than {path if saved is None else saved.path}, or of "
+            "another copy of it"
+        )
     whole = [first for first in files if heads[first]["snapshot"] is not None and first >= number]
     if whole:
-        number = whole[-1]
+        chain, number = heads[whole[-1]]["name"], whole[-1]
         saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["snapshot"])
     if saved is None:
         raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with the whole record")
-    if number < 0:
-        number = 0
-    story = JournalReplay(name, number, saved.time, after)
+    story = JournalReplay(name, number, chain, saved.time, ancestors)
     story.read(journal)
     return saved, story
 
@@ -206,10 +208,14 @@ def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerSta
     return now._replace(rejected=rejected), None
 
 
-def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, InMemoryTree]) -> None:
+def _apply_record(
+    state: AtomicReference[ServerState],
+    round_base: Callable[[Tensor], Tensor | None],
+    record: StoredRecord,
+    models: dict[int, InMemoryTree],
+) -> None:
     """Apply a journal record of a ticket operation."""
     content = record.content
-    state = target.state
 
     def ended(now: ServerState) -> tuple[ServerState, None]:
         receipt = Receipt(False, content["reason"], now.model_state.version)
@@ -233,7 +239,7 @@ def _apply_record(target: ReplayTarget, record: StoredRecord, models: dict[int, 
             # Its version had moved on when the ticket was entered.
             base = models.get(ticket.version) or now.store.find(now.current_key)
             if ticket.base_key[0] == "base":
-                base = InMemoryTree(target.round_base(base.load()))
+                base = InMemoryTree(round_base(base.load()))
         state.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
 
 

@@ -57,6 +57,8 @@ def save(path: str | Path, kind: str, tree: Tree, *, keep: int = 1) -> None:
     either the older or the new file exists. An error leaves the older file and no other; if only the sync of the folder
     fails, the new file remains.
 
+    Only the user of the process can read the file.
+
     Args:
         path: of the file, in a folder that exists. A link is followed.
         kind: what the tree is; `load` asks for the same.
@@ -258,7 +260,7 @@ def _temp_file(path: Path) -> Iterator[tuple[Path, int]]:
     file = -1
     try:
         while file < 0:
-            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             _flock(file, blocking=True)
             # Who sweeps may have been first, and taken it for one that was left.
             if os.fstat(file).st_nlink == 0:
@@ -316,6 +318,7 @@ def _rotate(path: Path, keep: int) -> None:
         except OSError as error:
             if error.errno not in NO_LINK_ERRNOS:
                 raise
+            os.close(os.open(link, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             shutil.copyfile(path, link)
         os.replace(link, latest)
     finally:

@@ -17,7 +17,7 @@ from torch import nn
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits
-from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum
+from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum, Private
 from manifoldagg.federated.server import server as server_module
 from manifoldagg.federated.server.durability import checkpoint, tensor_file
 from manifoldagg.kernels import set_backend
@@ -228,6 +228,20 @@ def test_another_rule_is_refused_unless_it_is_to_replace_the_one_that_was_saved(
     assert (other.version, other._state.value.model_state.state) == (server.version, {"version": 0})
     assert torch.equal(other.model, server.model)
     assert other.receive(life.out[0], Payload(torch.ones(1, SIZE), 1)).accepted
+
+
+@pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: Momentum(rule, 0.5)], ids=["alone", "wrapped"])
+def test_participations_are_never_counted_with_another_noise(tmp_path, wrap):
+    server = fresh(wrap(Private(FedBuff(2), clip=5.0, noise=1.0)))
+    server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
+    server.save(tmp_path / FILE)
+    for clip, noise in ((5.0, 4.0), (5.0, 0.5), (1.0, 1.0)):
+        other = wrap(Private(FedBuff(2), clip=clip, noise=noise))
+        with pytest.raises(CheckpointError, match=rf"rule: \(clip, noise\) was \(5.0, 1.0\), got \({clip}, {noise}\)"):
+            Server.resume(tmp_path / FILE, SPACE, other, replace=True)
+    other = wrap(Private(FedBuff(3, rate=0.5), clip=5.0, noise=1.0, participations=9))
+    assert content(Server.resume(tmp_path / FILE, SPACE, other, replace=True)) == content(server)
+    assert Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True).version == 0
 
 
 def test_what_was_kept_for_clients_goes_with_its_rule(tmp_path):

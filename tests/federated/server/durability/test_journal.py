@@ -5,6 +5,9 @@ import itertools
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,8 +21,9 @@ from torch import nn
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Server, UpdateLimits
+from manifoldagg.federated import limits as limits_module
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
-from manifoldagg.federated.server.durability import journal, log_format, recovery, tensor_file
+from manifoldagg.federated.server.durability import journal, log_format, raw_io, recovery, tensor_file
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
@@ -187,7 +191,7 @@ def seen():
 @contextmanager
 def disked(monkeypatch, disk):
     with monkeypatch.context() as patch:
-        for module in (journal, log_format, recovery, tensor_file):
+        for module in (journal, log_format, raw_io, recovery, tensor_file):
             patch.setattr(module, "os", disk)
         yield
 
@@ -252,7 +256,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as
         shutil.copytree(left, folder)
         # What is open stays so until the process is buried.
         with disked(monkeypatch, disk), monkeypatch.context() as patch:
-            patch.setattr(journal, "_close_descriptor", lambda file: None)
+            patch.setattr(raw_io, "_close", lambda file: None)
             try:
                 back(folder, script.server)
             finally:
@@ -590,6 +594,41 @@ def test_other_options_hold_from_the_resume_on(tmp_path):
     assert before["updates"] == now["updates"]
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        UpdateLimits(max_norm=5.0),
+        UpdateLimits(norm_factor=1.0, norm_after=1),
+        UpdateLimits(min_cosine=1.0),
+        UpdateLimits(min_cosine=1.0, max_norm=5.0, norm_factor=1.0, norm_after=1),
+    ],
+    ids=["norm", "median", "cosine", "all"],
+)
+def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tmp_path, monkeypatch, limits):
+    server = Server(SPACE, FedAsync(0.5), torch.zeros(SIZE), update_limits=limits, journal=tmp_path / LINES)
+    move = torch.zeros(1, SIZE)
+    move[0, :2] = torch.tensor([3.0, 4.0])
+    for ticket in [server.dispatch("a") for _ in range(3)]:
+        server.receive(ticket, Payload(move, 1)).check()
+    before = state(server)
+    crash(server)
+    with monkeypatch.context() as patch:
+        measured, calls = limits_module._norm_and_cosine, itertools.count(1)
+
+        def rounded(*given):
+            norm, cosine = measured(*given)
+            return norm * (1 + 1e-15 * next(calls)), cosine - 1e-15
+
+        patch.setattr(limits_module, "_norm_and_cosine", rounded)
+        resumed = back(tmp_path, server)
+        after = state(resumed)
+    assert torch.equal(resumed.model, server.model)
+    for now in (before, after):
+        del now["model_state"]  # The norms in it are those of the other processor.
+    assert after == before
+    assert resumed._options == server._options
+
+
 def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     server = fresh(journal=tmp_path / LINES)
     server.dispatch("a")
@@ -599,7 +638,7 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"lines: is locked by another process"):
         back(tmp_path, server)
     crash(server)
-    with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume from it with `Server\.resume`"):
+    with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume with `Server\.open`"):
         fresh(journal=tmp_path / LINES)
     with pytest.raises(CheckpointError, match="pass it as `journal`, or pass journal=None"):
         Server.resume(tmp_path / FILE, SPACE, Adds())
@@ -892,3 +931,194 @@ def test_a_cut_is_told_to_the_log(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "manifoldagg"):
         assert state(back(tmp_path, fresh())) == states[-2]
     assert f"{ends[-1] - 3 - ends[-2]} bytes after record 4 are not a record" in caplog.text
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_other_users_can_read_no_file_and_hold_no_lock(tmp_path, monkeypatch, links):
+    def no_link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    (tmp_path / f"{LINES}.lock").touch(0o666)  # of an earlier version of the package
+    before = os.umask(0)
+    try:
+        server = fresh(journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=9))
+        for _ in range(2):
+            server.receive(server.dispatch("a"), answer(1)).check()
+            server.save()
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys([FILE, f"{FILE}.1", f"{LINES}.lock", f"{LINES}.4.journal"], "0o600")
+
+
+def started(code, folder, before=""):
+    """A process that runs Python code with a server `s`, whose journal is in the folder; `before` runs before imports."""
+    begin = f"""
+import atexit, multiprocessing, os, signal, sys
+FOLDER = {str(folder)!r}
+{before}
+import torch
+from manifoldagg.federated import Server
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import Flat
+s = Server(Flat(2), FedAsync(0.5), torch.zeros(2), journal=FOLDER + "/{LINES}")
+"""
+    command = [sys.executable, "-c", begin + code]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+FORKS = """
+s.dispatch("parent")
+def work():
+    try:
+        s.dispatch("child")
+    except Exception as error:
+        print(os.getpid(), type(error).__name__, flush=True)
+    signal.pause()
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no fork")
+def test_a_child_of_a_killed_server_does_not_hold_its_journal(tmp_path):
+    server = started(FORKS, tmp_path)
+    child, error = server.stdout.readline().split()
+    try:
+        assert error == "ArgumentError"
+        # The lock of the parent is its own, whatever the child does with its copy.
+        with pytest.raises(CheckpointError, match="is locked by another process"):
+            Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+        server.kill()
+        server.wait()
+        os.kill(int(child), 0)  # is there
+        resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+        assert len(resumed.tickets) == 1
+        resumed.close()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        server.kill()
+        server.communicate()
+
+
+OPENS_AT_EXIT = """
+import atexit
+def last():
+    files = [open(f"{FOLDER}/other{i}", "wb") for i in range(4)]
+    s.dispatch("late")
+atexit.register(last)
+"""
+
+
+def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
+    server = started("s.dispatch('early')", tmp_path, before=OPENS_AT_EXIT)
+    server.communicate()
+    assert server.returncode == 0
+    assert [(tmp_path / f"other{i}").read_bytes() for i in range(4)] == [b""] * 4
+    resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+    assert [ticket.client for ticket in resumed._state.value.tickets.values()] == ["early", "late"]
+
+
+def work(server, folder, seed, script):
+    """Updates and checkpoints, as a script says."""
+    for i, step in enumerate(script):
+        if step == "s":
+            server.save(folder / FILE)
+        else:
+            server.receive(server.dispatch(f"{seed} {i}"), answer(seed + i)).check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "two"),
+    [(kind, *scripts) for kind in ("copies", "live", "clones") for scripts in (("usu", "usu"), ("usu", "uuuu"))]
+    + [("copies", "uusu", "usu"), ("copies", "usu", "u"), ("live", "uusu", "u")],
+)
+def test_the_checkpoint_of_a_copy_does_not_fit_the_journal_of_another(tmp_path, monkeypatch, kind, one, two):
+    (tmp_path / "one").mkdir()
+    server = fresh(journal=tmp_path / "one" / LINES)
+    states = {}
+    work(server, tmp_path / "one", 1, "us")
+    for _ in range(4):
+        server.dispatch("b")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    if kind == "live":  # The server goes on beside its copy.
+        work(server, tmp_path / "one", 10, one)
+        states["one"] = state(server)
+    crash(server)
+    for name, seed, script in (("one", 10, one), ("two", 20, two))[kind == "live" :]:
+        drawn = itertools.count()
+        with monkeypatch.context() as patch:
+            if kind == "clones":  # Copies of a running machine draw the same random numbers.
+                patch.setattr(os, "urandom", lambda n, drawn=drawn: next(drawn).to_bytes(n, "big"))
+            other = back(tmp_path / name, server)
+            work(other, tmp_path / name, seed, script)
+        states[name] = state(other)
+        crash(other)
+    for own, foreign, script in (("one", "two", one), ("two", "one", two)):
+        mixed = tmp_path / f"{own} {foreign}"
+        shutil.copytree(tmp_path / foreign, mixed)
+        shutil.copy(tmp_path / own / FILE, mixed / FILE)
+        if "s" in script:
+            with pytest.raises(CheckpointError, match="or of another copy of it|is of another copy of this server"):
+                back(mixed, server)
+    for name, now in states.items():
+        assert state(back(tmp_path / name, server)) == now
+
+
+def test_open_starts_a_server_and_resumes_it_at_any_time(tmp_path):
+    start = draw(0, SIZE, dtype=torch.float32)
+    files = {"journal": tmp_path / LINES, "checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=10)}
+
+    def opened(start):
+        return Server.open(tmp_path / FILE, SPACE, Adds(), start, **files)
+
+    server = opened(start)
+    assert (server.orphaned_tickets, torch.equal(server.model, start)) == ([], True)
+    old, lost = server.dispatch("a"), server.dispatch("b")
+    for saved in (False, True):
+        if saved:
+            server.save()
+        before = state(server)
+        crash(server)
+        server = opened(torch.zeros(SIZE))
+        assert state(server) == before
+        assert server.orphaned_tickets == [old.id, lost.id]
+    assert (tmp_path / FILE).exists()
+    new = server.dispatch("a")
+    server.receive(old, answer(1)).check()
+    assert (server.orphaned_tickets, server.tickets) == ([lost.id], [lost.id, new.id])
+    # With a checkpoint alone.
+    del files["journal"]
+    server.close()
+    with pytest.raises(CheckpointError, match="pass it as `journal`"):
+        opened(start)
+    (tmp_path / FILE).unlink()
+    server = opened(start)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    assert opened(start).updates == 0
+    server.save()
+    assert opened(start).updates == 1
+
+
+@pytest.mark.parametrize("with_journal", [False, True])
+def test_open_ignores_the_initial_model_and_its_buffers_on_a_resume(tmp_path, with_journal):
+    network = nn.BatchNorm1d(2)
+    space = ParameterSpace.of(network)
+    files = {"journal": tmp_path / LINES} if with_journal else {}
+
+    def opened(value):
+        buffers = {**network.state_dict(), "running_mean": torch.full((2,), value)}
+        buffers = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+        start, policy = torch.full((4,), value), {"running_var": "latest"}
+        return Server.open(
+            tmp_path / FILE, space, FedAsync(0.5), start, buffers=buffers, buffer_policy=policy, history_size=3, **files
+        )
+
+    server = opened(1.0)
+    server.save(tmp_path / FILE)
+    before = state(server)
+    server.close()
+    assert state(opened(2.0)) == before
