@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -19,6 +20,7 @@ from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
 from manifoldagg.manifolds.model_io import (
+    TENSOR_TYPES,
     Model,
     ModelsByPrefix,
     as_tensors,
@@ -30,6 +32,7 @@ from manifoldagg.manifolds.model_io import (
 
 __all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
 
+STATE_DICT_TYPES = (dict, OrderedDict)
 VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
 """What messages of `karcher` call a model."""
 
@@ -151,8 +154,7 @@ def average(
     space = _parameter_space(first, manifolds)
     layout = space.layout
     target = None if out is None else open_for_write(layout, out, first)
-    label, *_ = given
-    rows = layout.tensor_lists(given, reference=label)
+    rows = _tensor_lists(layout, given)
     others = _copied_entries(layout, given, int(shares.argmax()))
     if target is not None:
         check_no_overlap(layout, target, given)
@@ -164,7 +166,7 @@ def average(
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
     new = layout.to_state_dict(leaves, means | others)
     if target is None:
-        found = convert_like(models[0], new, first)
+        found = new if _is_like(new, models[0], rows[0], layout) else convert_like(models[0], new, first)
     else:
         copy_into(target, new)
         found = out
@@ -199,7 +201,42 @@ def _named_models(models: Any) -> ModelsByPrefix:
     if not many or not models:
         given = "none" if many else type(models).__name__
         raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
-    return {f"models[{i}]: ": as_tensors(f"models[{i}]", model) for i, model in enumerate(models)}
+    found: dict[str, Mapping[str, Tensor]] = {}
+    names: list[str] | None = None
+    for i, model in enumerate(models):
+        # A state dict with the names of the first model needs no copy, which would take longer than its mean.
+        usable = (
+            type(model) in STATE_DICT_TYPES and [*model] == names and set(map(type, model.values())) <= TENSOR_TYPES
+        )
+        tensors = model if usable else as_tensors(f"models[{i}]", model)
+        found[f"models[{i}]: "] = tensors
+        names = [*tensors] if names is None else names
+    return found
+
+
+def _tensor_lists(layout: Layout, models: ModelsByPrefix) -> list[TensorList]:
+    """The checked leaves of the models, the first of which has this layout.
+
+    All checks of `Layout.tensor_lists` hold if the forms of all models are known and equal.
+    """
+    groups = [[entry.name for entry in group] for group in (layout.leaves, layout.buffers) if group]
+    count = sum(map(len, groups))
+    rows: list[TensorList] = []
+    forms: list[bytes] = []
+    for tensors in models.values() if not layout.aliases else ():
+        if len(tensors) != count:
+            break
+        try:
+            lists = [TensorList(map(tensors.__getitem__, names)) for names in groups]
+        except KeyError:
+            break
+        own = [row.form for row in lists]
+        forms = forms or own
+        if own != forms or not all(own):
+            break
+        rows.append(lists[0])
+    label, *_ = models
+    return rows if len(rows) == len(models) else layout.tensor_lists(models, reference=label)
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
@@ -292,6 +329,13 @@ def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tens
         told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
         raise ArgumentError(f"models: {name}: expected points nearer to one another on {space}; {told}")
     return mean
+
+
+def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
+    """Whether a state dict has the type, the order and the device of a model with these leaves and no buffers."""
+    if layout.buffers or not row.form:  # A list with a form is on the CPU.
+        return False
+    return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:

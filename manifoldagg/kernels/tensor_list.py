@@ -118,9 +118,6 @@ class TensorList(tuple[Tensor, ...]):
     """Rows of which a caller has seen, by `operands.check_no_alias`, that these tensors may be written while they are
     read."""
 
-    may_be_negative: bool = True
-    """Whether a tensor may be a negative view."""
-
     table: bytes
     """The table of the native reader, or `b""` if the attributes are read in Python; see `tensor_reader.cpp`."""
 
@@ -142,7 +139,7 @@ class TensorList(tuple[Tensor, ...]):
     def form(self) -> bytes:
         """Bytes that are equal for lists whose tensors have equal shapes and dtypes; `b""` if they are unknown.
 
-        Tensors with a form are dense, have memory, and are on the CPU.
+        Tensors with a form are dense, have memory, are on the CPU, and are not negative views.
         """
         if "table" not in self.__dict__:
             self.read()
@@ -222,9 +219,7 @@ class TensorList(tuple[Tensor, ...]):
             if not self.table and "addresses" not in known:
                 known["addresses"] = tuple(map(Tensor.data_ptr, self))
             known["descriptors"] = b""
-            readable = known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys()
-            # The memory of a negative view holds the negatives of its entries, and the table does not show this.
-            if readable and not (self.may_be_negative and any(map(Tensor.is_neg, self))):
+            if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys():
                 n = COLUMN_BYTES * len(self)
                 table = self.table[HEADER_BYTES + 3 * n : HEADER_BYTES + 6 * n]
                 known["descriptors"] = table or _descriptors(self)
@@ -247,6 +242,8 @@ class TensorList(tuple[Tensor, ...]):
 
 def _descriptors(row: TensorList) -> bytes:
     addresses = row.addresses
+    if any(map(Tensor.is_neg, row)):
+        return b""
     if 0 in addresses:
         # A lazily allocated zero tensor has entries, but a null data pointer.
         if any(n for n, address in zip(row.lengths, addresses, strict=True) if address == 0):

@@ -50,6 +50,8 @@ struct Python {
   void (*decref)(void* object);
   void* (*bytes_from)(const char* data, ptrdiff_t size);
   void (*clear_error)();
+  void* (*is_neg)(void* tensor, void* unused);  // the method of Tensor: a new reference, or null
+  const void* false_object;
   const void* tensor_type;
   const void* parameter_type;
   const ExchangeAPI* exchange;
@@ -94,6 +96,17 @@ bool has_plain_type(const Python& python, void* object) {
   return type == python.tensor_type || type == python.parameter_type;
 }
 
+// Whether the memory of a tensor holds its entries, and not their negatives. DLPack does not show this.
+bool has_plain_sign(const Python& python, void* object) {
+  void* answer = python.is_neg(object, nullptr);
+  if (answer == nullptr) {
+    python.clear_error();
+    return false;
+  }
+  python.decref(answer);
+  return answer == python.false_object;
+}
+
 // Fills in the table; false if a tensor is not in plain memory of the CPU.
 bool fill(const Python& python, void* tuple, size_t n, std::vector<int64_t>& table) {
   int64_t contiguous = 1, kinds = 0, total = 0;
@@ -105,7 +118,7 @@ bool fill(const Python& python, void* tuple, size_t n, std::vector<int64_t>& tab
       python.clear_error();  // The caller reads these tensors in Python.
       return false;
     }
-    if (tensor.device_type != CPU) return false;
+    if (tensor.device_type != CPU || !has_plain_sign(python, object)) return false;
     const Extent extent = extent_of(tensor);
     // A lazily allocated zero tensor and one whose storage was freed have entries, but a null data pointer.
     if (extent.size > 0 && tensor.data == nullptr) return false;

@@ -109,9 +109,6 @@ READ = {
     "booleans": lambda: torch.ones(2, dtype=torch.bool),
     "complex": lambda: complex_tensor(2),
     "conjugated": lambda: complex_tensor(2).conj(),
-    "negative view": lambda: torch._neg_view(torch.ones(3)),
-    "negative imaginary part": lambda: complex_tensor(3).conj().imag,
-    "negative number": lambda: complex_tensor(1).conj().imag,
     "made in inference mode": lambda: torch.inference_mode()(torch.ones)(2),
     "copied on write": lambda: torch.ones(3)._lazy_clone(),
 }
@@ -122,6 +119,9 @@ REFUSED = {
     "fake": lambda: FakeTensorMode().from_tensor(torch.ones(2)),
     "zeros that are not stored": lambda: torch._efficientzerotensor(3),
     "freed": freed,
+    "negative view": lambda: torch._neg_view(torch.ones(3)),
+    "negative imaginary part": lambda: complex_tensor(3).conj().imag,
+    "negative number": lambda: complex_tensor(1).conj().imag,
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.eye(2).to_sparse(),
     "compressed": lambda: torch.eye(2).to_sparse_csr(),
@@ -277,5 +277,8 @@ def test_another_major_version_of_dlpack_is_not_used():
 def test_an_older_torch_has_no_native_reader(monkeypatch):
     path = Path(cpu._require_library()._name)
     assert tensor_reader.load_reader(path) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_reader, "METH_NOARGS", 8)  # another calling convention
+        assert tensor_reader.load_reader(path) is None
     monkeypatch.setattr(tensor_reader, "Tensor", int)
     assert tensor_reader.load_reader(path) is None
