@@ -7,6 +7,7 @@ import torch
 
 from manifoldagg import average
 from manifoldagg.averaging import average_adapters
+from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import tensor_list
 from manifoldagg.manifolds import Sphere
 from tests.kernels.backends.test_tensor_reader import CASES, in_python, outcome, pytestmark  # noqa: F401
@@ -126,3 +127,23 @@ def test_an_average_of_adapters_has_the_same_values_or_errors(name):
         return outcome(values, found) if isinstance(found, dict) else outcome(repr, found)
 
     assert work() == in_python(work)
+
+
+@pytest.mark.parametrize("place", [(0, "q.lora_A.weight"), (1, "q.lora_B.weight"), (2, "head")])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_an_adapter_that_is_not_finite_is_named(place, value):
+    i, name = place
+    adapters = [
+        {"q.lora_A.weight": draw(i, 1, 3), "q.lora_B.weight": draw(i, 2, 1), "head": draw(i, 4)} for i in range(3)
+    ]
+    adapters[i][name].view(-1)[1] = value
+    with pytest.raises(ArgumentError, match=rf"adapters\[{i}\]: {name}: expected finite values, got"):
+        average_adapters(adapters)
+
+
+def test_large_finite_adapters_are_averaged():
+    """Their squares overflow in float64, and they do not."""
+    adapters = [{"q.lora_A.weight": draw(i, 1, 3), "q.lora_B.weight": draw(i, 2, 1)} for i in range(2)]
+    for state in adapters:
+        state["head"] = torch.tensor([1e200, 1e200], dtype=torch.float64)
+    assert average_adapters(adapters)["head"].tolist() == [1e200, 1e200]
