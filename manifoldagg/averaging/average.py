@@ -148,13 +148,13 @@ def average(
         (0.75, 0.25)
     """
     check_choice("return_info", return_info, (False, True))
-    given = _named_models(models)
+    given, tensors = _named_models(models)
     first, *_ = given.values()
     shares = check_weights(weights, len(given))
     space = _parameter_space(first, manifolds)
     layout = space.layout
     target = None if out is None else open_for_write(layout, out, first)
-    rows = _tensor_lists(layout, given)
+    rows = _tensor_lists(layout, given, tensors)
     others = _copied_entries(layout, given, int(shares.argmax()))
     if target is not None:
         check_no_overlap(layout, target, given)
@@ -196,47 +196,40 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
     return torch.stack([x.detach().to(counters[0].device) for x in counters]).amax(0)
 
 
-def _named_models(models: Any) -> ModelsByPrefix:
+def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
+    """The tensors of each model by the prefix of its messages, and as a list, which is empty if its form is unknown."""
     many = isinstance(models, Sequence) and not isinstance(models, str)
     if not many or not models:
         given = "none" if many else type(models).__name__
         raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
-    found: dict[str, Mapping[str, Tensor]] = {}
-    names: list[str] | None = None
-    for i, model in enumerate(models):
-        # A state dict with the names of the first model needs no copy, which would take longer than its mean.
-        usable = (
-            type(model) in STATE_DICT_TYPES and [*model] == names and set(map(type, model.values())) <= TENSOR_TYPES
-        )
-        tensors = model if usable else as_tensors(f"models[{i}]", model)
-        found[f"models[{i}]: "] = tensors
-        names = [*tensors] if names is None else names
-    return found
+    first = as_tensors("models[0]", models[0])
+    names = [*first]
+    found: dict[str, Mapping[str, Tensor]] = {"models[0]: ": first}
+    lists = [TensorList(first.values())]
+    for i, model in enumerate(models[1:], 1):
+        alike = type(model) in STATE_DICT_TYPES and [*model] == names
+        row = TensorList(model.values() if alike else ())
+        # A state dict of tensors needs no conversion, and a copy would take longer than the mean.
+        found[f"models[{i}]: "] = model if row.form else as_tensors(f"models[{i}]", model)
+        lists.append(row if row.form else TensorList())
+    return found, lists
 
 
-def _tensor_lists(layout: Layout, models: ModelsByPrefix) -> list[TensorList]:
+def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
     """The checked leaves of the models, the first of which has this layout.
 
-    All checks of `Layout.tensor_lists` hold if the forms of all models are known and equal.
+    `lists` are all tensors of the models. If their forms are known and equal, all checks of `Layout.tensor_lists` hold.
     """
-    groups = [[entry.name for entry in group] for group in (layout.leaves, layout.buffers) if group]
-    count = sum(map(len, groups))
-    rows: list[TensorList] = []
-    forms: list[bytes] = []
-    for tensors in models.values() if not layout.aliases else ():
-        if len(tensors) != count:
-            break
-        try:
-            lists = [TensorList(map(tensors.__getitem__, names)) for names in groups]
-        except KeyError:
-            break
-        own = [row.form for row in lists]
-        forms = forms or own
-        if own != forms or not all(own):
-            break
-        rows.append(lists[0])
-    label, *_ = models
-    return rows if len(rows) == len(models) else layout.tensor_lists(models, reference=label)
+    forms = {row.form for row in lists}
+    if layout.aliases or len(forms) > 1 or b"" in forms:
+        label, *_ = models
+        return layout.tensor_lists(models, reference=label)
+    if not layout.buffers:
+        return [*lists]
+    names = {leaf.name for leaf in layout.leaves}
+    first, *_ = models.values()
+    places = [i for i, name in enumerate(first) if name in names]
+    return [TensorList([row[i] for i in places]) for row in lists]
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:

@@ -91,7 +91,7 @@ def test_equal_models_are_read_natively_and_each_tensor_once(monkeypatch):
     read = []
     original = tensor_list._reader
     monkeypatch.setattr(tensor_list, "_reader", lambda row: read.extend(map(id, row)) or original(row))
-    models = [model(i) for i in range(4)]
+    models = [{"w": draw(i, 3, 2), "b": draw(i, 2)} for i in range(4)]
     average(models)
     given = [id(x) for state in models for x in state.values()]
     assert sorted(x for x in read if x in set(given)) == sorted(given)
