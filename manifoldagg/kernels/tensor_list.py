@@ -232,7 +232,8 @@ class TensorList(tuple[Tensor, ...]):
     def new_empty(self) -> "TensorList":
         """Allocate contiguous tensors like these."""
         if self.is_contiguous:
-            # Where all are small none need be asked for its size.
+            # Where all are small none need be asked for its size. Every result needs memory of its own, and neither
+            # `torch._foreach_*` nor the allocator of DLPack is faster than this loop.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
             found = TensorList(map(torch.empty_like if small else empty_like, self))
             found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
