@@ -54,6 +54,7 @@ def test_the_libraries_that_are_shipped_are_built_and_chosen_by_one_table():
     spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     spec.loader.exec_module(hook := module_from_spec(spec))
     assert set(hook.LEVELS) == set(cpu.CPU_LEVELS)
+    assert tuple(source.name for source in cpu.SOURCES) == hook.SOURCES
     assert {*hook.FLAGS} - {"-s"} == {*cpu.COMPILER_FLAGS} - {"-march=native"}
 
 

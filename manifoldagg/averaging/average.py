@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -19,6 +20,7 @@ from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
 from manifoldagg.manifolds.model_io import (
+    TENSOR_TYPES,
     Model,
     ModelsByPrefix,
     as_tensors,
@@ -30,6 +32,7 @@ from manifoldagg.manifolds.model_io import (
 
 __all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
 
+STATE_DICT_TYPES = (dict, OrderedDict)
 VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
 """What messages of `karcher` call a model."""
 
@@ -145,14 +148,13 @@ def average(
         (0.75, 0.25)
     """
     check_choice("return_info", return_info, (False, True))
-    given = _named_models(models)
+    given, tensors = _named_models(models)
     first, *_ = given.values()
     shares = check_weights(weights, len(given))
     space = _parameter_space(first, manifolds)
     layout = space.layout
     target = None if out is None else open_for_write(layout, out, first)
-    label, *_ = given
-    rows = layout.tensor_lists(given, reference=label)
+    rows = _tensor_lists(layout, given, tensors)
     others = _copied_entries(layout, given, int(shares.argmax()))
     if target is not None:
         check_no_overlap(layout, target, given)
@@ -164,7 +166,7 @@ def average(
         raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
     new = layout.to_state_dict(leaves, means | others)
     if target is None:
-        found = convert_like(models[0], new, first)
+        found = new if _is_like(new, models[0], rows[0], layout) else convert_like(models[0], new, first)
     else:
         copy_into(target, new)
         found = out
@@ -194,12 +196,40 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
     return torch.stack([x.detach().to(counters[0].device) for x in counters]).amax(0)
 
 
-def _named_models(models: Any) -> ModelsByPrefix:
+def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
+    """The tensors of each model by the prefix of its messages, and as a list, which is empty if its form is unknown."""
     many = isinstance(models, Sequence) and not isinstance(models, str)
     if not many or not models:
         given = "none" if many else type(models).__name__
         raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
-    return {f"models[{i}]: ": as_tensors(f"models[{i}]", model) for i, model in enumerate(models)}
+    first = as_tensors("models[0]", models[0])
+    names = [*first]
+    found: dict[str, Mapping[str, Tensor]] = {"models[0]: ": first}
+    lists = [TensorList(first.values())]
+    for i, model in enumerate(models[1:], 1):
+        alike = type(model) in STATE_DICT_TYPES and [*model] == names
+        row = TensorList(model.values() if alike else ())
+        # A state dict of tensors needs no conversion, and a copy would take longer than the mean.
+        found[f"models[{i}]: "] = model if row.form else as_tensors(f"models[{i}]", model)
+        lists.append(row if row.form else TensorList())
+    return found, lists
+
+
+def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
+    """The checked leaves of the models, the first of which has this layout.
+
+    `lists` are all tensors of the models. If their forms are known and equal, all checks of `Layout.tensor_lists` hold.
+    """
+    forms = {row.form for row in lists}
+    if layout.aliases or len(forms) > 1 or b"" in forms:
+        label, *_ = models
+        return layout.tensor_lists(models, reference=label)
+    if not layout.buffers:
+        return [*lists]
+    names = {leaf.name for leaf in layout.leaves}
+    first, *_ = models.values()
+    places = [i for i, name in enumerate(first) if name in names]
+    return [TensorList([row[i] for i in places]) for row in lists]
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
@@ -292,6 +322,13 @@ def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tens
         told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
         raise ArgumentError(f"models: {name}: expected points nearer to one another on {space}; {told}")
     return mean
+
+
+def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
+    """Whether a state dict has the type, the order and the device of a model with these leaves and no buffers."""
+    if layout.buffers or not row.form:  # A list with a form is on the CPU.
+        return False
+    return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:

@@ -162,8 +162,12 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
         raise ArgumentError(f"weights: expected {k} numbers, got {short_repr(weights)}") from None
     if z.shape != (k,):
         raise ArgumentError(f"weights: expected one for each of {k} models, got shape {tuple(z.shape)}")
-    w = z.real
-    if not bool((z.isfinite() & (w >= 0) & (z.imag == 0)).all()) or not bool((w > 0).any()):
+    numbers = z.tolist()  # Python checks a few numbers faster than torch.
+    if not all(0 <= x.real < math.inf and x.imag == 0 for x in numbers) or not any(x.real for x in numbers):
         raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {short_repr(weights)}")
-    w = w / w.max() if float(w.sum()) == math.inf else w
-    return w / w.sum()
+    w = z.real
+    total = w.sum()
+    if float(total) == math.inf:
+        w = w / w.max()
+        total = w.sum()
+    return w / total

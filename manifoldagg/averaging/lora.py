@@ -24,6 +24,8 @@ from manifoldagg._validation import (
 from manifoldagg.averaging.average import is_batch_counter, largest_counter
 from manifoldagg.averaging.karcher import Weights, check_weights
 from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.kernels import TensorList, gram
+from manifoldagg.kernels.operands import is_sharded
 from manifoldagg.manifolds.layout import check_memory
 from manifoldagg.manifolds.lora.factors import TruncatedSVD, combine_stacks, truncate
 from manifoldagg.manifolds.lora.leaves import trainable_factors
@@ -151,11 +153,12 @@ def average_adapters(
     parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
         raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight")
+    finite = [_is_known_finite(state) for state in states]
     found: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
     left_out, whole, tied = 0.0, 0.0, []
     for pair in parts.pairs:
-        cut = _truncate_pair(pair, states, factors, rank)
+        cut = _truncate_pair(pair, states, finite, factors, rank)
         values = cut.values.tolist()
         left_out, whole = math.hypot(left_out, *values[cut.rank :]), math.hypot(whole, *values)
         if not math.isfinite(whole):
@@ -166,7 +169,7 @@ def average_adapters(
         if return_info and (kept := _significant_residual(cut)).shape[-1]:
             residual |= _round_pair(pair, kept, states)
     for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
-        found |= {name: _mean_tensor(name, states, coefficients) for name in names}
+        found |= {name: _mean_tensor(name, states, finite, coefficients) for name in names}
     if tied:
         name, size = tied[0]
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
@@ -206,12 +209,21 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
     return found
 
 
-def _truncate_pair(pair: FactorPair, states: Sequence[Adapter], factors: np.ndarray, rank: int | None) -> TruncatedSVD:
+def _is_known_finite(state: Adapter) -> bool:
+    """Whether one pass over all floating tensors finds them finite. Otherwise each tensor must be checked by itself."""
+    row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
+    # A row without a form may have no memory that can be read. Within ranks, `gram` would wait for the other ranks.
+    return bool(row.form) and not is_sharded() and bool(gram([row]).isfinite())
+
+
+def _truncate_pair(
+    pair: FactorPair, states: Sequence[Adapter], finite: Sequence[bool], factors: np.ndarray, rank: int | None
+) -> TruncatedSVD:
     """The truncated sum of a pair, whose matrices must have one size. The default rank is the largest of the states."""
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
-        for name in (pair.first, pair.second):
+        for name in () if finite[i] else (pair.first, pair.second):
             check_finite(f"adapters[{i}]: {name}", state[name])
         axes = [tuple(own[pair.first].shape[1:]) + tuple(own[pair.second].shape[:1]) for own in (states[0], state)]
         if axes[0] != axes[1]:
@@ -252,7 +264,7 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
     )
 
 
-def _mean_tensor(name: str, states: Sequence[Adapter], coefficients: np.ndarray) -> Tensor:
+def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
     """The sum of an unpaired tensor in float64, rounded once. Integers must be equal; counters have a maximum."""
     first = states[0][name]
     for i, state in enumerate(states):
@@ -264,7 +276,7 @@ def _mean_tensor(name: str, states: Sequence[Adapter], coefficients: np.ndarray)
         check_memory({name: x}, f"adapters[{i}]: ")
         if not x.is_floating_point() and not is_batch_counter(name) and not torch.equal(x, first):
             raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0]")
-        if x.is_floating_point():
+        if x.is_floating_point() and not finite[i]:
             check_finite(f"adapters[{i}]: {name}", x)
     if is_batch_counter(name):
         return largest_counter([state[name] for state in states])

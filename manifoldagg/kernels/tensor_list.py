@@ -24,6 +24,7 @@ __all__ = [
     "describe_vector",
     "edges",
     "overlapping_pieces",
+    "set_reader",
 ]
 
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -43,15 +44,52 @@ _device = attrgetter("device")
 
 T = TypeVar("T")
 
+Reader = Callable[[tuple[Tensor, ...]], bytes]
+_reader: Reader | None = None
+_read_header = Struct("3q").unpack_from
+HEADER_BYTES = 24
+COLUMN_BYTES = 8
+"""The bytes of one number in the table of the native reader."""
+KINDS = {
+    sum(1 << code for code in NATIVE_DTYPES.values() if bits & 1 << code): frozenset(
+        dtype for dtype, code in NATIVE_DTYPES.items() if bits & 1 << code
+    )
+    for bits in range(1, 1 << len(NATIVE_DTYPES))
+}
+"""The dtypes of a list by the second number of its table. Tables with further dtypes have other numbers."""
+CPU_ONLY = frozenset({CPU})
+
+
+def set_reader(reader: Reader | None) -> Reader | None:
+    """Set the native reader of tensor lists, and return the previous one; `None` reads each attribute in Python."""
+    global _reader
+    before, _reader = _reader, reader
+    return before
+
+
+@lru_cache(maxsize=64)
+def _unpack(numbers: bytes) -> tuple[int, ...]:
+    """The numbers as a tuple. The lists of a step have equal lengths, and one object is fast to compare with itself."""
+    return tuple(array("q", numbers))
+
 
 class _lazy(Generic[T]):
-    """A property that is computed once: a `cached_property` without the lock, which would cost more than the values."""
+    """A property of a tensor list that is computed once. The first one that is read starts the native reader.
+
+    It is a `cached_property` without the lock, which would cost more than the values.
+    """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
+        self.name = function.__name__
 
     def __get__(self, row: Any, owner: type | None = None) -> T:
-        found = row.__dict__[self.function.__name__] = self.function(row)
+        known = row.__dict__
+        if "table" not in known:
+            row.read()
+            if self.name in known:
+                return known[self.name]  # type: ignore[no-any-return]
+        found = known[self.name] = self.function(row)
         return found
 
 
@@ -80,6 +118,33 @@ class TensorList(tuple[Tensor, ...]):
     """Rows of which a caller has seen, by `operands.check_no_alias`, that these tensors may be written while they are
     read."""
 
+    table: bytes
+    """The table of the native reader, or `b""` if the attributes are read in Python; see `tensor_reader.cpp`."""
+
+    def read(self) -> None:
+        """Read all attributes in one native call, if the native reader supports these tensors."""
+        known = self.__dict__
+        known["table"] = table = b""
+        # What determined the addresses has determined the other attributes too.
+        if _reader is not None and "addresses" not in known and not torch.compiler.is_compiling():
+            known["table"] = table = _reader(self)
+        if table:
+            contiguous, kinds, size = _read_header(table)
+            lengths = _unpack(table[HEADER_BYTES : HEADER_BYTES + COLUMN_BYTES * len(self)])
+            known.update(lengths=lengths, size=size, is_contiguous=bool(contiguous), devices=CPU_ONLY)
+            if kinds in KINDS:
+                known.update(dtypes=KINDS[kinds], device=CPU)
+
+    @property
+    def form(self) -> bytes:
+        """Bytes that are equal for lists whose tensors have equal shapes and dtypes; `b""` if they are unknown.
+
+        Tensors with a form are dense, have memory, are on the CPU, and are not negative views.
+        """
+        if "table" not in self.__dict__:
+            self.read()
+        return self.table[HEADER_BYTES + 6 * COLUMN_BYTES * len(self) :]
+
     @_lazy
     def lengths(self) -> tuple[int, ...]:
         """The number of entries of each tensor."""
@@ -99,7 +164,7 @@ class TensorList(tuple[Tensor, ...]):
     def devices(self) -> frozenset[torch.device]:
         """The distinct devices."""
         # To ask each tensor for its device would take as long as everything else together.
-        return frozenset({CPU}) if all(map(_is_cpu, self)) else frozenset(map(_device, self))
+        return CPU_ONLY if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
     @_lazy
     def device(self) -> torch.device | None:
@@ -122,11 +187,17 @@ class TensorList(tuple[Tensor, ...]):
     @_lazy
     def addresses(self) -> tuple[int, ...]:
         """The address of each tensor."""
+        if self.table:
+            n = COLUMN_BYTES * len(self)
+            return tuple(array("q", self.table[HEADER_BYTES + n : HEADER_BYTES + 2 * n]))
         return tuple(map(Tensor.data_ptr, self))
 
     @_lazy
     def address_ranges(self) -> np.ndarray:
         """The address range of each tensor: (2, n)."""
+        if self.table:
+            n = len(self)
+            return np.frombuffer(self.table, np.int64, 2 * n, HEADER_BYTES + COLUMN_BYTES * n).reshape(2, n)
         found = np.empty((2, len(self)), np.int64)
         found[:] = self.addresses
         if self.is_contiguous:
@@ -141,21 +212,17 @@ class TensorList(tuple[Tensor, ...]):
         known = self.__dict__
         if "descriptors" not in known:
             # One function reads all that a kernel needs: each attribute would cost two calls of its own.
+            if "table" not in known:
+                self.read()
             if "is_contiguous" not in known:
                 known["is_contiguous"] = all(map(Tensor.is_contiguous, self))
-            addresses = known["addresses"] = tuple(map(Tensor.data_ptr, self))
+            if not self.table and "addresses" not in known:
+                known["addresses"] = tuple(map(Tensor.data_ptr, self))
             known["descriptors"] = b""
-            if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys() and not any(map(Tensor.is_neg, self)):
-                if 0 in addresses:
-                    # A lazily allocated zero tensor has entries, but a null data pointer.
-                    if any(n for n, address in zip(self.lengths, addresses, strict=True) if address == 0):
-                        return b""
-                    addresses = tuple([address or EMPTY_ADDRESS for address in addresses])
-                table = array("q", (0, 1, NATIVE_DTYPES[self[0].dtype])) * len(self)
-                table[::3] = array("q", addresses)
-                if len(self.dtypes) > 1:
-                    table[2::3] = array("q", [NATIVE_DTYPES[tensor.dtype] for tensor in self])
-                known["descriptors"] = table.tobytes()
+            if known["is_contiguous"] and self.dtypes <= NATIVE_DTYPES.keys():
+                n = COLUMN_BYTES * len(self)
+                table = self.table[HEADER_BYTES + 3 * n : HEADER_BYTES + 6 * n]
+                known["descriptors"] = table or _descriptors(self)
         return bytes(known["descriptors"])  # the same object
 
     def contiguous(self) -> "TensorList":
@@ -165,12 +232,29 @@ class TensorList(tuple[Tensor, ...]):
     def new_empty(self) -> "TensorList":
         """Allocate contiguous tensors like these."""
         if self.is_contiguous:
-            # Where all are small none need be asked for its size.
+            # Where all are small none need be asked for its size. Every result needs memory of its own, and neither
+            # `torch._foreach_*` nor the allocator of DLPack is faster than this loop.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
             found = TensorList(map(torch.empty_like if small else empty_like, self))
-            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True)
+            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
             return found
         return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
+
+
+def _descriptors(row: TensorList) -> bytes:
+    addresses = row.addresses
+    if any(map(Tensor.is_neg, row)):
+        return b""
+    if 0 in addresses:
+        # A lazily allocated zero tensor has entries, but a null data pointer.
+        if any(n for n, address in zip(row.lengths, addresses, strict=True) if address == 0):
+            return b""
+        addresses = tuple([address or EMPTY_ADDRESS for address in addresses])
+    table = array("q", (0, 1, NATIVE_DTYPES[row[0].dtype])) * len(row)
+    table[::3] = array("q", addresses)
+    if len(row.dtypes) > 1:
+        table[2::3] = array("q", [NATIVE_DTYPES[tensor.dtype] for tensor in row])
+    return table.tobytes()
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:

@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from manifoldagg._io import atomic_write
+from manifoldagg.kernels.backends.tensor_reader import load_reader
 from manifoldagg.kernels.blocks import Blocks
 from manifoldagg.kernels.fused import LinearCombination
 from manifoldagg.kernels.operands import Operand, Operands, blocks_of
-from manifoldagg.kernels.tensor_list import NULL_DESCRIPTOR, TensorList, describe_vector, edges
+from manifoldagg.kernels.tensor_list import NULL_DESCRIPTOR, TensorList, describe_vector, edges, set_reader
 
 __all__ = ["block_products", "combine", "combine_many", "gram_combine", "origin", "pairwise_sum", "unavailable"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("tensor_reader.cpp"))
 # No contraction but the fused operations that are written: every processor rounds alike.
 COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 X86_64_V3_FEATURES = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
@@ -219,7 +221,14 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """The library, built if there is none yet for this machine; or why there is none."""
+    """The library, built if there is none yet for this machine; or why there is none. It also reads tensor lists."""
+    found = _load_or_build()
+    if not isinstance(found, str):
+        set_reader(load_reader(Path(found._name)))
+    return found
+
+
+def _load_or_build() -> ctypes.CDLL | str:
     shipped = _find_prebuilt(SOURCE.parent, _cpu_features().split())
     if shipped is not None:
         return shipped
@@ -290,7 +299,7 @@ def _build_key(compiler: str) -> str:
     """What a library depends on: source, flags, compiler and processor."""
     binary = Path(compiler).resolve()
     system = (platform.machine(), platform.libc_ver(), _cpu_features())
-    parts = (SOURCE.read_text(), COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
+    parts = ([source.read_text() for source in SOURCES], COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -303,5 +312,5 @@ def _cpu_features() -> str:
 
 def _build(compiler: str, path: Path) -> None:
     with atomic_write(path) as draft:
-        command = [compiler, *COMPILER_FLAGS, "-o", str(draft), str(SOURCE)]
+        command = [compiler, *COMPILER_FLAGS, "-o", str(draft), *map(str, SOURCES)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,56 @@
+"""The native reader of tensor lists: one C call reads address, shape, strides and dtype of every tensor of a tuple.
+
+The reader needs the C exchange API of DLPack, which older versions of PyTorch do not have. With these
+[`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import BuiltinMethodType
+
+import torch
+from torch import Tensor
+
+__all__ = ["load_reader"]
+
+METH_NOARGS = 4
+"""The flag of Python for C functions of an object without further arguments."""
+PYTHON_FUNCTIONS = (
+    *("PyTuple_GetItem", "PyTuple_Size", "PyObject_Type"),
+    *("Py_DecRef", "PyBytes_FromStringAndSize", "PyErr_Clear"),
+)
+"""The functions of the stable ABI that `tensor_reader.cpp` calls, in the order of its struct `Python`."""
+
+
+def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
+    """Return the reader of the library at `path`, or `None` if this PyTorch or Python does not support it.
+
+    The reader returns the table that `tensor_reader.cpp` describes. It returns `b""` if a tensor is not in plain memory
+    of the CPU, if it is a negative view, or if its type is not exactly `Tensor` or `Parameter`.
+    """
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None or sys.implementation.name != "cpython":  # `id` is an address in CPython only.
+        return None
+    method = torch.empty(0).is_neg
+    flags_of = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(("PyCFunction_GetFlags", ctypes.pythonapi))
+    function_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyCFunction_GetFunction", ctypes.pythonapi))
+    if not isinstance(method, BuiltinMethodType) or flags_of(method) != METH_NOARGS:
+        return None
+    # The reader calls Python, so `PyDLL` retains the GIL.
+    library = ctypes.PyDLL(str(path))
+    find = library.manifoldagg_find_exchange_api
+    find.argtypes, find.restype = (ctypes.c_void_p,), ctypes.c_void_p
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    exchange = find(pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api"))
+    if exchange is None:
+        return None
+    functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in PYTHON_FUNCTIONS]
+    addresses = [function.value for function in functions]
+    objects = (function_of(method), id(False), id(Tensor), id(torch.nn.Parameter))
+    python = (ctypes.c_void_p * 11)(*addresses, *objects, exchange)
+    read = library.manifoldagg_read_tensors
+    read.argtypes, read.restype = (ctypes.c_void_p, ctypes.py_object), ctypes.py_object
+    return partial(read, python)
