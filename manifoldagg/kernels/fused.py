@@ -40,13 +40,18 @@ class LinearCombination:
         Raises:
             ArgumentError: if a row is not a row, or lengths or devices differ.
         """
-        used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
+        if len(coefficients) == 1:
+            used = [j for j, c in enumerate(coefficients[0]) if c != 0] or [0]
+        else:
+            used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
         if isinstance(rows, Operands):
             lines = rows.select(used)
         else:
             lines = Operands.of([rows[j] for j in used], minus and [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
-        start = None if base is None else lines.as_operand("base", base)
+        start = next((row for row in lines.distinct if row is base), None)
+        if start is None and base is not None:
+            start = lines.as_operand("base", base)
         lines.as_operand("out", out)  # of which vectors are seen as such pieces
         return LinearCombination(start, lines, numbers, out)
 

@@ -188,7 +188,7 @@ def _describe_goals(
         stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
         places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
         table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
-        owners += [described, numbers]
+        owners += [rows, described, numbers]  # rows may be copies
     return table, owners
 
 

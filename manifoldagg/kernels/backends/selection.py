@@ -149,8 +149,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
     """Compute the `block_products` of rows and combinations in new memory, in one pass if the backend supports it."""
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)
-    whole = all(isinstance(x, Tensor) or x.is_contiguous for goal in combinations for x in (goal.out, *goal.inputs))
-    sums: np.ndarray | None = together(rows, blocks, combinations) if together is not None and whole else None
+    sums: np.ndarray | None = None if together is None else together(rows, blocks, combinations)
     if sums is not None:
         return sums
     for goal in combinations:
