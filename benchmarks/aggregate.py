@@ -1,16 +1,18 @@
 """What users call, `aggregate` on state dicts, beside the memory's floor and beside the loops that they would write.
 
 The floor of a rule is what it has to read and write, as streams in C++ and nothing else: FedOrtho reads three models
-for its inner products, three to combine them, and writes one: 7 P words. Peers take the same step with the same
-formulas, in turns in the same run:
+for its inner products, three to combine them, and writes one: 7 P words. A linear rule such as FedAsync reads three and
+writes one. Peers take the same step with the same formulas, in turns in the same run:
 
 - *torch*: tensor by tensor, plain expressions;
 - *foreach*: `torch._foreach_*` over the whole list;
+- *lerp, read*: `torch._foreach_lerp`, and one read of the base, which FedAsync needs for its cosine;
 - *numpy*: lists of NumPy arrays, as servers of several frameworks hold a model.
 
-Their sums are float32. *ours* returns new tensors; *ours, out=* writes into a state dict at hand; *ours, arrays* takes
-and returns lists of arrays. The last column is the most memory that a call held, in models. In the last lines models
-carry running statistics of 64 numbers each, which everybody moves halfway to the client's.
+Their sums are float32. *ours* returns new tensors; *ours, out=* writes into a state dict at hand, *ours, in place* into
+the current model; *ours, arrays* takes and returns lists of arrays. The last column is the most memory that a call
+held, in models. In the last lines models carry running statistics of 64 numbers each, which everybody moves halfway to
+the client's.
 """
 
 import argparse
@@ -53,8 +55,8 @@ class Case:
 
 
 CASES = {
-    "FedAsync": Case(FedAsync(RATE), 3, 2),
-    "ASGD": Case(ASGD(RATE), 3, 3),
+    "FedAsync": Case(FedAsync(RATE), 0, 3),
+    "ASGD": Case(ASGD(RATE), 0, 3),
     "FedOrtho": Case(FedOrtho(RATE), 3, 3),
     "FedGS": Case(FedGS(RATE), 3, 3),
     "AsyncBezier": Case(AsyncBezier(rate=RATE), 4, 4, points=2),
@@ -152,7 +154,8 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
     target = {key: torch.empty_like(piece) for key, piece in models[1].items()}
 
     def stream() -> None:
-        floor.read(vectors[: case.gram], threads)
+        if case.gram:
+            floor.read(vectors[: case.gram], threads)
         floor.read_write(vectors[: case.combine], out, threads)
 
     def ours(held: Sequence[Any], **options: Any) -> Any:
@@ -161,6 +164,10 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
 
     found: dict[str, Step] = {"floor": stream, "ours": lambda: ours(models)}
     found["ours, out="] = lambda: ours(models, out=target)
+    if name == "FedAsync":
+        moving = {key: piece.clone() for key, piece in models[1].items()}
+        found["ours, in place"] = lambda: ours([models[0], moving, *models[2:]], out=moving)
+        found["lerp, read"] = lambda: (foreach(name, then, now, *points), floor.read(vectors[:1], threads))
     if not buffers:
         found["ours, arrays"] = lambda: ours(arrays)
     return found | {
@@ -179,13 +186,13 @@ def measure(
     return beside_the_first(ways(name, size, count, buffers, threads, floor), repetitions, about, 4 * size)
 
 
-HEAD = f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  {'way':<13}{TIMES}"
+HEAD = f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  {'way':<15}{TIMES}"
 
 
 def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
     about = f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['buffers']:>8}{row['threads']:>8}"
-    return f"{about}  {row['way']:<13}{times(row)}"
+    return f"{about}  {row['way']:<15}{times(row)}"
 
 
 def main() -> None:
