@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from manifoldagg._validation import check_choice, check_number, short_repr
@@ -48,8 +48,8 @@ class CorrectionRule(GramRule):
         """The granularity of the correction."""
         return self.correction.granularity
 
-    @property
-    def fixed_coefficients(self) -> tuple[float, ...] | None:
+    @cached_property
+    def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
         """The coefficients of the correction if they are constants and no subclass computes others."""
         return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
@@ -98,8 +98,8 @@ class ScheduledRule(CorrectionRule):
         if self.dominance is not None and not isinstance(self.dominance, Dominance):
             raise ArgumentError(f"dominance: expected a Dominance, got {short_repr(self.dominance)}")
 
-    @property
-    def fixed_coefficients(self) -> tuple[float, ...] | None:
+    @cached_property
+    def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # as above
         """As in `CorrectionRule`, if the rate does not decay with the drift."""
         return None if self.decay else super().fixed_coefficients
 

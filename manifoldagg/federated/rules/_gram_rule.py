@@ -42,8 +42,8 @@ class GramRule(TangentRule):
     - `granularity`: `"model"`, or `"tensor"` if `gram` has one matrix for each named tensor.
     - `single_point`: whether an update is one model (n = 1). With `False` it may be a curve of n control points.
     - `overshoot`: `"clamp"` limits $\rho$ to 1, `"extend"` does not.
-    - `fixed_coefficients`: the coefficients $c$ if they are constants; then one pass over the parameters is enough.
-      With `None` they are the result of `coefficients`.
+    - `fixed_coefficients`: the coefficients $c$ of $(v, g)$ if they are constants, and the rate does not depend on
+      inner products; then one pass over the parameters is enough. With `None` they are the result of `coefficients`.
 
     To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
     [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
@@ -73,11 +73,7 @@ class GramRule(TangentRule):
     not_private_because: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
     granularity = "model"
     overshoot = "clamp"
-
-    @property
-    def fixed_coefficients(self) -> tuple[float, ...] | None:
-        """The coefficients $c$ of $(v, g)$ if neither they nor the rate depend on inner products; `None` otherwise."""
-        return None
+    fixed_coefficients: ClassVar[tuple[float, ...] | None] = None
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
