@@ -42,6 +42,8 @@ CPU_LEVELS = {
     "x86_64_v3": X86_64_V3_FEATURES,
 }
 """What Linux says of a processor for which a library may lie beside the source, the best first."""
+TESTED_PLATFORM = ("Linux", "x86_64")
+"""The platform on which the tests of the library run."""
 MAX_SERIAL_ENTRIES = 1 << 22
 """Up to so many entries read the caller works alone. Two threads would save it a millisecond; on a machine whose cores
 are busy they cost 20, until the other one has got a core (measured: 10^6 entries of three rows)."""
@@ -60,7 +62,9 @@ def origin() -> str:
     path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
-    return "built on this machine"
+    system, machine = platform.system(), platform.machine()
+    tested = (system, machine) == TESTED_PLATFORM
+    return "built on this machine" if tested else f"built on this machine, untested on {system} {machine}"
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:

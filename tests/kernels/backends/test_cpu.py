@@ -230,3 +230,17 @@ def test_the_native_fold_has_the_bits_of_the_reference(seed, cuts, special):
         sums[1, 1] = sums[-1, 1] = special
     expected = pairwise_sum(sums, blocks)[0]
     np.testing.assert_array_equal(cpu.pairwise_sum(sums.copy(), blocks), expected)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "untested"),
+    [("Linux", "x86_64", False), ("Linux", "aarch64", True), ("Darwin", "arm64", True)],
+)
+def test_the_origin_says_whether_the_platform_is_tested(monkeypatch, tmp_path, system, machine, untested):
+    class Library:
+        _name = str(tmp_path / "native.so")
+
+    monkeypatch.setattr(cpu, "_require_library", Library)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert cpu.origin() == "built on this machine" + f", untested on {system} {machine}" * untested
