@@ -366,8 +366,10 @@ class Frame:
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
         """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
-        measured = [math.sqrt(max(0.0, square)) for square in squares]
-        self.__dict__["_norm_bounds"] = [self.unmeasured.get(i, length) for i, length in enumerate(measured)]
+        known = self.unmeasured
+        self.__dict__["_norm_bounds"] = [
+            known[i] if i in known else math.sqrt(max(0.0, square)) for i, square in enumerate(squares)
+        ]
 
     def norm_bound(self, coefficients: Matrix) -> float:
         r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
@@ -437,14 +439,13 @@ class Frame:
         lines, segments, minus = self._resolve_coefficients(coefficients)
         if self.ambient.leaves:
             return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
-        return combine(base, self._operands_less(minus), lines, segments=segments, out=out)
+        rows = self.operands if minus is self.minus else self._operands_from_current()
+        return combine(base, rows, lines, segments=segments, out=out)
 
-    def _operands_less(self, minus: tuple[Row | None, ...]) -> Operands:
-        """The operands of the rows with what `_resolve_coefficients` subtracts from them."""
+    def _operands_from_current(self) -> Operands:
+        """The operands of rows that are differences from the current model instead of the base."""
         rows = self.operands
-        if minus is self.minus:
-            return rows
-        n = self.num_displacements  # the rows are differences from the current model
+        n = self.num_displacements
         return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
 
     def _resolve_coefficients(
@@ -486,7 +487,8 @@ class Frame:
         """Return the result of `combine` unevaluated, to be computed in `out` together with others."""
         lines, _, minus = self._resolve_coefficients(coefficients)
         lines = lines if isinstance(lines[0], list) else [lines]
-        return LinearCombination.of(base, self._operands_less(minus), lines, None, out)
+        rows = self.operands if minus is self.minus else self._operands_from_current()
+        return LinearCombination.of(base, rows, lines, None, out)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return $\sum_j c_j\, r_j$ for the state of a rule.

@@ -291,11 +291,12 @@ class Layout:
         """
         entries = [tensors[name] for name in self._expected[0] if name in tensors]
         every = TensorList(entries)
-        if every.form and device in (None, CPU) and not self.aliases and len(entries) == len(tensors):
-            if every.form != self.__dict__.get("_form"):
+        form = every.form
+        if form and device in (None, CPU) and not self.aliases and len(entries) == len(tensors):
+            if form != self.__dict__.get("_form"):
                 if not is_reference:
                     self._in_order(tensors, prefix)
-                self.__dict__["_form"] = every.form  # of every model that passes the checks
+                self.__dict__["_form"] = form  # of every model that passes the checks
             return TensorList(entries[: len(self.leaves)]) if self.buffers else every
         if is_reference:
             is_on_cpu = all(map(_is_cpu, entries))
