@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-flower test-hosts test-packages test-peft test-diloco check docs release screens soak bench clean
+.PHONY: demo test test-flower test-hosts test-packages test-peft test-diloco check docs release sanitize screens soak bench clean
 
 demo: .venv/.installed
 	$(BIN)/manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3
@@ -74,6 +74,13 @@ screens: .venv/.installed
 
 soak: .venv/.installed
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "soak or not soak"
+
+SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so)
+sanitize: .venv/.installed
+	MANIFOLDAGG_COMPILER_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" OMP_NUM_THREADS=1 \
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" $(BIN)/python -m pytest -q tests/kernels/test_fused.py \
+	tests/kernels/test_gram_combine.py tests/kernels/test_tensor_list.py tests/kernels/backends/test_cpu.py \
+	tests/kernels/backends/test_tensor_reader.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/import_time.py

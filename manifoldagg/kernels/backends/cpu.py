@@ -35,7 +35,10 @@ __all__ = ["block_products", "combine", "combine_many", "gram_combine", "origin"
 SOURCE = Path(__file__).with_name("native.cpp")
 SOURCES = (SOURCE, SOURCE.with_name("tensor_reader.cpp"))
 # No contraction but the fused operations that are written: every processor rounds alike.
-COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+COMPILER_FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"),
+    *os.environ.get("MANIFOLDAGG_COMPILER_FLAGS", "").split(),  # such as those of sanitizers
+)
 X86_64_V3_FEATURES = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 CPU_LEVELS = {
     "x86_64_v4": X86_64_V3_FEATURES | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
