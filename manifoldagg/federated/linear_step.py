@@ -27,7 +27,7 @@ def measure(
     Raises:
         ArgumentError: if a row or the new model would not be finite, or the rule rejects the update.
 
-    Cost: one pass; `compute=False` saves no reads, and the combinations take another pass.
+    Cost: one pass over the rows. With `compute=False` the combinations take another one.
     """
     model = outcome.model
     linear = outcome.linear

@@ -191,8 +191,8 @@ class Outcome:
         numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
         state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
             wrapper that changes an outcome must set it again.
-        linear: the rest of the step if its coefficients do not depend on inner products. Its metrics are added to
-            `numbers` when the step is computed.
+        linear: the frame and the metrics of a step whose coefficients do not depend on inner products. The metrics are
+            added to `numbers` when the step is computed.
     """
 
     model: Point | Combination | None

@@ -870,7 +870,8 @@ void manifoldagg_pairwise_sum(int64_t width, int64_t blocks, const Block* table,
   }
 }
 
-// The products of rows, and sums of rows in the same pieces, each row read once from memory. No target may be read.
+// The products of rows, and sums of rows in the same pieces, each row read once from memory. Targets must not
+// share memory with rows.
 bool manifoldagg_gram_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                               int64_t blocks, const Block* table, double* sums, int64_t threads, int64_t goals,
                               const LinearCombination* goal) {
