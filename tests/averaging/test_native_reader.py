@@ -13,7 +13,6 @@ from manifoldagg.manifolds import Sphere
 from tests.kernels.backends.test_tensor_reader import CASES, in_python, outcome, pytestmark  # noqa: F401
 from tests.support import draw
 
-
 LYING = "subclass that overrides"
 """It reports a length that it does not have, so the kernels would read memory that is not there."""
 
