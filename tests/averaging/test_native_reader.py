@@ -13,6 +13,9 @@ from manifoldagg.manifolds import Sphere
 from tests.kernels.backends.test_tensor_reader import CASES, in_python, outcome, pytestmark  # noqa: F401
 from tests.support import draw
 
+LYING = "subclass that overrides"
+"""It reports a length that it does not have, so the kernels would read memory that is not there."""
+
 
 def values(state):
     """A state dict in comparable types."""
@@ -72,6 +75,7 @@ MODELS |= {
         {"w": torch.ones(2), "x": make()},
     ]
     for name, make in CASES.items()
+    if name != LYING
     for where, both in (("in both", True), ("in the second", False))
 }
 
@@ -117,7 +121,7 @@ def test_entries_on_manifolds_are_the_same():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {LYING}))
 def test_an_average_of_adapters_has_the_same_values_or_errors(name):
     def work():
         adapters = [
