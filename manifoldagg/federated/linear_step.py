@@ -32,7 +32,7 @@ def measure(
     model = outcome.model
     linear = outcome.linear
     if linear is None:
-        # A model that nobody has measured: a wrapper may have made a new outcome.
+        # A wrapper may have made a new outcome without the linear step; then the rows of its model are not measured.
         if not isinstance(model, Combination) or model.frame.has_norm_bounds:
             return state, outcome, numbers
         linear = LinearStep(model.frame, _no_metrics)

@@ -118,7 +118,7 @@ class Renamed(ASGD):
         return after, Outcome(outcome.model, outcome.client_state, {"mine": 1.0})
 
 
-def test_a_model_whose_rows_nobody_measured_is_measured():
+def test_a_model_without_its_linear_step_is_measured():
     current, base, update = [torch.ones(3)], [torch.zeros(3)], [torch.full((3,), 2.0)]
     new, _, metrics = aggregate(Renamed(0.5), None, current, base, update)
     assert new[0].tolist() == [2.0] * 3

@@ -170,9 +170,9 @@ class Momentum(WrapperRule):
             return after, replace(outcome, model=frame.move(gram, line), numbers=moved)
 
         def metrics(gram: Gram) -> dict[str, float]:
-            told: dict[str, float] = linear.metrics_within(gram)
+            inner_metrics: dict[str, float] = linear.metrics_within(gram)
             rows, known = self._measured(frame, velocity, gram)
-            return told | {"norm": rows.combination_norm(known, line)}
+            return inner_metrics | {"norm": rows.combination_norm(known, line)}
 
         after["velocity"] = frame.for_state(velocity)
         model = Combination(frame, line, from_current=True)
