@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated import Payload, Server, UpdateLimits, rules
+from manifoldagg.federated import Payload, Server, ServerLimits, UpdateLimits, rules
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import FederatedDataset, dirichlet_partition
@@ -140,9 +140,7 @@ def run(
         rule,
         clients.start,
         weights="uniform",
-        update_limits=limits,
-        history_size=0,
-        receipt_cache_size=0,
+        limits=ServerLimits(limits, history_size=0, receipt_cache_size=0),
     )
     out = [(draws.exponential(means[client]), client, server.dispatch(client)) for client in range(CLIENTS)]
     heapq.heapify(out)

@@ -25,7 +25,7 @@ from timing import machine
 
 from manifoldagg import Server
 from manifoldagg.averaging import SWA
-from manifoldagg.federated import Journal, Payload
+from manifoldagg.federated import Durability, Journal, Payload
 from manifoldagg.federated.rules import AsyncFedED
 from manifoldagg.manifolds import Flat
 
@@ -92,7 +92,7 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
         calls = []
         for _ in range(5):
             start = time.perf_counter()
-            server._make_snapshot()
+            server._durability.make_snapshot()
             calls.append(time.perf_counter() - start)
         averaging = SWA(server.space) if average else None
         start = time.perf_counter()
@@ -121,7 +121,9 @@ def journaled(size: int, limit: float, folder: Path) -> dict[str, float]:
         for path in folder.glob("lines.*"):
             path.unlink()
         journal = None if fsync is None else Journal(folder / "lines", fsync)
-        server = Server(Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", journal=journal)
+        server = Server(
+            Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", durability=Durability(journal=journal)
+        )
         if fsync is not None:
             (path,) = folder.glob("lines.*.journal")
             ticket = server.dispatch("another")

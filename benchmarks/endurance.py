@@ -40,7 +40,17 @@ from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import CheckpointError, WireError
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Receipt, Ticket, UpdateLimits, clients
+from manifoldagg.federated import (
+    CheckpointPolicy,
+    Journal,
+    MemoryPolicy,
+    Payload,
+    Receipt,
+    ServerLimits,
+    Ticket,
+    UpdateLimits,
+    clients,
+)
 from manifoldagg.federated.rules import CA2FL
 from manifoldagg.simulation import FederatedDataset, dirichlet_partition
 
@@ -115,13 +125,14 @@ class Hour:
             self.model,
             self.rule,
             averaging=SWA(self.space, start=50, cycle=5),
-            update_limits=UpdateLimits(norm_factor=20.0, samples_factor=5.0),
-            max_staleness=500,
-            timeout=TIMEOUT,
-            memory_limit=20 * self.size,
-            history_size=KEPT,
-            receipt_cache_size=KEPT,
-            max_in_flight=5000,
+            limits=ServerLimits(
+                UpdateLimits(norm_factor=20.0, samples_factor=5.0, max_staleness=500),
+                timeout=TIMEOUT,
+                history_size=KEPT,
+                receipt_cache_size=KEPT,
+                max_in_flight=5000,
+            ),
+            memory=MemoryPolicy(limit=20 * self.size),
             **files,
         )
 

@@ -45,7 +45,17 @@ from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, BusyError, WireError
-from manifoldagg.federated import CheckpointPolicy, Journal, Message, Payload, Receipt, Ticket, UpdateLimits
+from manifoldagg.federated import (
+    CheckpointPolicy,
+    Durability,
+    Journal,
+    Message,
+    Payload,
+    Receipt,
+    ServerLimits,
+    Ticket,
+    UpdateLimits,
+)
 from manifoldagg.federated.rules import MasFL
 from manifoldagg.federated.server.durability.tensor_file import dumps
 from manifoldagg.federated.server.durability.tree_codec import with_length
@@ -141,10 +151,10 @@ def made(space: ParameterSpace, clock: Seconds, **options: Any) -> Server:
         model(),
         MasFL(),
         averaging=SWA(space, cycle=3),
-        update_limits=UpdateLimits(max_norm=1e6, norm_factor=50.0, samples_factor=5.0),
         clock=clock.__call__,
-        history_size=1000,
-        receipt_cache_size=5000,
+        limits=ServerLimits(
+            UpdateLimits(max_norm=1e6, norm_factor=50.0, samples_factor=5.0), history_size=1000, receipt_cache_size=5000
+        ),
         **options,
     )
 
@@ -652,7 +662,12 @@ def flooded(
         del server
         path = options["checkpoint"].path
         back = Server.resume(
-            path, space, MasFL(), averaging=SWA(space, cycle=3), clock=clock.__call__, journal=options["journal"]
+            path,
+            space,
+            MasFL(),
+            averaging=SWA(space, cycle=3),
+            clock=clock.__call__,
+            durability=Durability(journal=options["journal"]),
         )
         if known(back) != known(twin.own):
             intake.faults.append(f"{part}: the server that goes on from its files knows something else")

@@ -32,7 +32,7 @@ from floor import Floor
 from timing import in_turns, machine, ratio
 
 from manifoldagg import Server
-from manifoldagg.federated import Payload
+from manifoldagg.federated import Payload, ServerLimits
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
 from manifoldagg.manifolds import Flat
 
@@ -99,7 +99,7 @@ def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[f
 
 def seconds_with(counts: list[int], size: int, repetitions: int = 60) -> dict[str, list[list[float]]]:
     """Seconds of a `dispatch` and of a `receive`, for each number of tickets that are out."""
-    servers = [Server(Flat(size), FedAsync(0.5), torch.zeros(size), timeout=1e6) for _ in counts]
+    servers = [Server(Flat(size), FedAsync(0.5), torch.zeros(size), limits=ServerLimits(timeout=1e6)) for _ in counts]
     payload = Payload(torch.ones(1, size), 1)
     for server, count in zip(servers, counts, strict=True):
         for client in range(count):

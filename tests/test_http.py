@@ -20,6 +20,7 @@ from manifoldagg.errors import WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload
 from manifoldagg.federated.rules import AsyncKrylov, FedAsync
+from tests.server_options import grouped
 
 FOLDER = Path(__file__).parent.parent / "examples" / "http"
 Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
@@ -29,7 +30,7 @@ TICKET = "Ticket-Id"
 
 
 def opened(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
-    server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **options)
+    server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **grouped(**options))
     return Door(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
 
 

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from manifoldagg import Server, wire
 from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated import Receipt, suggest_rate
+from manifoldagg.federated import Receipt, ServerLimits, suggest_rate
 from manifoldagg.federated.rules import AsyncKrylov
 
 
@@ -242,11 +242,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rule = AsyncKrylov(rate=suggest_rate(AsyncKrylov(), num_clients=3, concurrency=3))
-    limits: dict[str, Any] = {"timeout": 600.0, "max_in_flight": 100, "max_queued_updates": 4}
+    limits = ServerLimits(timeout=600.0, max_in_flight=100, max_queued_updates=4)
     if options.checkpoint and options.checkpoint.exists():
         server = Server.resume(options.checkpoint, load_dataset("digits").model(), rule)
     else:
-        server = Server.of(load_dataset("digits").model(), rule, **limits)
+        server = Server.of(load_dataset("digits").model(), rule, limits=limits)
     # A path of four float32 models has 16 bytes for each parameter. The rest is a reserve for names and for float64.
     door = Door(server, limit=32 * server.space.layout.size + 2**16, checkpoint=options.checkpoint)
     with socket.socket() as listening:

@@ -7,6 +7,8 @@ from manifoldagg.federated.server.aggregate import aggregate
 from manifoldagg.federated.server.async_aggregator import AsyncAggregator
 from manifoldagg.federated.server.durability.checkpoint import CheckpointPolicy
 from manifoldagg.federated.server.durability.journal import Journal
+from manifoldagg.federated.server.durability.manager import Durability
+from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
 from manifoldagg.federated.server.server import Server
 from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.stability import stability_limit, suggest_rate
@@ -16,14 +18,18 @@ __all__ = [
     "AsyncAggregator",
     "Averaging",
     "CheckpointPolicy",
+    "Durability",
     "GramRule",
+    "InitialModel",
     "Journal",
+    "MemoryPolicy",
     "Message",
     "Outcome",
     "Payload",
     "Receipt",
     "Rule",
     "Server",
+    "ServerLimits",
     "Ticket",
     "Trainer",
     "Update",

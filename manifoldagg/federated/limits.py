@@ -50,6 +50,7 @@ class UpdateLimits(KeywordHints):
         samples_factor: the cap of a sample count as a multiple of the median report of at least five other clients.
             The weight uses the capped count, and the receipt reports `clipped`. `None` for no cap.
         max_points: the largest number of control points: the cost of a step grows at least quadratically with it.
+        max_staleness: the largest staleness, in versions.
 
     Raises:
         ArgumentError: naming the limit that is out of range.
@@ -76,8 +77,11 @@ class UpdateLimits(KeywordHints):
     max_samples: int = 10**9
     samples_factor: float | None = 100.0
     max_points: int = 16
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_staleness is not None:
+            check_count("max_staleness", self.max_staleness, at_least=0)
         for name in ("max_norm", "norm_factor", "clip", "clip_factor"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
@@ -99,19 +103,6 @@ class UpdateLimits(KeywordHints):
             raise ArgumentError(
                 f"norm_after: expected at most norm_window = {self.norm_window}, got {short_repr(self.norm_after)}"
             )
-
-    @classmethod
-    def of(cls, limits: "UpdateLimits | None", space: Manifold) -> "UpdateLimits":
-        """Return the limits of a server on this space, the default limits for `None`.
-
-        Raises:
-            ArgumentError: if `limits` has another type, or the space does not support them.
-        """
-        given: object = DEFAULT_LIMITS if limits is None else limits
-        if not isinstance(given, cls):
-            raise ArgumentError(f"update_limits: expected UpdateLimits, got {short_repr(given)}")
-        given.check_space(space)
-        return given
 
     @cached_property
     def uses_clipping(self) -> bool:
@@ -135,7 +126,7 @@ class UpdateLimits(KeywordHints):
         lacks = sorted(({"inner", "log"} | ({"exp"} if self.uses_clipping else set())) - space.capabilities)
         if lacks:
             raise ArgumentError(
-                f"update_limits: norms need {', '.join(lacks)}, which {short_repr(space)} does not have"
+                f"limits: update: norms need {', '.join(lacks)}, which {short_repr(space)} does not have"
             )
 
     def apply(

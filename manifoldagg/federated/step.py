@@ -57,7 +57,7 @@ class StepPlan:
             for name in ("norm_factor", "clip_factor"):
                 if getattr(self.update_limits, name) is not None:
                     what = "updates of some clients would limit those of others"
-                    raise ArgumentError(f"update_limits: {name}: expected None with Private: {what}")
+                    raise ArgumentError(f"limits: update: {name}: expected None with Private: {what}")
 
     @cached_property
     def uses_tensor_lists(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from manifoldagg.federated import Message, Payload, Receipt, Server
 from manifoldagg.manifolds import Flat
+from tests.server_options import grouped
 from tests.support import draw
 
 SIZE = 6
@@ -39,7 +40,7 @@ def life(rule, seed, events=40, clients=5, **options):
     dropped, one update in ten is no number, which must change nothing. `options` are the server's.
     """
     generator = torch.Generator().manual_seed(seed)
-    server, out, happened = Server(SPACE, rule, draw(seed, SIZE), **options), [], []
+    server, out, happened = Server(SPACE, rule, draw(seed, SIZE), **grouped(**options)), [], []
 
     def pick(count):
         return int(torch.randint(count, (), generator=generator))

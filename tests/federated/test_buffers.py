@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, aggregate
+from manifoldagg.federated import InitialModel, Payload, Server, aggregate
 from manifoldagg.federated.buffers import PackedBuffers, accumulate, apply_pending
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat, ParameterSpace
@@ -38,7 +38,7 @@ def start(rule=None, buffer_policy=()):
     model = net()
     space = ParameterSpace.of(model)
     return space, Server(
-        space, rule or FedAsync(0.25), space.point(model), buffers=space.buffers(model), buffer_policy=buffer_policy
+        space, rule or FedAsync(0.25), InitialModel(space.point(model), space.buffers(model), buffer_policy)
     )
 
 
@@ -49,7 +49,7 @@ def send(space, server, mean, count=5, rule=None):
         "1.num_batches_tracked": torch.tensor(count),
         "mask": torch.tensor([False, True]),
     }
-    left = {name for name, policy in server._step_plan.policies.items() if policy == "leave"}
+    left = {name for name, policy in server._updates._plan.policies.items() if policy == "leave"}
     sent = {name: tensor for name, tensor in brought.items() if name not in left}
     ticket = server.dispatch("a")
     receipt = server.receive(ticket.id, Payload(ticket.message.start[None], 1, buffers=sent))
@@ -118,7 +118,7 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
     net = nn.Linear(1, 1)
     net.register_buffer("odd", torch.zeros(2).to(dtype))
     space = ParameterSpace.of(net)
-    server = Server(space, FedAsync(0.5), space.point(net), buffers=space.buffers(net))
+    server = Server(space, FedAsync(0.5), InitialModel(space.point(net), space.buffers(net)))
     ticket = server.dispatch("a")
     bad, good = (Payload(server.model[None], 1, buffers={"odd": torch.full((2,), x).to(dtype)}) for x in (NAN, 2.0))
     assert server.receive(ticket.id, bad).reason.startswith("buffers: odd: expected finite values")
@@ -207,7 +207,7 @@ def test_a_hundred_buffers_take_no_more_operators_than_two():
     for layers in (1, 50):
         net = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, affine=False) for _ in range(layers)))
         space = ParameterSpace.of(net)
-        server = Server(space, FedAsync(0.25), space.point(net), buffers=space.buffers(net))
+        server = Server(space, FedAsync(0.25), InitialModel(space.point(net), space.buffers(net)))
         ticket = server.dispatch("a")
         payload = Payload(ticket.message.start[None], 1, buffers=ticket.message.buffers)
         with Counted() as counted:
@@ -306,4 +306,4 @@ def started_with(changed):
     model = net()
     space = ParameterSpace.of(model)
     kept = {**space.buffers(model), **changed} if changed else {}
-    return Server(space, Adds(), space.point(model), buffers=kept)
+    return Server(space, Adds(), InitialModel(space.point(model), kept))

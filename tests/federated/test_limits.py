@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.corrections.transport import Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, Update, UpdateLimits
+from manifoldagg.federated import MemoryPolicy, Payload, Server, ServerLimits, Update, UpdateLimits
 from manifoldagg.federated.limits import clip_update, update_norm
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, FedOrtho
 from manifoldagg.manifolds import Flat, Lorentz, LowRank, Product, Sphere, SymmetricPositiveDefinite
@@ -21,7 +21,7 @@ P = 7
 
 def life(rule, updates, update_limits=None, count=1):
     """Receipts of updates that come two late, and the server."""
-    server = Server(Flat(P), rule, torch.zeros(P), weights="uniform", update_limits=update_limits)
+    server = Server(Flat(P), rule, torch.zeros(P), weights="uniform", limits=update_limits or ServerLimits())
     tickets = [server.dispatch(i) for i in range(3)]
     receipts = []
     for i, make in enumerate(updates):
@@ -110,7 +110,7 @@ def test_where_leaves_are_of_low_rank_it_is_no_longer_than_the_limit(seed, kept)
 
 def test_the_running_median_counts_what_was_left():
     update_limits = UpdateLimits(clip_factor=2.0, norm_after=3, norm_window=5)
-    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), update_limits=update_limits)
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=update_limits)
 
     def send(length):
         ticket = server.dispatch("a")
@@ -132,7 +132,7 @@ def test_with_a_limit_and_a_factor_the_smaller_one_counts():
 
 
 def test_what_is_beyond_max_norm_is_refused_not_clipped():
-    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), update_limits=UpdateLimits(max_norm=10.0, clip=1.0))
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=UpdateLimits(max_norm=10.0, clip=1.0))
     assert server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 9.0), 1)).clipped
     receipt = server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 12.0), 1))
     assert receipt.reason == "points: expected a norm <= 10, got 11"
@@ -173,7 +173,11 @@ def test_the_cosine_at_the_base_is_that_of_parallel_transport_to_the_model(name,
 def test_updates_that_are_not_late_pass_whatever_they_say():
     for narrow in (None, torch.bfloat16):
         server = Server(
-            Flat(2), FedAsync(0.5), torch.full((2,), 0.1), update_limits=UpdateLimits(min_cosine=1.0), base_dtype=narrow
+            Flat(2),
+            FedAsync(0.5),
+            torch.full((2,), 0.1),
+            limits=ServerLimits(UpdateLimits(min_cosine=1.0)),
+            memory=MemoryPolicy(base_dtype=narrow),
         )
         for away in (1.0, -1.0, 3.0):
             ticket = server.dispatch("a")
@@ -181,7 +185,7 @@ def test_updates_that_are_not_late_pass_whatever_they_say():
 
 
 def test_who_did_not_move_has_no_direction():
-    server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), update_limits=UpdateLimits(min_cosine=0.5))
+    server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), limits=UpdateLimits(min_cosine=0.5))
     late, first = server.dispatch("late"), server.dispatch("first")
     assert server.receive(first.id, Payload(torch.ones(1, 2), 1)).accepted
     assert server.receive(late.id, Payload(torch.zeros(1, 2), 1)).accepted

@@ -14,12 +14,13 @@ from manifoldagg.federated.server.lock import PendingUpdate
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
+from tests.server_options import grouped
 
 NAN, INF = math.nan, math.inf
 
 
 def server(rule=None, **options):
-    return Server(Flat(2), Adds() if rule is None else rule, torch.zeros(2), **options)
+    return Server(Flat(2), Adds() if rule is None else rule, torch.zeros(2), **grouped(**options))
 
 
 def payload(value=1.0):
@@ -71,8 +72,8 @@ def test_a_busy_server_says_so_in_the_receipt_too():
     another = PendingUpdate("of another thread")
     another.thread = -1
     with another.alive_lock:
-        s._update_lock.register(another)
-        s._update_lock.enqueue(another)
+        s._updates.lock.register(another)
+        s._updates.lock.enqueue(another)
         receipt = s.receive(ticket, payload())
     assert not receipt.accepted
     with pytest.raises(BusyError, match="server: busy: 1 queued updates, max_queued_updates=0"):

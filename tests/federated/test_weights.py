@@ -18,10 +18,11 @@ from manifoldagg.federated.rules import FedAvg
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds
+from tests.server_options import grouped
 
 
 def server(weights="observed", **options):
-    return Server(Flat(1), Adds(), torch.zeros(1), weights=weights, **options)
+    return Server(Flat(1), Adds(), torch.zeros(1), weights=weights, **grouped(**options))
 
 
 def payload(samples=1):

@@ -16,6 +16,7 @@ from manifoldagg.integrations.flower import codec as codec_module
 from manifoldagg.integrations.flower.codec import MessageCodec
 from manifoldagg.integrations.flower.records import RECORD_KEY, array_record, bytes_to_record, state_dict
 from manifoldagg.wire import pack
+from tests.server_options import grouped
 
 
 class Tied(nn.Module):
@@ -45,7 +46,7 @@ MODELS = {
 
 def codec_of(model=double, rule=None, **options):
     torch.manual_seed(0)
-    server = Server.of(model(), rules.FedAsync(rate=0.5) if rule is None else rule, **options)
+    server = Server.of(model(), rules.FedAsync(rate=0.5) if rule is None else rule, **grouped(**options))
     return server, MessageCodec(server, None, False, key="arrays", weighted_by_key="num-examples")
 
 
@@ -139,7 +140,7 @@ def test_a_message_that_waits_keeps_the_model_of_its_version():
 
 def test_the_server_reuses_no_memory_of_a_shared_message():
     server, codec = codec_of()
-    ticket, base = server._dispatch_shared(1)
+    ticket, base = server.dispatch_shared(1)
     assert isinstance(base, InMemoryTree)
     assert ticket.message.start is base.tree
     before = ticket.message.start.clone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated import Payload, Server
+from manifoldagg.federated import Payload, Server, ServerLimits
 from manifoldagg.federated.rules import FedBuff, FedOrtho
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.integrations.monitoring import to_logging, to_prometheus, to_tensorboard
@@ -29,7 +29,9 @@ def payload(value=1.0):
 def run(watcher, folder, monkeypatch, rule=None):
     """Every event there is, in a life of its own: what was taken is 3 s old, the second of them stale."""
     clock = Clock()
-    server = Server(Flat(2), FedOrtho(0.5) if rule is None else rule, torch.zeros(2), clock=clock, timeout=10.0)
+    server = Server(
+        Flat(2), FedOrtho(0.5) if rule is None else rule, torch.zeros(2), clock=clock, limits=ServerLimits(timeout=10.0)
+    )
     server.on_event(watcher)
     first, second, third = (server.dispatch(name) for name in ("a", "b", "c\n"))
     server.dispatch("late")

@@ -1,6 +1,7 @@
 """The asynchronous aggregator: the versions, tasks and rule state of a custom training loop."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from immutables import Map
@@ -21,7 +22,8 @@ from manifoldagg.federated.server.aggregate import (
     inferred_space,
 )
 from manifoldagg.federated.server.dispatch import make_message
-from manifoldagg.federated.server.durability.fingerprint import import_path
+from manifoldagg.federated.server.durability import tensor_file
+from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.spill import SpilledTree
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
@@ -40,6 +42,8 @@ from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 
 __all__ = ["AsyncAggregator"]
 
+FILE_KIND = "async aggregator"
+"""The kind of the file of `save`."""
 TaskKey = tuple[Hashable, Hashable]
 """A client, and which of its tasks."""
 
@@ -271,13 +275,16 @@ class AsyncAggregator:
     def state(self) -> dict[str, Any]:
         """Return the state for `load`: a tree of tensors and plain values, for `torch.save`.
 
+        Raises:
+            CheckpointError: if the rule contains a function without an importable name, such as a lambda.
+
         Cost: a copy of everything.
         """
         now = self._state.value
         held = _as_aggregate_state(now.state)
         waiting = held.pending_buffers
         tree = {
-            "rule": import_path(type(self._rule)),
+            "rule": fingerprint("rule", self._rule),
             "version": now.version,
             "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
             "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
@@ -290,14 +297,73 @@ class AsyncAggregator:
         }
         return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def save(self, path: str | Path) -> None:
+        """Write the state to a file, and replace an existing file atomically.
+
+        Raises:
+            ArgumentError: if the folder of `path` does not exist.
+            CheckpointError: if the state cannot be stored, for example a client that is neither a string nor an
+                integer, or the file cannot be written. The older file is then unchanged.
+        """
+        tensor_file.save(path, FILE_KIND, self.state())
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        rule: Rule,
+        model: Model,
+        *,
+        weights: str | Mapping[Any, int] = "observed",
+        space: ParameterSpace | None = None,
+        replace: bool = False,
+    ) -> "AsyncAggregator":
+        """Start an aggregator, or resume it from the file of `save` if that exists.
+
+        The tasks in flight of a resumed aggregator are those of the file. Submit their updates, `cancel` them, or check
+        them out again with `restart=True`.
+
+        Args:
+            path: the file of `save`.
+            rule: as in the constructor.
+            model: the initial model, as in the constructor. A resumed aggregator uses only its kind.
+            weights: as in the constructor.
+            space: as in the constructor.
+            replace: as in `load`.
+
+        Raises:
+            ArgumentError: if an argument is invalid, or the file is that of another rule or model.
+            CheckpointError: if the file is truncated, altered, or not from `save`.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     for _run in range(2):  # starts, and then resumes
+            ...         aggregator = AsyncAggregator.open(folder + "/state", FedAsync(0.5), [torch.zeros(1)])
+            ...         base = aggregator.checkout("ward-7")
+            ...         numbers = aggregator.submit("ward-7", [base[0] + 1], samples=10)
+            ...         aggregator.save(folder + "/state")
+            >>> aggregator.version, aggregator.model
+            (2, [tensor([1.])])
+        """
+        aggregator = cls(rule, model, weights=weights, space=space)
+        if tensor_file.check_path(path).exists():
+            aggregator.load(tensor_file.load(path, FILE_KIND), replace=replace)
+        return aggregator
+
+    def load(self, state: Mapping[str, Any], *, replace: bool = False) -> None:
         """Resume from a state that `state` returned, in place of the current one.
 
         The constructor's `model` determines the kind of the models, and its `weights` the weights of the clients. The
         reported sample counts are restored.
 
+        Args:
+            state: the result of `state`.
+            replace: accept other options of the rule, but not another class, nor another clip or noise of `Private`.
+
         Raises:
-            ArgumentError: if it is no such tree, or one of another rule or model. Nothing has changed then.
+            ArgumentError: if it is not such a tree, or one of another rule or model. Nothing has changed then.
 
         Example:
             >>> import torch
@@ -312,9 +378,13 @@ class AsyncAggregator:
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS:
             raise ArgumentError("state: expected the result of AsyncAggregator.state()")
-        mine = import_path(type(self._rule))
-        if state["rule"] != mine:
-            raise ArgumentError(f"state: rule: expected {mine}, got {short_repr(state['rule'])}")
+        given = fingerprint("rule", self._rule)
+        difference = rule_difference(state["rule"], given, replace=replace)
+        if difference is not None:
+            raise ArgumentError(f"state: {difference}")
+        saved_class = state["rule"].get("class") if isinstance(state["rule"], dict) else None
+        if saved_class != given["class"]:
+            raise ArgumentError(f"state: rule: expected {given['class']}, got {short_repr(saved_class)}")
         tree = tree_map(dict(state), copy_tensor)
         with self._update_lock.lock:
             weights = self._state.value.weights

@@ -1,5 +1,7 @@
-"""The dispatch message of a client, built without the lock of the server."""
+"""Tickets and dispatch messages, which are built without the lock of the server."""
 
+import os
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
@@ -9,10 +11,14 @@ from manifoldagg._validation import check_choice, check_finite, check_shape, is_
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
-from manifoldagg.federated.types import ClientState, Message, Rule
+from manifoldagg.federated.server.durability.manager import DurabilityManager
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
+from manifoldagg.federated.server.state import PendingTicket, ServerState
+from manifoldagg.federated.types import ClientState, Message, Rule, Ticket
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["check_base_dtype", "make_message", "round_base"]
+__all__ = ["TicketIssuer", "check_base_dtype", "make_message"]
 
 BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,12 +38,93 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
     return base_dtype
 
 
-def round_base(current: Tensor, base_dtype: torch.dtype | None) -> Tensor | None:
-    """Round the base to the narrow dtype; `None` if there is none, or if it overflows."""
-    if base_dtype is None:
-        return None
-    base = current.to(base_dtype)
-    return base if is_finite(base) else None
+class TicketIssuer:
+    """Issuer of tickets for the current model.
+
+    Args:
+        state: the state of the server.
+        space: the space of the models.
+        rule: the aggregation rule.
+        base_dtype: the narrow dtype of stored bases; `None` for the dtype of the models.
+        durability: the journal, which must contain the base of each ticket.
+        clock: the clock of the server.
+    """
+
+    def __init__(
+        self,
+        state: AtomicReference[ServerState],
+        space: Manifold,
+        rule: Rule,
+        base_dtype: torch.dtype | None,
+        durability: DurabilityManager,
+        clock: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._space = space
+        self._rule = rule
+        self._base_dtype = base_dtype
+        self._durability = durability
+        self._clock = clock
+
+    def issue(self, client: Hashable, *, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None]:
+        """Issue a ticket for the current model, and return it with the stored base.
+
+        Args:
+            client: the valid name of a client.
+            retain_base: whether the server stores the base.
+            copies: whether the message has its own memory.
+
+        Raises:
+            ArgumentError: if the server was closed, or the rule does not return a message of its space.
+            BusyError: if `max_in_flight` tickets are in flight.
+        """
+        # The loop repeats only if another thread has moved the model in the meantime.
+        while (issued := self._try_issue(client, retain_base, copies)) is None:
+            pass
+        return issued
+
+    def round_base(self, current: Tensor) -> Tensor | None:
+        """Round a model to the narrow dtype; `None` without one, or if the model overflows."""
+        if self._base_dtype is None:
+            return None
+        base = current.to(self._base_dtype)
+        return base if is_finite(base) else None
+
+    def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
+        """Issue a ticket for the current model; `None`, without any change, if its version is no longer retained.
+
+        A concurrent checkpoint may not contain that version, so that a journal replay would not find it.
+        """
+        state = self._state.value
+        state.check_capacity()
+        key = state.current_key
+        stored = state.store.find(key)
+        base = None
+        if retain_base and self._base_dtype is not None:
+            narrow_key = ("base", state.model_state.version)
+            narrow = state.store.find(narrow_key)
+            # A base in a file is rounded again, which is faster than reading the file.
+            base = narrow.tree if isinstance(narrow, InMemoryTree) else self.round_base(state.model_state.current)
+            if base is not None:
+                key = narrow_key
+                stored = InMemoryTree(base) if narrow is None else narrow
+        client_state = state.store.load(("client", client))
+        message, custom_start = make_message(
+            self._space, self._rule, state.model_state, client_state, base, copies=copies
+        )
+        ticket_id = os.urandom(16).hex()
+        version = state.model_state.version
+        ticket = PendingTicket(client, version, key if retain_base else None, self._clock(), custom_start)
+
+        def with_ticket(now: ServerState) -> tuple[ServerState, bool]:
+            is_released = now.model_state.version != version and now.store.find(key) is None
+            if retain_base and is_released and self._durability.journal is not None:
+                return now, False
+            return now.with_ticket(ticket_id, ticket, stored), True
+
+        if not self._state.update(with_ticket):
+            return None
+        return Ticket(ticket_id, version, message, self._space), stored
 
 
 def make_message(

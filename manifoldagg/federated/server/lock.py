@@ -1,5 +1,6 @@
 """Reentrant locks that know their owner, and the lock that applies updates one at a time."""
 
+import os
 import threading
 from itertools import count
 
@@ -77,6 +78,7 @@ class UpdateLock(OwnedLock):
     def __init__(self, max_queued: int | None) -> None:
         super().__init__()
         self.max_queued = max_queued
+        self._pid = os.getpid()
         # Updates that have ended remain here until the next one is registered. Their locks are free.
         self._updates: dict[PendingUpdate, None] = {}
         self._positions = count()
@@ -111,6 +113,17 @@ class UpdateLock(OwnedLock):
         waiting = sum(other is not None and other < place for other in others)
         if waiting > self.max_queued:
             raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
+
+    def check_process(self) -> None:
+        """Reject calls in a forked process: its state is a copy that clients do not know.
+
+        Raises:
+            ArgumentError: if the lock was created in another process.
+        """
+        if os.getpid() != self._pid:
+            raise ArgumentError(
+                f"server: belongs to process {self._pid}, of which this is a fork; it can only be read here"
+            )
 
     def check(self) -> None:
         """Reject calls from within an update, whose thread would wait for itself.

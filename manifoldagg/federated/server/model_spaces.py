@@ -2,7 +2,6 @@
 
 import glob
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,17 +94,17 @@ def initial_model(
 def resumed_space(
     model: torch.nn.Module | Mapping[str, Tensor] | Manifold,
     saved_policies: Mapping[str, str],
-    options: dict[str, Any],
+    buffer_policy: BufferPolicy | None,
     manifolds: Assignment | None,
     adapters: bool | None,
     scaling: Scaling,
-) -> Manifold:
-    """Return the space of a server that is resumed, and resolve a `buffer_policy` in `options`.
+) -> tuple[Manifold, BufferPolicy | None]:
+    """Return the space of a server that is resumed, and the policies of its buffers; `None` for the saved ones.
 
     Args:
         model: a module or a state dict, or the space itself.
-        saved_policies: the policies of the checkpoint, by the names of the buffers. They apply if `options` has none.
-        options: the keywords of the server. The function replaces `buffer_policy` for a module with frozen parameters.
+        saved_policies: the policies of the checkpoint, by the names of the buffers.
+        buffer_policy: the policies that replace the saved ones.
         manifolds: as in `model_space`.
         adapters: as in `model_space`.
         scaling: as in `model_space`.
@@ -118,18 +117,16 @@ def resumed_space(
             default = 1.0 if name == "scaling" else None
             if not (value is default or (type(value) is float and value == default)):
                 raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
-        return model
+        return model, buffer_policy
     # The name of a buffer may contain the special characters of a pattern. A pattern of a sequence may match nothing.
     saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
     space, policies = model_space(
         model,
-        options.get("buffer_policy", saved),
+        saved if buffer_policy is None else buffer_policy,
         manifolds,
         adapters,
         scaling,
         expected="a torch.nn.Module, a state dict or a Manifold",
         usage="Server.resume(path, model, rule)",
     )
-    if "buffer_policy" in options:
-        options["buffer_policy"] = policies
-    return space
+    return space, None if buffer_policy is None else policies

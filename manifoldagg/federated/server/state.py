@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from immutables import Map
 
-from manifoldagg._validation import check_count, check_number, other_type_hint, short_repr
+from manifoldagg._validation import other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
@@ -25,6 +25,7 @@ from manifoldagg.federated.server.events import (
     Expired,
     Rejected,
 )
+from manifoldagg.federated.server.options import ServerLimits
 from manifoldagg.federated.types import Outcome, Payload, Receipt, Update
 from manifoldagg.federated.weights import Weights, check_client
 
@@ -37,7 +38,6 @@ __all__ = [
     "PendingLog",
     "PendingNotification",
     "PendingTicket",
-    "ServerLimits",
     "ServerState",
     "StaleTicketError",
     "Subscription",
@@ -56,46 +56,6 @@ HistoryRow = dict[str, object]
 
 class StaleTicketError(ArgumentError):
     """The version of a ticket is too old, so that the ticket can accept no update."""
-
-
-class ServerLimits(NamedTuple):
-    """The limits of a server; `None` for no limit.
-
-    Attributes:
-        max_staleness: the largest accepted staleness, in versions.
-        timeout: the seconds after which a ticket expires.
-        max_in_flight: the largest number of tickets in flight.
-        history_size: the number of latest rows that the history stores.
-        receipt_cache_size: the number of latest receipts that are stored.
-    """
-
-    max_staleness: int | None = None
-    timeout: float | None = None
-    max_in_flight: int | None = None
-    history_size: int | None = None
-    receipt_cache_size: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        max_staleness: int | None,
-        timeout: float | None,
-        max_in_flight: int | None,
-        history_size: int | None,
-        receipt_cache_size: int,
-    ) -> "ServerLimits":
-        """Return validated limits.
-
-        Raises:
-            ArgumentError: naming the limit that is out of range.
-        """
-        return cls(
-            max_staleness=None if max_staleness is None else check_count("max_staleness", max_staleness, at_least=0),
-            timeout=None if timeout is None else check_number("timeout", timeout, above=0),
-            max_in_flight=None if max_in_flight is None else check_count("max_in_flight", max_in_flight),
-            history_size=None if history_size is None else check_count("history_size", history_size, at_least=0),
-            receipt_cache_size=check_count("receipt_cache_size", receipt_cache_size, at_least=0),
-        )
 
 
 class PendingTicket(NamedTuple):
@@ -280,14 +240,14 @@ class ServerState(NamedTuple):
             return found.receipt
         if self._is_stale(found.version):
             staleness = self.model_state.version - found.version
-            raise StaleTicketError(f"staleness: expected at most {self.limits.max_staleness}, got {staleness}")
+            raise StaleTicketError(f"staleness: expected at most {self.limits.update.max_staleness}, got {staleness}")
         if found.base_key is not None and found.base_key not in self.store:  # released under an earlier max_staleness
             raise StaleTicketError(f"staleness: version {found.version} is no longer retained")
         return found
 
     def _is_stale(self, version: int) -> bool:
         """Whether no ticket of a version can be accepted any more."""
-        most = self.limits.max_staleness
+        most = self.limits.update.max_staleness
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
@@ -366,8 +326,8 @@ class ServerState(NamedTuple):
             weights=self.weights.with_report(client, applied.update.samples),
             pending_notifications=untold,
         )
-        if self.limits.max_staleness is not None and applied.model is not None:
-            oldest = applied.after.version - self.limits.max_staleness - 1
+        if self.limits.update.max_staleness is not None and applied.model is not None:
+            oldest = applied.after.version - self.limits.update.max_staleness - 1
             state = state.without_stale_versions([("version", oldest), ("base", oldest)])
         if self.pending_log is not None or self.subscriptions:
             state = state._with_acceptance(applied, receipt, row)

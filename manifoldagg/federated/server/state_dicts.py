@@ -2,38 +2,99 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.server.input_warnings import warn_if_difference
+from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
-from manifoldagg.federated.types import Payload, check_parameter_space
+from manifoldagg.federated.types import Payload, Rule, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, ParameterSpace
 from manifoldagg.manifolds.layout import EXTRA_STATE
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
-__all__ = ["payload_from_state_dict", "payload_names"]
+__all__ = ["StateDictConverter"]
 
 
-def payload_names(model: Any) -> dict[str, str]:
-    """Return the fields of a payload, and the argument that contains them if a client returns a state dict."""
-    names = {"points": "model", "buffers": "model"}
-    return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
+class StateDictConverter:
+    """Converter between the points of a server and the state dicts of modules and clients.
+
+    Args:
+        schema: the schema of the server's payloads.
+        rule: the aggregation rule.
+    """
+
+    def __init__(self, schema: PayloadSchema, rule: Rule) -> None:
+        self._schema = schema
+        self._rule = rule
+
+    def state_dict(self, model_state: ModelState) -> dict[str, Tensor]:
+        """Return the current model and its buffers.
+
+        Raises:
+            ArgumentError: if the space is not a `ParameterSpace`.
+        """
+        return check_parameter_space(self._schema.space).state_dict(model_state.current, model_state.buffers or None)
+
+    def spec(self) -> dict[str, Any]:
+        """Return the specification of the space.
+
+        Raises:
+            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a space of another package.
+        """
+        return check_parameter_space(self._schema.space).spec()
+
+    def payload_loader(
+        self, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
+    ) -> Callable[[PendingTicket], Payload]:
+        """Return a function that converts a client's state dicts to a payload, for the ticket that it is given.
+
+        Args:
+            model: one or more state dicts, or a function that returns them, as in `Server.receive_model`.
+            samples: the number of samples that the client trained on.
+            scaling: the scaling of the client's adapters, if it differs from that of the server.
+            state: the state of the server.
+
+        Raises:
+            ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
+        """
+        if any(extra_fields(self._rule)):
+            raise ArgumentError(
+                f"rule: {type(self._rule).__name__} requires more than models from clients; use `receive`"
+            )
+        check_parameter_space(self._schema.space)
+
+        def load(ticket: PendingTicket) -> Payload:
+            if isinstance(model, torch.nn.Module):  # a module can be called too
+                raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
+            key = None if ticket.custom_start else ticket.base_key
+            load_base = partial(state.store.load, key)
+            models = model() if callable(model) else model
+            return _payload(self._schema, models, samples, state.model_state.current, load_base, scaling)
+
+        return load
+
+    @staticmethod
+    def field_names(model: Any) -> dict[str, str]:
+        """Return the fields of a payload, and the argument that contains them if a client returns state dicts."""
+        names = {"points": "model", "buffers": "model"}
+        return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
 
 
-def payload_from_state_dict(
+def _payload(
     schema: PayloadSchema,
     model: Any,
     samples: Any,
     current: Tensor,
     load_base: Callable[[], Tensor | None],
-    *,
-    scaling: Scaling | None = None,
+    scaling: Scaling | None,
 ) -> Payload:
     """Build the payload of a client's state dicts.
 

@@ -79,7 +79,7 @@ class MessageCodec:
             The id of the ticket, and the records of the message.
         """
         # The server does not reuse the memory of the model as long as `base` exists.
-        ticket, base = self._server._dispatch_shared(node)
+        ticket, base = self._server.dispatch_shared(node)
         message = ticket.message
         if self._wire or (self._wire_if_needed and (message.tensors or message.numbers)):
             return ticket.id, {RECORD_KEY: bytes_to_record(pack(ticket, compress=self._compress))}

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Rule, Server
+from manifoldagg.federated import Durability, Rule, Server
 from manifoldagg.federated.server.client_sampling import ClientSampler, rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.integrations.flower.codec import MessageCodec
@@ -24,6 +24,7 @@ from manifoldagg.integrations.flower.metrics import bounded_metrics, weighted_me
 from manifoldagg.integrations.flower.reporting import RunReport, log_metrics, log_start
 from manifoldagg.integrations.flower.rounds import Rounds
 from manifoldagg.integrations.flower.setup import ModelSource, build_server
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
 
 __all__ = ["FlowerMessage", "TrainingLoop"]
 
@@ -54,7 +55,8 @@ class TrainingLoop(Strategy):
     weighted_by_key: str
     arrayrecord_key: str
     seed: int
-    checkpoint: CheckpointPolicy | None
+    buffer_policy: BufferPolicy
+    durability: Durability
     resume: bool
     replace: bool
     on_event: tuple[Callback, ...]
@@ -144,15 +146,17 @@ class TrainingLoop(Strategy):
 
     def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
         """Set up the server and the rounds before the first round."""
-        path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        checkpoint = self.durability.checkpoint
+        path = None if checkpoint is None else Path(checkpoint.path)
         resume = self.resume and path is not None
         self.server = build_server(
             self.rule,
             self.model,
             initial_arrays,
+            buffer_policy=self.buffer_policy,
+            durability=self.durability,
             resume=resume,
             replace=self.replace,
-            checkpoint=self.checkpoint,
             **self.server_options,
         )
         for unsubscribe in self._unsubscribe:  # a checkpoint of an earlier run may still be written
@@ -305,7 +309,7 @@ class TrainingLoop(Strategy):
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint; a full disk does not lose the result in memory."""
-        if self.checkpoint is not None:
+        if self.durability.checkpoint is not None:
             try:
                 self.server.save()
             except CheckpointError as error:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import closest_match, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.federated import CheckpointPolicy, Rule, Server
+from manifoldagg.federated import Durability, InitialModel, Rule, Server, ServerLimits
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.integrations.flower.records import state_dict
 from manifoldagg.manifolds import Flat, ParameterSpace
-from manifoldagg.manifolds.buffer_policies import check_buffer_policy
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
 
 __all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
@@ -31,7 +30,6 @@ FLOWER_EQUIVALENTS = {
     ),
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "pass it to start"),
     "max_in_flight": CONCURRENCY_HINT,
-    "buffers": "initial_arrays contains them",
 }
 """The equivalents of options of Flower's strategies and of a server that the strategy does not have."""
 
@@ -73,11 +71,9 @@ def check_options(options: Mapping[str, Any], strategy_options: Collection[str])
             near = closest_match(name, listed)
             meant = FLOWER_EQUIVALENTS.get(name, "" if near is None else f"did you mean {near}?")
             raise ArgumentError(f"{name}: expected one of the options {', '.join(listed)}{meant and f': {meant}'}")
-    alone = dict(options)
-    check_buffer_policy(alone.pop("buffer_policy", ()))
-    if (journal := alone.pop("journal", None)) is not None:
-        Journal.of(journal)
-    Server(Flat(1), FedAsync(), torch.zeros(1, dtype=torch.float64), **alone)
+    if ServerLimits.of(options.get("limits", ServerLimits())).max_in_flight is not None:
+        raise ArgumentError(f"limits: max_in_flight: expected None; {CONCURRENCY_HINT}")
+    Server(Flat(1), FedAsync(), torch.zeros(1, dtype=torch.float64), **options)
 
 
 def build_server(
@@ -85,9 +81,10 @@ def build_server(
     model: ModelSource,
     arrays: ArrayRecord,
     *,
+    buffer_policy: BufferPolicy,
+    durability: Durability,
     resume: bool,
     replace: bool,
-    checkpoint: CheckpointPolicy | None,
     **options: Any,
 ) -> Server:
     """Build a server from initial arrays, or resume it from its checkpoint or its journal.
@@ -96,9 +93,10 @@ def build_server(
         rule: the aggregation rule.
         model: the module that determines which arrays are parameters. `None`: their names and dtypes determine it.
         arrays: the complete state dict.
+        buffer_policy: the policies of the buffers.
+        durability: the checkpoints and the journal.
         resume: whether to resume if the checkpoint or the journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
-        checkpoint: the path and the frequency of checkpoints.
         **options: keyword arguments of the server.
 
     Raises:
@@ -114,13 +112,13 @@ def build_server(
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
-    policy = options.pop("buffer_policy", ())
     if module is not None:  # frozen parameters are left unchanged
-        policy = dict(ParameterSpace.of(module, buffer_policy=policy).buffer_policies)
-    options |= {"buffers": carried, "buffer_policy": policy, "checkpoint": checkpoint}
-    if resume and checkpoint is not None:
-        return Server.open(checkpoint.path, space, rule, start, replace=replace, **options)
-    return Server(space, rule, start, **options)
+        buffer_policy = dict(ParameterSpace.of(module, buffer_policy=buffer_policy).buffer_policies)
+    initial = InitialModel(start, carried, buffer_policy)
+    if resume and durability.checkpoint is not None:
+        path = durability.checkpoint.path
+        return Server.open(path, space, rule, initial, durability=durability, replace=replace, **options)
+    return Server(space, rule, initial, durability=durability, **options)
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace as replace_fields
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,17 @@ from torch import nn
 
 from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import CheckpointPolicy, Rule
+from manifoldagg.federated import Durability, Rule
 from manifoldagg.federated.server.client_sampling import rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
+from manifoldagg.federated.server.options import check_option
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
 from manifoldagg.integrations.flower.loop import AggregateFn, FlowerMessage, TrainingLoop
 from manifoldagg.integrations.flower.metrics import bounded_metrics, sample_count, weighted_mean, with_sample_count
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
+from manifoldagg.manifolds.buffer_policies import BufferPolicy, check_buffer_policy
 
 __all__ = ["Asynchronous"]
 
@@ -66,8 +67,9 @@ class Asynchronous(TrainingLoop):
             samples.
         evaluate_metrics_aggr_fn: aggregates the records of an evaluation. `None`: the mean weighted by samples.
         seed: the seed of client sampling.
-        checkpoint: the path and the frequency of checkpoints; `start` writes one when it returns. The metrics of the
-            rounds are stored next to it.
+        buffer_policy: the policies of the buffers, as in `Server.of`.
+        durability: the checkpoints and the journal. `start` also writes a checkpoint when it returns. The metrics of
+            the rounds are stored next to it.
         resume: whether `start` resumes from the checkpoint, if it exists.
         replace: whether `rule` and `clock` may differ from those in the checkpoint; see `Server.resume`.
         on_event: callbacks that are subscribed to the server of each `start`, before its first event. See
@@ -107,7 +109,8 @@ class Asynchronous(TrainingLoop):
         train_metrics_aggr_fn: AggregateFn | None = None,
         evaluate_metrics_aggr_fn: AggregateFn | None = None,
         seed: int = 0,
-        checkpoint: CheckpointPolicy | None = None,
+        buffer_policy: BufferPolicy = (),
+        durability: Durability = Durability(),
         resume: bool = False,
         replace: bool = False,
         on_event: Sequence[Callback] = (),
@@ -122,13 +125,13 @@ class Asynchronous(TrainingLoop):
                 check_count(name, count)
         if concurrency is not None:
             sampler_for(rule, list(rule_attribute(rule, "routing") or ()), concurrency, np.random.default_rng(0))
-        if checkpoint is not None and not isinstance(checkpoint, CheckpointPolicy):
-            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {short_repr(checkpoint)}")
+        check_option("durability", durability, Durability)
+        check_buffer_policy(buffer_policy)
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
             check_choice(name, given, (True, False))
         check_choice("wire", wire, (None, True, False))
-        if resume and checkpoint is None:
-            raise ArgumentError("resume: expected a `checkpoint` to resume from")
+        if resume and durability.checkpoint is None:
+            raise ArgumentError("resume: expected a checkpoint in `durability` to resume from")
         check_options(server_options, STRATEGY_OPTIONS)
         self.model = model
         self.updates = updates
@@ -147,7 +150,8 @@ class Asynchronous(TrainingLoop):
         self.train_metrics_aggr_fn: AggregateFn = train_metrics_aggr_fn or weighted_mean
         self.evaluate_metrics_aggr_fn: AggregateFn = evaluate_metrics_aggr_fn or weighted_mean
         self.seed = check_count("seed", seed, at_least=0)
-        self.checkpoint = checkpoint
+        self.buffer_policy = buffer_policy
+        self.durability = durability
         self.resume = resume
         self.replace = replace
         self.on_event = check_callbacks(on_event)
@@ -260,15 +264,12 @@ class Asynchronous(TrainingLoop):
         These are the numbers that the server was given, or those that the nodes report, with the server's cap. Contents
         without a valid number have no weight.
         """
-        weights = self.server._state.value.weights
-        # The server does not cap numbers that its own weights do not use.
-        caps = replace_fields(weights, kind="observed")
         found = []
         for node, content in contents:
             samples = sample_count(content, self.weighted_by_key)
             if samples is not None:
-                known = weights.sample_counts.get(node) or caps.capped(node, samples)
-                found.append(with_sample_count(content, self.weighted_by_key, known))
+                counted = self.server.capped_samples(node, samples)
+                found.append(with_sample_count(content, self.weighted_by_key, counted))
         return found
 
     def _process_reply(self, reply: FlowerMessage) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from manifoldagg.curves import SAM, Bezier, Phases, Training, fit, refresh_buffers
 from manifoldagg.errors import ArgumentError, StateDictError
-from manifoldagg.federated import Message, Server, Trainer, clients, rules
+from manifoldagg.federated import InitialModel, Message, Server, Trainer, clients, rules
 from manifoldagg.federated.clients.base import count_samples
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, SpecialOrthogonal, Sphere, check_point, distance
 from manifoldagg.manifolds.optimizers import RiemannianSGD
@@ -286,7 +286,7 @@ def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
     net = network(frozen=True)
     space = ParameterSpace.of(net)
     patterns = {"4.*": "leave", "*": "average"}
-    server = Server(space, rule, space.point(net), buffers=space.buffers(net), buffer_policy=patterns)
+    server = Server(space, rule, InitialModel(space.point(net), space.buffers(net), patterns))
     before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
     loss = space.loss(net, nn.functional.cross_entropy)
     ticket = server.dispatch(0)
@@ -312,7 +312,7 @@ def test_tasks_of_one_loss_do_not_see_each_other():
     """What a client computes is fixed when it is dispatched, its statistics too."""
     net = network()
     space = ParameterSpace.of(net)
-    server = Server(space, rules.FedAsync(0.5), space.point(net), buffers=space.buffers(net))
+    server = Server(space, rules.FedAsync(0.5), InitialModel(space.point(net), space.buffers(net)))
     loss = space.loss(net, nn.functional.cross_entropy)
     messages = [server.dispatch(i).message for i in range(2)]
     sent = [trained_whole(space, message, loss).buffers for message in messages]
@@ -341,7 +341,7 @@ def test_a_message_without_buffers_asks_for_none():
 def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
     net = network()
     space = ParameterSpace.of(net)
-    message = Server(space, rules.FedAsync(0.5), space.point(net), buffers=space.buffers(net)).dispatch(0).message
+    message = Server(space, rules.FedAsync(0.5), InitialModel(space.point(net), space.buffers(net))).dispatch(0).message
 
     def never(theta, batch):
         raise AssertionError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import manifoldagg
 from manifoldagg.curves import Simplex
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Message, Payload, Rule, Server, Trainer, Update, UpdateInfo
+from manifoldagg.federated import MemoryPolicy, Message, Payload, Rule, Server, Trainer, Update, UpdateInfo
 from manifoldagg.federated.clients import floco as client
 from manifoldagg.federated.rules import FedAvg
 from manifoldagg.federated.rules.floco import FLOCO, min_energy_scale, principal_axes, project_to_simplex
@@ -267,7 +267,7 @@ def test_entries_of_any_size_are_projected_on_the_simplex():
 @pytest.mark.parametrize("late", [0, 2])
 def test_nothing_drifts_where_bases_are_rounded_and_nobody_moves(late):
     start = torch.full((P,), 1.003) + 0.1 * draw(0, P, dtype=torch.float32)
-    server = Server(SPACE, FLOCO(2, 3, initial_std=0.1), start, base_dtype=torch.bfloat16)
+    server = Server(SPACE, FLOCO(2, 3, initial_std=0.1), start, memory=MemoryPolicy(base_dtype=torch.bfloat16))
     away = [server.dispatch(i) for i in range(2 * late)]
     for i in range(100):
         away.append(server.dispatch(i % 5))

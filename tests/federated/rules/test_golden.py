@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, UpdateInfo, aggregate
+from manifoldagg.federated import InitialModel, Payload, Server, UpdateInfo, aggregate
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
@@ -76,12 +76,7 @@ def agree(name, seed, script, manifolds=None):
     space = ParameterSpace.of_state_dict(state_dict, manifolds, buffer_policy=list(POLICIES))
     chosen = policies(RULES[name])
     server = Server(
-        space,
-        RULES[name],
-        space.point(state_dict),
-        weights=SHARE,
-        buffers=space.buffers(state_dict),
-        buffer_policy=chosen,
+        space, RULES[name], InitialModel(space.point(state_dict), space.buffers(state_dict), chosen), weights=SHARE
     )
     state, current, open_, receipts = None, state_dict, [], 0
     for i, (client, place) in enumerate(script):

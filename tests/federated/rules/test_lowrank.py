@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.corrections import DelayCompensated, OrthoDC, OrthoDyn, Pairwise, Position
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, Update, aggregate
+from manifoldagg.federated import MemoryPolicy, Payload, Server, ServerLimits, Update, aggregate
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import (
     ASGD,
@@ -270,7 +270,13 @@ def driven(server, turns, seed):
 @pytest.mark.parametrize("rule", [FedBuff(2), CA2FL(2), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str)
 def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
-    server = Server(SPACE, rule, start, update_limits=UpdateLimits(norm_factor=100.0), base_dtype=torch.bfloat16)
+    server = Server(
+        SPACE,
+        rule,
+        start,
+        limits=ServerLimits(UpdateLimits(norm_factor=100.0)),
+        memory=MemoryPolicy(base_dtype=torch.bfloat16),
+    )
     driven(server, 5, 0)
     server.save(tmp_path / "server")
     other = Server.resume(tmp_path / "server", SPACE, rule)

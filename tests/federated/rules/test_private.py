@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated import Payload, Server, Update, UpdateInfo, UpdateLimits, aggregate, rules
+from manifoldagg.federated import (
+    Durability,
+    Payload,
+    Server,
+    ServerLimits,
+    Update,
+    UpdateInfo,
+    UpdateLimits,
+    aggregate,
+    rules,
+)
 from manifoldagg.federated.rules import FADAS, DeFedAvg, FedAdam, FedAvg, FedBuff, Momentum, Private
 from manifoldagg.federated.rules._base import commit
 from manifoldagg.federated.staleness import Constant
@@ -170,7 +180,7 @@ def test_who_has_taken_part_often_enough_is_refused_and_others_go_on():
 @pytest.mark.parametrize("rule", [SUMS[2], FADAS(2), Momentum(Private(FedBuff(2), 0.5, 1.0))], ids=str)
 def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
     rule = rule if isinstance(rule, Momentum) else Private(rule, 0.5, 1.0)
-    one = Server(SPACE, rule, torch.zeros(P), journal=tmp_path / "journal")
+    one = Server(SPACE, rule, torch.zeros(P), durability=Durability(journal=tmp_path / "journal"))
     for i in range(3):
         one.receive(one.dispatch("abc"[i]), Payload(draw(i, 1, P, dtype=torch.float32), 1))
     one.save(tmp_path / "saved")
@@ -179,14 +189,14 @@ def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
     for ticket, payload in rest:
         one.receive(ticket, payload)
     expected, told = one.model, one.history[-1]["participations"]
-    two = Server.resume(tmp_path / "saved", SPACE, rule, journal=None)
+    two = Server.resume(tmp_path / "saved", SPACE, rule, durability=Durability(journal=None))
     for ticket, payload in rest:
         two.receive(ticket, payload)
     assert torch.equal(two.model, expected)
     assert (two.history[-1]["participations"], two.version) == (told, one.version)
     one.close()
     # The journal tells of all that came since.
-    three = Server.resume(tmp_path / "saved", SPACE, rule, journal=tmp_path / "journal")
+    three = Server.resume(tmp_path / "saved", SPACE, rule, durability=Durability(journal=tmp_path / "journal"))
     assert torch.equal(three.model, expected)
     three.close()
 
@@ -260,13 +270,16 @@ def descended(rule):
         ),
         (
             lambda: Server(
-                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), update_limits=UpdateLimits(norm_factor=10.0)
+                SPACE,
+                Private(FedBuff(2), 1.0, 1.0),
+                torch.zeros(P),
+                limits=ServerLimits(UpdateLimits(norm_factor=10.0)),
             ),
             "update_limits: norm_factor: expected None with Private: updates of some clients would limit those of others",
         ),
         (
             lambda: Server(
-                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), update_limits=UpdateLimits(clip_factor=2.0)
+                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), limits=ServerLimits(UpdateLimits(clip_factor=2.0))
             ),
             "update_limits: clip_factor: expected None with Private",
         ),
@@ -283,7 +296,7 @@ def test_what_would_break_the_promise_is_refused(make, words):
 
 
 def test_receipts_say_how_much_was_left_of_an_update():
-    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), update_limits=UpdateLimits(clip=1.0))
+    server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), limits=UpdateLimits(clip=1.0))
     for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
         point = torch.zeros(1, P)
         point[0, 0] = length

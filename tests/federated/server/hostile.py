@@ -20,6 +20,7 @@ from manifoldagg.federated import Payload, Server, Ticket
 from manifoldagg.federated.server.events import Accepted
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, versions
+from tests.server_options import grouped
 
 P = 3
 PATIENCE = 120.0
@@ -261,7 +262,7 @@ def scene(rule=Adds, retain_base=True, **options):
     told = []
     clock = Clock()
     start = torch.zeros(P, dtype=torch.float64)
-    server = Server(Flat(P), rule(), start, timeout=60.0, clock=clock, **options)
+    server = Server(Flat(P), rule(), start, clock=clock, **grouped(timeout=60.0, **options))
     server.on_event(lambda event: told.append(dict(event.row)) if isinstance(event, Accepted) else None)
     made = Scene(server, None, told, clock, retain_base, options.get("memory_limit") == 0)
     server.dispatch("early", retain_base=retain_base)
@@ -286,7 +287,7 @@ def files(folder):
 def quiet(scene):
     """Nothing is stuck and nothing held: another update is taken, and when every ticket is gone only the model is kept."""
     server = scene.server
-    assert server._update_lock.tickets == []
+    assert server._updates.lock.tickets == []
     assert scene.receive(server.dispatch("next", retain_base=scene.retain_base)).accepted
     # Of what was interrupted while it was told, perhaps twice.
     assert list(dict.fromkeys(map(repr, scene.told))) == [*map(repr, server.history)]

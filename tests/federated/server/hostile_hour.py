@@ -14,7 +14,7 @@ import torch
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server
+from manifoldagg.federated import InitialModel, Payload, Server
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import Adds, Gathers
 from tests.federated.server.hostile import (
@@ -225,7 +225,7 @@ def test_a_handler_reads_a_state_dict_during_receive():
     space = ParameterSpace.of(net)
 
     def make():
-        server = Server(space, Adds(), space.point(net), buffers=space.buffers(net))
+        server = Server(space, Adds(), InitialModel(space.point(net), space.buffers(net)))
         return server, server.dispatch("a")
 
     def act(made):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import manifoldagg
-from manifoldagg.federated import Payload, Server, UpdateInfo, clients
+from manifoldagg.federated import InitialModel, Payload, Server, UpdateInfo, clients
 from manifoldagg.federated.clients.asynccurve import AsyncCurve as CurveClient
 from manifoldagg.federated.clients.floco import FLOCO as SimplexClient
 from manifoldagg.federated.rules import (
@@ -126,7 +126,7 @@ def test_through_a_server_the_adapter_moves_and_nothing_else(name):
     assert {leaf.name for leaf in space.layout.leaves} == learns
     before = copy.deepcopy(model.state_dict())
     frozen = bits(before, before.keys() - learns)
-    server = Server(space, rule, space.point(model), buffers=space.buffers(model), buffer_policy={"*": "leave"})
+    server = Server(space, rule, InitialModel(space.point(model), space.buffers(model), {"*": "leave"}))
     loss = space.loss(model, nn.functional.cross_entropy)
     tickets = {i: server.dispatch(i) for i in range(3)}
     for turn in range(7):
@@ -193,7 +193,7 @@ def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
     space = ParameterSpace.of(model)
     assert space.dtype == torch.float32
     frozen = bits(model.state_dict(), space.buffers(model))
-    server = Server(space, FedAvg(1), space.point(model), buffers=space.buffers(model), buffer_policy={"*": "leave"})
+    server = Server(space, FedAvg(1), InitialModel(space.point(model), space.buffers(model), {"*": "leave"}))
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload((ticket.message.start + 1)[None], 1)).accepted
     after = server.state_dict()

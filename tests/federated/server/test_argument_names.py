@@ -73,10 +73,10 @@ def test_the_constructor_names_its_arguments():
     def call(space, rule, start, **options):
         Server(space, rule, start, **options)
 
-    good = {"space": SPACE, "rule": RULE, "start": SPACE.point(MODEL), "buffers": SPACE.buffers(MODEL)}
+    good = {"space": SPACE, "rule": RULE, "start": SPACE.point(MODEL)}
     options = inspect.signature(Server).parameters.values()
     good |= {option.name: option.default for option in options if option.name not in good}
-    check_messages(call, good, skip=("journal", "clock"))
+    check_messages(call, good, skip=("clock",))
 
 
 @pytest.mark.parametrize("model", [MODEL, STATE], ids=["a module", "a state dict"])
@@ -98,7 +98,7 @@ def test_constructors_from_a_model_name_their_arguments(model, tmp_path):
     def resume(path, **arguments):
         Server.resume(tmp_path / "server" if path == "saved" else path, **arguments)
 
-    good = {**good, "replace": False, "max_staleness": None}
+    good = {**good, "replace": False, "ignore_journal": False}
     # A path that does not exist is named by itself.
     check_messages(resume, {"path": "saved", "model": model, **good}, skip=("path",))
     with pytest.raises(ArgumentError, match="^path: expected a path, got Sequential with 83 parameters$"):
@@ -246,7 +246,7 @@ def test_a_rule_that_does_not_support_the_space_is_reported_under_the_callers_ar
 
 
 def test_a_state_dict_is_rejected_under_the_name_model():
-    server = Server.of(net(), RULE, update_limits=UpdateLimits(max_norm=1.0))
+    server = Server.of(net(), RULE, limits=UpdateLimits(max_norm=1.0))
     far = {name: x + 10 if x.is_floating_point() else x for name, x in STATE.items()}
     for model, reason in (
         (far, r"^model: expected a norm <= 1, got"),
@@ -313,9 +313,9 @@ def test_a_model_is_represented_by_its_type_and_size():
         (lambda: rules.Momentum(RULE, betta=0.5), "Momentum() got an unexpected keyword argument 'betta'; did you mean 'beta'?"),
         (lambda: clients.Local(epoch=3), "Local() got an unexpected keyword argument 'epoch'; did you mean 'epochs'?"),
         (lambda: UpdateLimits(max_nrm=1.0), "UpdateLimits() got an unexpected keyword argument 'max_nrm'; did you mean 'max_norm'?"),
-        (lambda: Server(Flat(1), RULE, torch.zeros(1), max_stalenes=3), "Server() got an unexpected keyword argument 'max_stalenes'; did you mean 'max_staleness'?"),
+        (lambda: Server(Flat(1), RULE, torch.zeros(1), limit=3), "Server() got an unexpected keyword argument 'limit'; did you mean 'limits'?"),
         (lambda: Server.of(net(), RULE, adapter=True), "Server.of() got an unexpected keyword argument 'adapter'; did you mean 'adapters'?"),
-        (lambda: Server.of(net(), RULE, timeot=3), "Server.of() got an unexpected keyword argument 'timeot'; did you mean 'timeout'?"),
+        (lambda: Server.of(net(), RULE, memry=3), "Server.of() got an unexpected keyword argument 'memry'; did you mean 'memory'?"),
         (lambda: Server.resume("x", net(), RULE, replce=True), "Server.resume() got an unexpected keyword argument 'replce'; did you mean 'replace'?"),
         (lambda: AsyncAggregator(RULE, STATE, weight="uniform"), "AsyncAggregator() got an unexpected keyword argument 'weight'; did you mean 'weights'?"),
         (lambda: AsyncAggregator(RULE, STATE, adapters=True), "AsyncAggregator() got an unexpected keyword argument 'adapters'; pass space=ParameterSpace.of_state_dict(model, adapters=...)"),

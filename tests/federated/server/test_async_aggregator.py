@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg import AsyncAggregator, Server
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Message, Payload
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated import InitialModel, Message, Payload
 from manifoldagg.federated.rules import (
     ASGD,
     FLOCO,
@@ -25,6 +25,7 @@ from manifoldagg.federated.rules import (
     FedOrtho,
     Momentum,
     OrthoFL,
+    Private,
 )
 from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
@@ -70,8 +71,8 @@ def agree(name, seed, weights, script, manifolds=None):
         net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     first = net.state_dict()
     space = ParameterSpace.of_state_dict(first, manifolds, buffer_policy=policies(rule))
-    options = {"weights": WEIGHTS[weights], "buffer_policy": policies(rule)}
-    server = Server(space, rule, space.point(first), buffers=space.buffers(first), **options)
+    start = InitialModel(space.point(first), space.buffers(first), policies(rule))
+    server = Server(space, rule, start, weights=WEIGHTS[weights])
     versions = AsyncAggregator(rule, first, weights=WEIGHTS[weights], space=space)
     count = getattr(rule, "vertices", 1 if getattr(rule, "single_point", True) else 2)
     out, taken = [], 0
@@ -111,7 +112,7 @@ def agree(name, seed, weights, script, manifolds=None):
             del out[place % len(out)]
             samples = 1 + (seed + i) % 9
             points = torch.stack([point for point, _ in pairs])
-            brought = carried if options["buffer_policy"] is POLICIES else {}
+            brought = carried if policies(rule) is POLICIES else {}
             receipt = server.receive(ticket, Payload(points, samples, buffers=brought)).check()
             numbers = versions.submit(client, models if count > 1 else models[0], samples=samples, task=task)
             told = [(numbers[key], getattr(receipt, key)) for key in ("version", "staleness", "weight")]
@@ -161,8 +162,13 @@ def test_what_sends_clients_more_than_models_needs_a_server(rule, more):
         made(rule)
 
 
+def sends_a_more(client):
+    """The protocol of a client, one of which receives more than a model."""
+    return "client" if client == "a" else "server"
+
+
 def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
-    versions = made(OrthoFL(0.5, protocol=lambda client: "client" if client == "a" else "server"))
+    versions = made(OrthoFL(0.5, protocol=sends_a_more))
     for client in "ab":
         versions.submit(client, {"w": versions.checkout(client)["w"] + 1}, samples=1)
     unchanged(versions, "rule: OrthoFL sends clients more than models, rate, num_updates", versions.checkout, "a")
@@ -368,7 +374,7 @@ def test_a_state_of_something_else_is_refused():
     versions.checkout("a")
     saved = versions.state()
     for change, words in [
-        ({"rule": "x.Y"}, "state: rule: expected .*FedAsync, got 'x.Y'"),
+        ({"rule": "x.Y"}, "state: rule: was x.Y, got .*FedAsync"),
         ({"models": {0: {"w": torch.ones(2)}}}, "state: models: 0: w: expected shape"),
         ({"models": {}}, "state: expected the result of AsyncAggregator.state"),
         ({"in_flight": [("a", None, 5, False)]}, "state: in_flight: "),
@@ -426,3 +432,41 @@ def test_threads_take_turns():
     for thread in threads:
         thread.join()
     assert (versions.version, versions.in_flight) == (8, {})
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_other_options_of_a_rule_need_a_request_and_those_of_private_stay(tmp_path):
+    saved = made(FedAsync(0.5)).state()
+    versions = made(FedAsync(0.25))
+    unchanged(versions, "state: rule: rate: was 0.5, got 0.25; pass replace=True", versions.load, saved)
+    versions.load(saved, replace=True)
+    other = made(FedBuff(2))
+    unchanged(other, "state: rule: expected .*FedBuff, got .*FedAsync", other.load, saved, replace=True)
+    counted = made(Private(FedBuff(2), clip=1.0, noise=1.0)).state()
+    louder = made(Private(FedBuff(2), clip=1.0, noise=2.0))
+    unchanged(louder, r"state: rule: \(clip, noise\) was", louder.load, counted, replace=True)
+
+
+@pytest.mark.parametrize("model", [{"w": torch.zeros(3)}, [torch.zeros(2), torch.ones(1)]], ids=["names", "list"])
+def test_open_starts_and_resumes_with_the_tasks_in_flight(tmp_path, model):
+    def opened():
+        return AsyncAggregator.open(tmp_path / "state", FedBuff(2), model)
+
+    whole = AsyncAggregator(FedBuff(2), model)
+    again = opened()
+    for versions in (whole, again):
+        for client in ("a", 7):
+            versions.checkout(client)
+        versions.submit("a", versions.model, samples=3)
+    again.save(tmp_path / "state")
+    again = opened()
+    assert again.in_flight == whole.in_flight == {(7, None): 0}
+    ones = [torch.ones_like(x) for x in model] if isinstance(model, list) else {"w": torch.ones(3)}
+    assert again.submit(7, ones, samples=2) == whole.submit(7, ones, samples=2)
+    assert alike(again.state(), whole.state())
+    with pytest.raises(ArgumentError, match="rule: size: was 2, got 3"):
+        AsyncAggregator.open(tmp_path / "state", FedBuff(3), model)
+    again.checkout(("a", "tuple"))
+    with pytest.raises(CheckpointError, match="weights|in_flight"):
+        again.save(tmp_path / "state")
+    assert alike(opened().state(), AsyncAggregator.open(tmp_path / "state", FedBuff(2), model).state())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits
+from manifoldagg.federated import CheckpointPolicy, Payload, Server, ServerLimits, UpdateLimits
 from manifoldagg.federated.rules import FedOrtho
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.events import (
@@ -29,6 +29,7 @@ from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Gathers, fingerprint
 from tests.federated.server.hostile import Scene, everywhere, outside, quiet, scene, watched
 from tests.federated.server.test_threads import PATIENCE, eager, paused, together  # noqa: F401
+from tests.server_options import grouped
 
 P = 2
 
@@ -47,7 +48,7 @@ def payload(value=1.0):
 def heard(rule=None, **options):
     """A server, its clock, and what is told of it."""
     clock = Clock()
-    s = Server(Flat(P), Adds() if rule is None else rule, torch.zeros(P), clock=clock, **options)
+    s = Server(Flat(P), Adds() if rule is None else rule, torch.zeros(P), clock=clock, **grouped(**options))
     told = []
     s.on_event(told.append)
     return s, clock, told
@@ -422,7 +423,11 @@ def replayed(told):
 @pytest.mark.usefixtures("as_shipped", "eager")
 def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
     s = Server(
-        Flat(P), Adds(), torch.zeros(P), weights="uniform", max_staleness=5, update_limits=UpdateLimits(max_norm=1e6)
+        Flat(P),
+        Adds(),
+        torch.zeros(P),
+        weights="uniform",
+        limits=ServerLimits(UpdateLimits(max_norm=1e6, max_staleness=5)),
     )
     told, inside = [], []
 

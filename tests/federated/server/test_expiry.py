@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from manifoldagg.federated import Payload, Server
+from manifoldagg.federated import Durability, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat
 from tests.federated.server.durability.scripted_run import Wall
+from tests.server_options import grouped
 
 SPACE = Flat(4)
 
@@ -16,7 +17,7 @@ def payload(value=1.0):
 
 
 def server(**options):
-    return Server(SPACE, FedAsync(0.5), torch.zeros(4), **options)
+    return Server(SPACE, FedAsync(0.5), torch.zeros(4), **grouped(**options))
 
 
 @pytest.mark.parametrize("stored", ["running", "checkpoint", "journal"])
@@ -33,7 +34,7 @@ def test_a_clock_that_was_ahead_does_not_keep_later_tickets_open(tmp_path, store
         if stored == "checkpoint":
             s.save(tmp_path / "server")
         s.close()
-        s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), clock=wall, **files)
+        s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), clock=wall, **grouped(**files))
     assert s.expire() == []
     wall.now = 110.5
     assert s.expire() == [ahead, early]
@@ -70,7 +71,7 @@ def test_a_version_is_released_when_no_ticket_on_it_can_be_accepted(tmp_path, mo
     assert s.receive(lost[0], payload()).reason == f"staleness: expected at most {most}, got 10"
     tickets = s.tickets
     s.close()
-    s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), journal=tmp_path / "lines")
+    s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), durability=Durability(journal=tmp_path / "lines"))
     assert s.tickets == tickets
     assert len(s._state.value.store.entries) <= 1 + most + (base_dtype is not None)
     assert s.receive(lost[1], payload()).reason == f"staleness: expected at most {most}, got 10"
@@ -84,7 +85,7 @@ def test_a_released_version_stays_released_if_the_limit_changes(tmp_path, most, 
         tickets.append(s.dispatch("a"))
         s.receive(s.dispatch("b"), payload()).check()
     s.save(tmp_path / "server")
-    s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), max_staleness=most)
+    s = Server.resume(tmp_path / "server", SPACE, FedAsync(0.5), limits=UpdateLimits(max_staleness=most))
     assert len(s._state.value.store.entries) == 1 + sum(accepted)
     receipts = [s.receive(ticket, payload()) for ticket in tickets]
     assert [receipt.accepted for receipt in receipts] == accepted
@@ -105,7 +106,7 @@ def test_a_ticket_that_was_stale_when_it_was_issued_retains_no_version():
             return super().message(*given)
 
     racing = []
-    s = Server(SPACE, Overtaken(0.5), torch.zeros(4), max_staleness=0)
+    s = Server(SPACE, Overtaken(0.5), torch.zeros(4), limits=UpdateLimits(max_staleness=0))
     racing.append(True)
     late = s.dispatch("a")
     assert list(s._state.value.store.entries) == [("version", 1)]

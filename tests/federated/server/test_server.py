@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated import Message, Outcome, Payload, Server
+from manifoldagg.federated import MemoryPolicy, Message, Outcome, Payload, Server
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import FedAsync, FedOrtho
-from manifoldagg.federated.server import server as server_module
 from manifoldagg.federated.server import state as state_module
+from manifoldagg.federated.server import update_processor
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.server.validation import validate_payload
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.fingerprint import Adds, Gathers, Listens, fingerprint, versions
+from tests.server_options import grouped, with_buffers
 from tests.support import draw, relative, seeds
 
 
@@ -35,7 +36,8 @@ SPACE = Flat(4)
 
 
 def server(rule=None, **options):
-    return Server(SPACE, rule or FedAsync(0.5), torch.zeros(4), **options)
+    start = with_buffers(torch.zeros(4), options)
+    return Server(SPACE, rule or FedAsync(0.5), start, **grouped(**options))
 
 
 def payload(value=1.0, samples=1, n=1):
@@ -199,7 +201,7 @@ def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
             taken[0] = s.receive(quick.id, payload()).accepted
         return validate_payload(schema, made, requires_base=requires_base)
 
-    monkeypatch.setattr("manifoldagg.federated.server.server.validate_payload", slow)
+    monkeypatch.setattr("manifoldagg.federated.server.update_processor.validate_payload", slow)
     assert s.receive(late.id, payload()).reason == "staleness: expected at most 0, got 1"
     assert taken == [True]
 
@@ -275,7 +277,7 @@ def test_a_payload_that_lies_in_the_servers_memory_is_copied():
         assert s.receive(s.dispatch("b").id, payload()).accepted
     s.drop(s.dispatch("b").id)
     spare = torch.full((4,), 5.0)
-    s._free_list.append(spare)
+    s._updates.free_list.append(spare)
     assert s.receive(late.id, Payload(spare[None], 1)).accepted
     # Where the model was made the points were read to the end, and what was kept of them is not the model.
     assert s.model.tolist() == [6.0] * 4
@@ -373,7 +375,11 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
         raise KeyboardInterrupt
 
     before = fingerprint(s)
-    for module, place in ((state_module, "history_row"), (server_module, "AppliedUpdate"), (server_module, "step")):
+    for module, place in (
+        (state_module, "history_row"),
+        (update_processor, "AppliedUpdate"),
+        (update_processor, "step"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -593,17 +599,17 @@ def test_after_closing_only_the_model_is_there():
         (lambda: Server(Sphere(4), Adds(), torch.zeros(4)), "start: expected a point of Sphere"),
         (lambda: server(weights="heavy"), "weights: expected one of observed, uniform"),
         (lambda: server(max_staleness=-1), "max_staleness: expected"),
-        (lambda: server(update_limits={"max_norm": 1.0}), "update_limits: expected UpdateLimits"),
+        (lambda: server(update_limits={"max_norm": 1.0}), "update: expected UpdateLimits"),
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected an object with average, update, state and load, got Tensor of shape"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
         (lambda: server(buffers={}), "buffers: expected a ParameterSpace"),
         (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the initial buffers"),
         (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
-        (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], base_dtype=torch.float16), "base_dtype: expected a flat space or low rank"),
-        (lambda: server(memory_limit=-1), "memory_limit: expected an integer >= 0"),
+        (lambda: Server(Sphere(4), Adds(), torch.eye(4)[0], memory=MemoryPolicy(base_dtype=torch.float16)), "base_dtype: expected a flat space or low rank"),
+        (lambda: server(memory_limit=-1), "limit: expected an integer >= 0"),
         (lambda: server(history_size=-1), "history_size: expected an integer >= 0, got -1"),
         (lambda: server().on_event("print"), "callback: expected a function of an event, got 'print'"),
-        (lambda: server(spill="/no/such/folder"), "spill: expected a folder that exists"),
+        (lambda: server(spill="/no/such/folder"), "spill: expected an existing folder"),
         (lambda: server(update_limits=UpdateLimits(max_norm=0)), "max_norm: expected a finite number > 0"),
         (lambda: server(update_limits=UpdateLimits(norm_factor=-1)), "norm_factor: expected"),
         (lambda: server(update_limits=UpdateLimits(norm_after=9, norm_window=5)), "norm_after: expected at most norm_window = 5"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Server, UpdateLimits, rules
+from manifoldagg.federated import Payload, Server, ServerLimits, UpdateLimits, rules
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import bits
@@ -89,7 +89,7 @@ def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
 def test_a_server_of_a_module_carries_what_it_carries():
     """Its buffers follow the clients'; its frozen parameters stay, and nobody sends them."""
     model = net()
-    server = Server.of(model, rules.FedAsync(0.5), history_size=3)
+    server = Server.of(model, rules.FedAsync(0.5), limits=ServerLimits(history_size=3))
     assert bits(server.state_dict()) == bits(model.state_dict())
     message = server.dispatch("a").message
     assert message.requested_buffers == ("mask", "1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -125,7 +125,7 @@ def test_names_are_no_patterns_and_one_string_is_no_list():
     model = nn.ModuleDict({"head[0]": nn.Linear(2, 2), "tail": nn.Linear(2, 2)})
     model["head[0]"].requires_grad_(False)
     server = Server.of(model, rules.FedAsync(0.5))
-    assert server._step_plan.policies["head[0].weight"] == "leave"
+    assert server._updates._plan.policies["head[0].weight"] == "leave"
     for buffers in ("latest", "*mask", 3, None):
         with pytest.raises(ArgumentError, match="^buffer_policy: expected a sequence of glob patterns"):
             Server.of(net(), rules.FedAsync(0.5), buffer_policy=buffers)
@@ -276,7 +276,7 @@ def test_state_dicts_are_for_named_tensors_alone():
 
 
 def test_who_returns_a_model_is_checked_and_gets_the_receipt_again():
-    server = Server.of(net(), rules.FedAsync(0.5), update_limits=UpdateLimits(max_samples=9))
+    server = Server.of(net(), rules.FedAsync(0.5), limits=UpdateLimits(max_samples=9))
     ticket = server.dispatch("a")
     assert "client" in server.receive_model(ticket, STATE, samples=1, client="b").reason
     assert server.receive_model(ticket, STATE, samples=10, client="a").reason.startswith("samples: expected")

@@ -15,6 +15,7 @@ from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Gathers, fingerprint, versions
 from tests.federated.server.hostile import forked, signalled
+from tests.server_options import grouped
 
 P, LIMIT, COHORT, TIMEOUT, TICKETS = 3, 4, 2, 30, 12
 UNKNOWN = "ticket: unknown, or used already"
@@ -89,7 +90,7 @@ class Machine(RuleBasedStateMachine):
             "max_in_flight": TICKETS,
         }
         self.rule = Remembers(COHORT, patient=False)
-        self.server = Server(Flat(P), self.rule, torch.zeros(P), **self.options)
+        self.server = Server(Flat(P), self.rule, torch.zeros(P), **grouped(**self.options))
 
     def clock(self):
         return self.oracle.now
@@ -274,7 +275,7 @@ class Machine(RuleBasedStateMachine):
         path, oracle = self.saved
         self.server.close()
         self.oracle = copy.deepcopy(oracle)
-        self.server = Server.resume(path, Flat(P), self.rule, **self.options)
+        self.server = Server.resume(path, Flat(P), self.rule, **grouped(**self.options))
 
     @invariant()
     def the_server_is_the_oracle(self):

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Payload, Receipt, Server
+from manifoldagg.federated import MemoryPolicy, Payload, Receipt, Server, ServerLimits
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Listens, versions
+from tests.server_options import grouped
 
 THREADS, UPDATES, P = 16, 10_000, 33
 LATER = Payload(torch.ones(1, P), 1)
@@ -139,7 +140,7 @@ def test_a_ticket_is_good_once_however_many_try():
 
 @pytest.mark.usefixtures("eager")
 def test_a_real_rule_with_bases_in_files(tmp_path):
-    s = Server(Flat(64), AsyncBezier(0.5), torch.zeros(64), memory_limit=0, spill=tmp_path)
+    s = Server(Flat(64), AsyncBezier(0.5), torch.zeros(64), memory=MemoryPolicy(limit=0, spill=tmp_path))
     accepted = []
 
     def work(name):
@@ -172,7 +173,7 @@ class Paused(Adds):
 def paused(**options):
     """A server in the middle of an update on ticket `a`, and what to call for its receipt."""
     rule = Paused()
-    s = Server(Flat(P), rule, torch.zeros(P), **options)
+    s = Server(Flat(P), rule, torch.zeros(P), **grouped(**options))
     ticket, receipts = s.dispatch("a"), []
     points = ticket.message.start[None] + 1
     thread = threading.Thread(target=lambda: receipts.append(s.receive(ticket.id, Payload(points, 1))), daemon=True)
@@ -217,7 +218,7 @@ def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
 
 @pytest.mark.usefixtures("eager")
 def test_history_is_read_whole_while_it_is_written():
-    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", history_size=50)
+    s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", limits=ServerLimits(history_size=50))
 
     def work(i):
         if i:
@@ -240,7 +241,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(waits, LATER)), daemon=True)
     thread.start()
-    while waits.id not in s._update_lock.tickets:
+    while waits.id not in s._updates.lock.tickets:
         pass
     clock[0] = 11.0
     assert s.expire() == [gone.id]
@@ -250,7 +251,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
 
 
 def test_those_that_still_unpack_keep_nobody_out():
-    s = Server(Flat(P), Adds(), torch.zeros(P), max_queued_updates=0)
+    s = Server(Flat(P), Adds(), torch.zeros(P), limits=ServerLimits(max_queued_updates=0))
     slow, quick = s.dispatch("a"), s.dispatch("b")
     begun, go = threading.Event(), threading.Event()
 
@@ -275,14 +276,14 @@ def test_beyond_those_that_may_wait_others_are_refused():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(first, LATER)), daemon=True)
     thread.start()
-    while s._update_lock.num_queued < 2:
+    while s._updates.lock.num_queued < 2:
         pass
     assert s.receive(second, LATER).reason == "server: busy: 2 queued updates, max_queued_updates=1"
     assert finish().version == 1
     thread.join(PATIENCE)
     assert receipts[0].accepted
     assert s.receive(second, LATER).accepted
-    assert s._update_lock.num_queued == 0
+    assert s._updates.lock.num_queued == 0
 
 
 def test_the_next_update_removes_those_that_ended():

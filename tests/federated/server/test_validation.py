@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldagg._validation import check_finite
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Outcome, Payload, Server
+from manifoldagg.federated import Outcome, Payload, Server, ServerLimits
 from manifoldagg.federated.limits import UpdateLimits, update_norm
 from manifoldagg.federated.pytrees import tensors as tensors_of
 from manifoldagg.federated.rules import AsyncBezier
@@ -30,6 +30,7 @@ from manifoldagg.federated.types import accepts_tensor_lists, extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, SymmetricPositiveDefinite, distance
 from tests.federated.fingerprint import Adds, fingerprint
 from tests.federated.rules.registered import golden
+from tests.server_options import grouped, with_buffers
 from tests.support import draw, seeds
 
 NAN, INF = float("nan"), float("inf")
@@ -58,7 +59,9 @@ RULES = {"*running_*": "average", "*tracked": "latest"}
 
 def server(**options):
     given = {"weights": "observed", "buffers": BUFFERS, "buffer_policy": RULES, "max_staleness": 2}
-    return Server(SPACE, Demanding(), SPACE.point(NET).detach(), **{**given, **options})
+    options = {**given, **options}
+    start = with_buffers(SPACE.point(NET).detach(), options)
+    return Server(SPACE, Demanding(), start, **grouped(**options))
 
 
 def good(**changed):
@@ -435,7 +438,7 @@ def test_a_step_is_taken_outside_of_transforms():
 
 
 def test_the_largest_norm():
-    s = Server(Flat(2), Adds(), torch.zeros(2), update_limits=UpdateLimits(max_norm=5.0))
+    s = Server(Flat(2), Adds(), torch.zeros(2), limits=UpdateLimits(max_norm=5.0))
     assert s.receive(s.dispatch("a").id, Payload(torch.tensor([[3.0, 4.0]]), 1)).accepted
     ticket = s.dispatch("a")
     assert (
@@ -449,7 +452,7 @@ def test_the_largest_norm():
 
 def test_the_running_median():
     s = Server(
-        Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3)
+        Flat(1), Adds(), torch.zeros(1), limits=ServerLimits(UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
     )
 
     def send(norm):
@@ -468,7 +471,7 @@ def test_the_running_median():
 
 
 def test_a_median_of_zero_shuts_nobody_out():
-    s = Server(Flat(1), Adds(), torch.zeros(1), update_limits=UpdateLimits(norm_factor=2.0, norm_after=1))
+    s = Server(Flat(1), Adds(), torch.zeros(1), limits=UpdateLimits(norm_factor=2.0, norm_after=1))
     for norm in (0.0, 0.0, 1.0):
         ticket = s.dispatch("a")
         assert s.receive(ticket.id, Payload(ticket.message.start[None] + norm, 1)).accepted
@@ -521,7 +524,7 @@ def plain(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("checks", [None, UpdateLimits(max_norm=1e6)])
 def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
-    s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), update_limits=checks)
+    s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), limits=checks or ServerLimits())
     count = 2 if isinstance(plain, AsyncBezier) else 1
     assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
     kept, brings = s.dispatch("heavy"), s.dispatch("heavy", retain_base=False)

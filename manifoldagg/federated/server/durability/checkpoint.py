@@ -19,7 +19,6 @@ from torch import Tensor
 from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr, warn_caller
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, buffers_from_tree, buffers_to_tree
-from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import Tree, has_structure
 from manifoldagg.federated.server.durability import tensor_file
@@ -28,16 +27,19 @@ from manifoldagg.federated.server.durability.fingerprint import (
     first_difference,
     import_path,
     qualified_name,
+    rule_difference,
 )
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoreKey
 from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
 from manifoldagg.federated.server.state import ClosedTicket, HistoryRow, PendingTicket, ServerState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.backends import selection
 from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
 from manifoldagg.manifolds.manifold import check_is_manifold
 
 __all__ = ["CheckpointPolicy", "CheckpointWriter", "LoadedCheckpoint", "ServerSnapshot", "check_storable_client"]
@@ -100,7 +102,7 @@ class ServerSnapshot(NamedTuple):
         server_state: the state, whose versions the average has received.
         space: of the models.
         rule: that steps.
-        options: of the server beside its limits, by the names of its keywords.
+        options: the limits, the memory policy and the buffer policies, as plain values.
         clock: of the server.
         time: in its seconds.
         averaging: the class of the averaging object, and its state; `None` without one.
@@ -141,7 +143,7 @@ class ServerSnapshot(NamedTuple):
             "space": fingerprint("space", self.space),
             "rule": fingerprint("rule", self.rule),
             "machine": _machine_info(now.current),
-            "options": {**state.limits._asdict(), **self.options},
+            "options": self.options,
             "clock": qualified_name("clock", self.clock),
             "time": self.time,
             "model": now.current,
@@ -215,16 +217,27 @@ class LoadedCheckpoint:
         self._keeps_rule_state = True
 
     @property
-    def replay_limits(self) -> UpdateLimits:
+    def limits(self) -> ServerLimits:
+        """The saved limits."""
+        return ServerLimits.of_tree(self._tree["options"]["limits"])
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        """The saved memory policy, without its folder."""
+        return MemoryPolicy.of_tree(self._tree["options"]["memory"])
+
+    @property
+    def replay_limits(self) -> ServerLimits:
         """The limits that accept each journaled update: another processor may round its norm or cosine otherwise."""
-        limits = UpdateLimits(**self._tree["options"]["update_limits"])
-        return replace(
-            limits,
+        limits = self.limits
+        update = replace(
+            limits.update,
             # The norms are still measured, because later limits depend on them.
-            max_norm=sys.float_info.max if limits.needs_norms else None,
+            max_norm=sys.float_info.max if limits.update.needs_norms else None,
             norm_factor=None,
-            min_cosine=None if limits.min_cosine is None else -1.0,
+            min_cosine=None if limits.update.min_cosine is None else -1.0,
         )
+        return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
         """Return the checkpoint with the content after a replay, which had its own clock and limits."""
@@ -255,20 +268,14 @@ class LoadedCheckpoint:
         told = first_difference(label, self._tree["space"], fingerprint(label, space))
         if told is not None:
             raise CheckpointError(f"{self.path}: {told}")
-        was = self._tree["rule"]
-        given = fingerprint("rule", rule)
-        told = first_difference("rule", was, given)
-        if told is None and not replace:
-            told = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
-        if told is not None and not replace:
-            raise CheckpointError(f"{self.path}: {told}; pass replace=True to replace it")
-        before, now = _privacy(was), _privacy(given)
-        if before is not None and now is not None and before != now:
-            raise CheckpointError(
-                f"{self.path}: rule: (clip, noise) was {before}, got {now}: its participations so far were counted "
-                "with the former and cannot be replaced; start a new server from the model"
-            )
-        self._is_same_rule_class = was["class"] == given["class"]
+        saved, given = self._tree["rule"], fingerprint("rule", rule)
+        difference = rule_difference(saved, given, replace=replace)
+        if difference is None and not replace:
+            difference = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
+            difference = None if difference is None else f"{difference}; pass replace=True to replace it"
+        if difference is not None:
+            raise CheckpointError(f"{self.path}: {difference}")
+        self._is_same_rule_class = saved["class"] == given["class"]
         here = _machine_info(self.model)
         for name, before in self._tree["machine"].items():
             if before != here[name]:
@@ -277,18 +284,19 @@ class LoadedCheckpoint:
                     RuntimeWarning,
                 )
 
-    def server_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords of the server: the given ones override the saved ones."""
-        saved = dict(self._tree["options"])
-        saved["update_limits"] = UpdateLimits(**saved["update_limits"])
-        dtype = saved["base_dtype"]
-        saved["base_dtype"] = None if dtype is None else getattr(torch, dtype)
-        policies = saved.pop("policies")
-        if policies:
-            saved["buffers"] = dict(buffers_from_tree(self._tree["buffers"]))
+    def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
+        """Return the saved model as the start of a server, and the saved options.
+
+        Args:
+            policies: the policies of the buffers; `None` for the saved ones.
+        """
+        start = InitialModel(self.model)
+        if self.buffer_policies:
             # As patterns, whatever is in the names.
-            saved["buffer_policy"] = {glob.escape(name): policy for name, policy in policies.items()}
-        return {**saved, **overrides}
+            saved = {glob.escape(name): policy for name, policy in self.buffer_policies.items()}
+            buffers = dict(buffers_from_tree(self._tree["buffers"]))
+            start = InitialModel(self.model, buffers, saved if policies is None else policies)
+        return start, {"limits": self.limits, "memory": self.memory}
 
     def restore_state(
         self, fresh: ServerState, time: float, weights: Any, on_free: Callable[[Tensor], object] | None
@@ -525,14 +533,6 @@ def check_storable_client(client: Any) -> None:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
         )
-
-
-def _privacy(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
-    fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
-    if "clip" in fields and "noise" in fields:
-        return fields["clip"], fields["noise"]
-    return _privacy(fields["rule"]) if "rule" in fields else None
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:

@@ -19,7 +19,7 @@ from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 
-__all__ = ["fingerprint", "first_difference", "import_path", "qualified_name"]
+__all__ = ["fingerprint", "first_difference", "import_path", "qualified_name", "rule_difference"]
 
 BUILTIN_OWNERS = (types.ModuleType, types.NoneType)
 """To these belong what Python calls built-in functions."""
@@ -103,6 +103,40 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
         if saved == current or repr(saved) == repr(current)
         else f"{name}: was {_shorten(saved)}, got {_shorten(current)}"
     )
+
+
+def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
+    """Return why a rule cannot continue from the state of a saved rule; `None` if it can.
+
+    Args:
+        saved: the fingerprint of the saved rule.
+        current: the fingerprint of the rule.
+        replace: whether another rule may continue. The clip and the noise of `Private` cannot be replaced, because its
+            participations so far were counted with them.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedAsync
+        >>> saved, current = (fingerprint("rule", FedAsync(rate)) for rate in (0.5, 0.25))
+        >>> rule_difference(saved, current, replace=False)
+        'rule: rate: was 0.5, got 0.25; pass replace=True to replace it'
+        >>> rule_difference(saved, current, replace=True)
+    """
+    privacy, given = _privacy_options(saved), _privacy_options(current)
+    if privacy is not None and given is not None and privacy != given and replace:
+        return (
+            f"rule: (clip, noise) was {privacy}, got {given}: its participations so far were counted with the former "
+            "and cannot be replaced; start a new server from the model"
+        )
+    difference = first_difference("rule", saved, current)
+    return None if difference is None or replace else f"{difference}; pass replace=True to replace it"
+
+
+def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
+    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
+    fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
+    if "clip" in fields and "noise" in fields:
+        return fields["clip"], fields["noise"]
+    return _privacy_options(fields["rule"]) if "rule" in fields else None
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:

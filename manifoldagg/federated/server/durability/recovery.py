@@ -171,8 +171,8 @@ def recover(
     if journal is None:
         if journal_unset and saved is not None and saved.position[2]:
             raise CheckpointError(
-                f"{saved.path}: it has a journal: pass it as `journal`, or pass journal=None to resume "
-                "without the updates since"
+                f"{saved.path}: it has a journal: pass durability=Durability(journal=...), or ignore_journal=True to "
+                "resume without the updates since"
             )
         assert saved is not None
         return saved, None

@@ -18,9 +18,14 @@ LOG = logging.getLogger("manifoldagg")
 class EventDispatcher:
     """Dispatcher that delivers the events in the state to subscribers.
 
-    An event is recorded atomically with its change, and removed after all subscribers have received it. After an
-    interrupt, delivery resumes with the subscribers that have not received the event. `drain` never blocks: if another
-    thread, or an outer call in this thread, is delivering events, it delivers the new ones too.
+    - An event is recorded atomically with its change, and removed after all subscribers have received it.
+    - Subscribers receive one event at a time, in the order of the changes, before the call that caused it returns.
+    - `drain` never blocks: if another thread, or an outer call in this thread, is delivering events, it delivers the
+      new ones too. The events that result from calls of a callback are delivered next.
+    - An `Exception` of a callback is logged to `logging.getLogger("manifoldagg")` and undoes nothing.
+    - `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate out of the call as interrupts. The change
+      stays in effect, and the next call resumes delivery with the subscribers that have not received the event. A
+      callback that raises one of them at every event blocks later events until it is unsubscribed.
 
     Args:
         state: of the server.

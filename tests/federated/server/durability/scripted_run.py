@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch
 
 from manifoldagg.averaging import SWA
-from manifoldagg.federated import CheckpointPolicy, Payload, Server
+from manifoldagg.federated import CheckpointPolicy, MemoryPolicy, Payload, Server
 from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import bits
+from tests.server_options import grouped
 from tests.support import draw
 
 SIZE = 6
@@ -115,7 +116,12 @@ def large(updates, **options):
     """A server for `script`."""
     space = Flat(LARGE)
     return Server(
-        space, AsyncBezier(0.5), torch.zeros(LARGE), averaging=SWA(space, start=3), memory_limit=LARGE * 10, **options
+        space,
+        AsyncBezier(0.5),
+        torch.zeros(LARGE),
+        averaging=SWA(space, start=3),
+        memory=MemoryPolicy(limit=LARGE * 10),
+        **grouped(**options),
     )
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
-from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits
+from manifoldagg.federated import CheckpointPolicy, InitialModel, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum, Private
-from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server import update_processor
 from manifoldagg.federated.server.durability import checkpoint, tensor_file
 from manifoldagg.kernels import set_backend
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
@@ -37,6 +37,7 @@ from tests.federated.server.durability.scripted_run import (
     payload,
     script,
 )
+from tests.server_options import grouped
 from tests.support import draw
 
 SPACE = Flat(SIZE)
@@ -45,13 +46,13 @@ FILE = "server"
 
 
 def fresh(rule=None, **options):
-    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **options)
+    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **grouped(**options))
 
 
 def resumed(folder, server, **options):
     """A second server, from what the first one saves."""
     server.save(folder / FILE)
-    return Server.resume(folder / FILE, server.space, server.rule, **options)
+    return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
 
 def goes_on(life, other, events=12, answer=payload):
@@ -124,7 +125,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
     net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     space = ParameterSpace.of(net, manifolds)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
-    server = Server(space, rule, space.point(net), buffers=space.buffers(net), buffer_policy=policies)
+    server = Server(space, rule, InitialModel(space.point(net), space.buffers(net), policies))
 
     def answer(rule, ticket, seed):
         given = carrying(rule, ticket, seed)
@@ -191,9 +192,10 @@ def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
     assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).weight == 0.25
     other = resumed(tmp_path, server)
     assert other._state.value.limits == server._state.value.limits
-    assert other._update_lock.max_queued == 5
-    other = resumed(tmp_path, server, max_in_flight=4, history_size=0, memory_limit=0, weights={"a": 1, "b": 1})
-    assert other._state.value.limits == server._state.value.limits._replace(max_in_flight=4, history_size=0)
+    assert other._updates.lock.max_queued == 5
+    limits = replace(server._state.value.limits, max_in_flight=4, history_size=0)
+    other = resumed(tmp_path, server, limits=limits, memory_limit=0, weights={"a": 1, "b": 1})
+    assert other._state.value.limits == limits
     assert other.history == []
     assert other.receive(other.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).weight == 0.5
     with pytest.raises(ArgumentError, match="history_size: expected"):
@@ -376,7 +378,7 @@ def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
     seen = []
     for i in range(10):
         server.receive(server.dispatch(i), Payload(torch.ones(1, SIZE), 1)).check()
-        server._checkpoint_writer.finish()
+        server._durability.checkpoints.finish()
         seen.append(sorted(os.listdir(tmp_path)))
         if (i + 1) % 3 == 0:
             assert content(Server.resume(tmp_path / FILE, SPACE, Adds())) == content(server)
@@ -391,7 +393,7 @@ def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
     for now, version in [(9.0, None), (10.0, 2), (19.0, 2), (25.0, 4), (34.0, 4)]:
         seconds[0] = now
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._checkpoint_writer.finish()
+        server._durability.checkpoints.finish()
         path = tmp_path / FILE
         there = Server.resume(path, SPACE, Adds(), clock=Wall()).version if path.exists() else None
         assert there == version
@@ -435,7 +437,7 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
             assert begun.acquire(timeout=60)
     assert server.version == 5
     go_on.release(2)
-    server._checkpoint_writer.finish()
+    server._durability.checkpoints.finish()
     monkeypatch.undo()
     # What came between the one that was being written and the latest is not written.
     assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (FILE, f"{FILE}.1")] == [5, 1]
@@ -453,7 +455,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
         patch.setattr(checkpoint.tensor_file, "save", full)
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
-            server._checkpoint_writer.finish()
+            server._durability.checkpoints.finish()
         assert "checkpoint: disk full" in caplog.text
         assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).accepted
         with pytest.raises(CheckpointError, match="disk full"):
@@ -463,7 +465,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.tensor_file, "save", full)
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._checkpoint_writer._drain()
+        server._durability.checkpoints._drain()
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
     server.close()
     assert Server.resume(folder / FILE, SPACE, Adds()).version == 2
@@ -659,7 +661,7 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
     tickets = [server.dispatch("a") for _ in range(3)]
     server.receive(tickets[0], Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
-    validate = server_module.validate_payload
+    validate = update_processor.validate_payload
 
     def closes(*given, **named):
         payload = validate(*given, **named)
@@ -667,9 +669,9 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
         return payload
 
     seconds[0] = 2.0
-    monkeypatch.setattr(server_module, "validate_payload", closes)
+    monkeypatch.setattr(update_processor, "validate_payload", closes)
     assert not server.receive(tickets[1], Payload(torch.ones(1, SIZE), 1)).accepted
-    server._checkpoint_writer.finish()
+    server._durability.checkpoints.finish()
     assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._state.value.tickets) == 2
 
 
@@ -709,5 +711,5 @@ def test_older_files_are_kept_where_none_has_two_names(tmp_path, monkeypatch):
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     for _ in range(2):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
-        server._checkpoint_writer.finish()
+        server._durability.checkpoints.finish()
     assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (f"{FILE}.1", FILE)] == [1, 2]

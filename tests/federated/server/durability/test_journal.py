@@ -20,7 +20,16 @@ from torch import nn
 
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Journal, Payload, Server, UpdateLimits
+from manifoldagg.federated import (
+    CheckpointPolicy,
+    Durability,
+    InitialModel,
+    Journal,
+    Payload,
+    Server,
+    ServerLimits,
+    UpdateLimits,
+)
 from manifoldagg.federated import limits as limits_module
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
 from manifoldagg.federated.server.durability import journal, log_format, raw_io, recovery, tensor_file
@@ -29,6 +38,7 @@ from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
 from tests.federated.rules.registered import golden
 from tests.federated.server.durability.scripted_run import SIZE, Life, Wall, carrying, content, payload
+from tests.server_options import grouped
 from tests.support import draw
 
 SPACE = Flat(SIZE)
@@ -37,7 +47,7 @@ FILE, LINES = "server", "lines"
 
 
 def fresh(rule=None, **options):
-    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **options)
+    return Server(SPACE, rule or Adds(), draw(0, SIZE, dtype=torch.float32), **grouped(**options))
 
 
 def state(server):
@@ -53,11 +63,11 @@ def known(states):
 
 def crash(server):
     """What the system does for a process that was killed."""
-    close = server._journal._close_segment
+    close = server._durability.journal._close_segment
     if close.detach():
         with suppress(OSError):
-            os.close(server._journal._position.descriptor)
-    hold = server._journal._journal_lock
+            os.close(server._durability.journal._position.descriptor)
+    hold = server._durability.journal._journal_lock
     if hold.close.detach():
         os.close(hold.file)
 
@@ -65,7 +75,7 @@ def crash(server):
 def back(folder, server, **options):
     """What a later process makes of the files."""
     options = {"journal": folder / LINES, **options}
-    return Server.resume(folder / FILE, server.space, server.rule, **options)
+    return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -110,7 +120,7 @@ def test_any_order_of_work_checkpoints_and_crashes_is_a_life_without_them(tmp_pa
             assert life.go(5) == twin.go(5)
         elif step == "save":
             life.server.save(folder / FILE)
-            assert len(life.server._journal.journal.segments()) == 1
+            assert len(life.server._durability.journal.journal.segments()) == 1
         else:
             before = state(life.server)
             crash(life.server)
@@ -132,7 +142,7 @@ def test_buffers_come_back(tmp_path):
     space = ParameterSpace.of(net)
     policies = {"*running_mean": "average", "*running_var": "latest", "*tracked": "leave"}
 
-    life = Life(Server.of(net, FedBuff(3), buffer_policy=policies, journal=tmp_path / LINES))
+    life = Life(Server.of(net, FedBuff(3), buffer_policy=policies, durability=Durability(journal=tmp_path / LINES)))
     life.go(9, carrying)
     before = state(life.server)
     crash(life.server)
@@ -217,7 +227,7 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
             except Killed:
                 # The disk has closed its own files; the first was opened before.
                 crash(script.server)
-                disk._open.discard(script.server._journal._position.descriptor)
+                disk._open.discard(script.server._durability.journal._position.descriptor)
                 raise
 
     met = set()
@@ -389,7 +399,7 @@ def test_threads_are_written_in_the_order_in_which_they_were_taken(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    server._checkpoint_writer.finish()
+    server._durability.checkpoints.finish()
     before = state(server)
     crash(server)
     other = back(tmp_path, server)
@@ -429,7 +439,7 @@ def test_who_leaves_with_a_version_that_moves_on_finds_it(tmp_path, dtype, held)
 
 def fresh_twin(server, ticket):
     """What the server itself would have said."""
-    server._journal = None
+    server._durability.journal = None
     return server.receive(ticket, answer(2))
 
 
@@ -605,7 +615,13 @@ def test_other_options_hold_from_the_resume_on(tmp_path):
     ids=["norm", "median", "cosine", "all"],
 )
 def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tmp_path, monkeypatch, limits):
-    server = Server(SPACE, FedAsync(0.5), torch.zeros(SIZE), update_limits=limits, journal=tmp_path / LINES)
+    server = Server(
+        SPACE,
+        FedAsync(0.5),
+        torch.zeros(SIZE),
+        limits=limits,
+        durability=Durability(journal=tmp_path / LINES),
+    )
     move = torch.zeros(1, SIZE)
     move[0, :2] = torch.tensor([3.0, 4.0])
     for ticket in [server.dispatch("a") for _ in range(3)]:
@@ -626,7 +642,7 @@ def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tm
     for now in (before, after):
         del now["model_state"]  # The norms in it are those of the other processor.
     assert after == before
-    assert resumed._options == server._options
+    assert resumed._durability._options == server._durability._options
 
 
 def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
@@ -640,15 +656,17 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     crash(server)
     with pytest.raises(ArgumentError, match=r"^journal: .*lines: already exists; resume with `Server\.open`"):
         fresh(journal=tmp_path / LINES)
-    with pytest.raises(CheckpointError, match="pass it as `journal`, or pass journal=None"):
+    with pytest.raises(CheckpointError, match=r"pass durability=Durability\(journal=\.\.\.\), or ignore_journal=True"):
         Server.resume(tmp_path / FILE, SPACE, Adds())
-    assert Server.resume(tmp_path / FILE, SPACE, Adds(), journal=None).version == 0
+    assert Server.resume(tmp_path / FILE, SPACE, Adds(), ignore_journal=True).version == 0
     with pytest.raises(CheckpointError, match="mine: the journal does not exist, but is required by"):
         back(tmp_path, server, journal=tmp_path / "mine")
     with pytest.raises(CheckpointError, match="space: n: was 6, got 7|space: .*was 6, got 7"):
-        Server.resume(tmp_path / FILE, Flat(7), Adds(), journal=tmp_path / LINES)
+        Server.resume(tmp_path / FILE, Flat(7), Adds(), durability=Durability(journal=tmp_path / LINES))
     with pytest.raises(CheckpointError, match="rule: was .*Adds, got .*FedAsync"):
-        Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), journal=tmp_path / LINES, replace=True)
+        Server.resume(
+            tmp_path / FILE, SPACE, FedAsync(0.5), replace=True, durability=Durability(journal=tmp_path / LINES)
+        )
     (tmp_path / FILE).rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match="is not there, and .*lines does not begin with the whole record"):
         back(tmp_path, server)
@@ -661,9 +679,11 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     other.save(tmp_path / FILE)
     crash(other)
     with pytest.raises(CheckpointError, match="begins with record 2, and the checkpoint holds what was before 1"):
-        Server.resume(tmp_path / "older", SPACE, Adds(), journal=gone(tmp_path, other))
+        Server.resume(tmp_path / "older", SPACE, Adds(), durability=Durability(journal=gone(tmp_path, other)))
     # With nothing beyond the checkpoint another rule may take over.
-    new = Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), journal=tmp_path / LINES, replace=True)
+    new = Server.resume(
+        tmp_path / FILE, SPACE, FedAsync(0.5), replace=True, durability=Durability(journal=tmp_path / LINES)
+    )
     assert new.version == 1
 
 
@@ -760,7 +780,7 @@ def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_pat
     for seed in (2, 3):
         server.receive(server.dispatch("a"), answer(seed)).check()
         server.save(tmp_path / "elsewhere")
-    files = server._journal.journal.segments()
+    files = server._durability.journal.journal.segments()
     before = state(server)
     crash(server)
     assert files == [2]
@@ -768,7 +788,7 @@ def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_pat
     assert state(other) == before
     (tmp_path / "link").symlink_to(tmp_path)
     other.save(tmp_path / "link" / FILE)
-    assert other._journal.journal.segments() == [6]
+    assert other._durability.journal.journal.segments() == [6]
 
 
 class Slow:
@@ -806,7 +826,7 @@ def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_t
     server.dispatch("c")
     slow.go_on.set()
     saving.join(60)
-    server._checkpoint_writer.finish()
+    server._durability.checkpoints.finish()
     before = state(server)
     crash(server)
     assert state(back(tmp_path, server, checkpoint=every)) == before
@@ -960,10 +980,10 @@ import atexit, multiprocessing, os, signal, sys
 FOLDER = {str(folder)!r}
 {before}
 import torch
-from manifoldagg.federated import Server
+from manifoldagg.federated import Durability, Server
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat
-s = Server(Flat(2), FedAsync(0.5), torch.zeros(2), journal=FOLDER + "/{LINES}")
+s = Server(Flat(2), FedAsync(0.5), torch.zeros(2), durability=Durability(journal=FOLDER + "/{LINES}"))
 """
     command = [sys.executable, "-c", begin + code]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -991,11 +1011,13 @@ def test_a_child_of_a_killed_server_does_not_hold_its_journal(tmp_path):
         assert error == "ArgumentError"
         # The lock of the parent is its own, whatever the child does with its copy.
         with pytest.raises(CheckpointError, match="is locked by another process"):
-            Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+            Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), durability=Durability(journal=tmp_path / LINES))
         server.kill()
         server.wait()
         os.kill(int(child), 0)  # is there
-        resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+        resumed = Server.resume(
+            tmp_path / FILE, Flat(2), FedAsync(0.5), durability=Durability(journal=tmp_path / LINES)
+        )
         assert len(resumed.tickets) == 1
         resumed.close()
     finally:
@@ -1018,7 +1040,7 @@ def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
     server.communicate()
     assert server.returncode == 0
     assert [(tmp_path / f"other{i}").read_bytes() for i in range(4)] == [b""] * 4
-    resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), journal=tmp_path / LINES)
+    resumed = Server.resume(tmp_path / FILE, Flat(2), FedAsync(0.5), durability=Durability(journal=tmp_path / LINES))
     assert [ticket.client for ticket in resumed._state.value.tickets.values()] == ["early", "late"]
 
 
@@ -1073,7 +1095,7 @@ def test_open_starts_a_server_and_resumes_it_at_any_time(tmp_path):
     files = {"journal": tmp_path / LINES, "checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=10)}
 
     def opened(start):
-        return Server.open(tmp_path / FILE, SPACE, Adds(), start, **files)
+        return Server.open(tmp_path / FILE, SPACE, Adds(), start, **grouped(**files))
 
     server = opened(start)
     assert (server.orphaned_tickets, torch.equal(server.model, start)) == ([], True)
@@ -1093,7 +1115,7 @@ def test_open_starts_a_server_and_resumes_it_at_any_time(tmp_path):
     # With a checkpoint alone.
     del files["journal"]
     server.close()
-    with pytest.raises(CheckpointError, match="pass it as `journal`"):
+    with pytest.raises(CheckpointError, match="it has a journal: pass"):
         opened(start)
     (tmp_path / FILE).unlink()
     server = opened(start)
@@ -1114,7 +1136,12 @@ def test_open_ignores_the_initial_model_and_its_buffers_on_a_resume(tmp_path, wi
         buffers = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
         start, policy = torch.full((4,), value), {"running_var": "latest"}
         return Server.open(
-            tmp_path / FILE, space, FedAsync(0.5), start, buffers=buffers, buffer_policy=policy, history_size=3, **files
+            tmp_path / FILE,
+            space,
+            FedAsync(0.5),
+            InitialModel(start, buffers, policy),
+            limits=ServerLimits(history_size=3),
+            **grouped(**files),
         )
 
     server = opened(1.0)

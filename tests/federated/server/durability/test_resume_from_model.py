@@ -6,10 +6,11 @@ from torch import nn
 
 from manifoldagg import Server
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Payload
+from manifoldagg.federated import CheckpointPolicy, Durability, Payload
 from manifoldagg.federated.rules import FedAsync, FedBuff, GeneralizedAsyncSGD
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.fingerprint import bits
+from tests.server_options import grouped
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 RULE = FedAsync(0.5)
@@ -52,14 +53,14 @@ def factors(seed=0):
     ],
 )
 def test_a_server_resumes_from_the_model_that_it_was_created_from(make, options, resume_options, tmp_path):
-    server = Server.of(make(), RULE, **options, max_staleness=9)
+    server = Server.of(make(), RULE, **grouped(max_staleness=9, **options))
     assert server.receive_model(server.dispatch("a"), trained(server.dispatch("b")), samples=10).accepted
     late = server.dispatch("c")
     server.save(tmp_path / "server")
     # The values of the model do not matter.
-    resumed = Server.resume(tmp_path / "server", make(seed=1), RULE, **resume_options)
+    resumed = Server.resume(tmp_path / "server", make(seed=1), RULE, **grouped(**resume_options))
     assert resumed.space == server.space
-    assert resumed._step_plan.policies == server._step_plan.policies
+    assert resumed._updates._plan.policies == server._updates._plan.policies
     assert bits(resumed.state_dict()) == bits(server.state_dict())
     assert resumed.tickets == server.tickets
     update = trained(late)
@@ -71,7 +72,7 @@ def test_new_policies_keep_frozen_parameters_unchanged(tmp_path):
     server = Server.of(net(), RULE)
     server.save(tmp_path / "server")
     resumed = Server.resume(tmp_path / "server", net(), RULE, buffer_policy={"*running*": "latest"})
-    policies = resumed._step_plan.policies
+    policies = resumed._updates._plan.policies
     assert policies["2.weight"] == "leave"
     assert policies["1.running_mean"] == "latest"
 
@@ -89,12 +90,12 @@ def test_spaces_of_parameters_are_passed_as_to_of(tmp_path):
 
 
 def test_a_journal_resumes_from_a_module(tmp_path):
-    server = Server.of(net(), RULE, journal=tmp_path / "journal")
+    server = Server.of(net(), RULE, durability=Durability(journal=tmp_path / "journal"))
     ticket = server.dispatch("a")
     receipt = server.receive_model(ticket, trained(ticket), samples=10)
     expected = bits(server.state_dict())
     del server
-    resumed = Server.resume(tmp_path / "server", net(1), RULE, journal=tmp_path / "journal")
+    resumed = Server.resume(tmp_path / "server", net(1), RULE, durability=Durability(journal=tmp_path / "journal"))
     assert resumed.version == 1
     assert bits(resumed.state_dict()) == expected
     assert resumed.receive_model(ticket, {}, samples=10) == receipt
@@ -155,7 +156,9 @@ def test_a_replaced_rule_that_does_not_support_the_model_is_rejected(tmp_path):
 def test_orphaned_tickets_are_the_difference_of_two_sets(tmp_path):
     """The recipe of the guide on fault tolerance."""
     path = tmp_path / "server"
-    server = Server(Flat(2), FedBuff(2), torch.zeros(2), checkpoint=CheckpointPolicy(path, every_updates=1))
+    server = Server(
+        Flat(2), FedBuff(2), torch.zeros(2), durability=Durability(checkpoint=CheckpointPolicy(path, every_updates=1))
+    )
     known, lost = server.dispatch("a"), server.dispatch("b")
     server.save()
     resumed = Server.resume(path, Flat(2), FedBuff(2))

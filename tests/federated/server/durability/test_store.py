@@ -17,6 +17,7 @@ from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, bits, fingerprint, versions
+from tests.server_options import grouped
 from tests.support import draw, seeds
 
 P = 6
@@ -25,7 +26,9 @@ MODEL = 4 * P
 
 
 def server(rule=None, start=None, **options):
-    return Server(SPACE, rule or Adds(), torch.zeros(P) if start is None else start, weights="uniform", **options)
+    return Server(
+        SPACE, rule or Adds(), torch.zeros(P) if start is None else start, weights="uniform", **grouped(**options)
+    )
 
 
 def forward(s, name="walker", by=1.0):
@@ -369,7 +372,7 @@ def test_a_replacement_that_cannot_be_made_changes_nothing():
 RESIDENT = """
 import sys, torch
 from manifoldagg import Server
-from manifoldagg.federated import Payload
+from manifoldagg.federated import MemoryPolicy, Payload
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat
 
@@ -378,7 +381,7 @@ def resident():
         return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
 P = 250_000
-server = Server(Flat(P), FedAsync(0.5), torch.zeros(P), memory_limit=2 * 10**6, spill=sys.argv[1])
+server = Server(Flat(P), FedAsync(0.5), torch.zeros(P), memory=MemoryPolicy(2 * 10**6, sys.argv[1]))
 for i in range(100):
     if i == 10:
         before = resident()

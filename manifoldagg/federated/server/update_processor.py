@@ -1,0 +1,311 @@
+"""The path of an update: admission, validation, the step of the rule, and publication."""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from manifoldagg._validation import rename_argument
+from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
+from manifoldagg.federated.server.durability.checkpoint import ServerSnapshot
+from manifoldagg.federated.server.durability.eviction import Evictor
+from manifoldagg.federated.server.durability.log_format import pack_payload
+from manifoldagg.federated.server.durability.manager import DurabilityManager
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference
+from manifoldagg.federated.server.durability.store import InMemoryTree
+from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
+from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
+from manifoldagg.federated.server.state import (
+    ANY_CLIENT,
+    AppliedUpdate,
+    PendingTicket,
+    ServerState,
+    StaleTicketError,
+)
+from manifoldagg.federated.server.validation import PayloadSchema, raise_nonfinite, validate_payload
+from manifoldagg.federated.stability import warn_if_unstable
+from manifoldagg.federated.step import StepPlan, step
+from manifoldagg.federated.types import Averaging, Payload, Receipt
+from manifoldagg.kernels.alloc import empty_like
+
+__all__ = ["UpdateProcessor"]
+
+Load = Callable[[PendingTicket], Any]
+"""A function that returns the payload of a ticket."""
+Packed = bytes | bytearray
+"""A payload, packed for the journal; empty without a journal."""
+Names = Mapping[str, str]
+"""The fields of a payload, and the arguments of the caller that contain them."""
+LOG = logging.getLogger("manifoldagg")
+
+
+class Request(NamedTuple):
+    """The arguments of an update's call, before any check, and the time of the call in seconds of the clock."""
+
+    ticket_id: Any
+    client: Hashable
+    names: Names
+    received_at: float
+
+
+class UpdateProcessor:
+    """Processor that validates, applies and publishes the updates of a server, one at a time.
+
+    Args:
+        state: the state of the server.
+        schema: the schema of the payloads.
+        plan: the plan of the rule's step.
+        averaging: the average that receives every new version.
+        evictor: evicts older versions and client states after an update.
+        durability: the journal and the checkpoints.
+        dispatcher: delivers events.
+        clock: the clock of the server.
+
+    Attributes:
+        lock: the lock that updates hold while they are applied.
+        free_list: the memory of released models, which the next step writes.
+        recycle: receives the memory of a released model; `None` if the average may store models.
+    """
+
+    def __init__(
+        self,
+        state: AtomicReference[ServerState],
+        schema: PayloadSchema,
+        plan: StepPlan,
+        averaging: Averaging | None,
+        evictor: Evictor,
+        durability: DurabilityManager,
+        dispatcher: EventDispatcher,
+        clock: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._schema = schema
+        self._plan = plan
+        self._averaging = averaging
+        self._evictor = evictor
+        self._durability = durability
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._warned_unstable = False
+        limits = state.value.limits
+        self._timeout = limits.timeout
+        self.lock = UpdateLock(limits.max_queued_updates)
+        self.free_list: deque[Tensor] = deque(maxlen=1)
+        self.recycle = self.free_list.append if averaging is None else None
+
+    def receive(
+        self, ticket_id: Any, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
+    ) -> Receipt:
+        """Process an update, write its journal record, and deliver its events.
+
+        Args:
+            ticket_id: the id of the ticket, of any type.
+            client: the client that returns the update, or `ANY_CLIENT`.
+            names: the fields of the payload, and the arguments of the caller that contain them.
+            payload: the payload, if `load` is `None`.
+            load: a function of the ticket that returns the payload, called after the ticket was validated.
+        """
+        journal = self._durability.journal
+        try:
+            receipt = self._process(ticket_id, client, names, payload, load)
+            if journal is not None:
+                journal.write()
+        except Exception:  # an interrupt does not deliver events
+            self.deliver_events()
+            raise
+        if self._state.value.subscriptions:
+            self.deliver_events()
+        return receipt
+
+    def replay(self, payload: Payload, recorded: Mapping[str, Any]) -> Receipt:
+        """Apply an update of a journal record with the recorded sample count and weights.
+
+        Raises:
+            ManifoldAggError: if the update is not valid.
+        """
+        self._state.value.pending(recorded["ticket"])
+        request = Request(recorded["ticket"], ANY_CLIENT, {}, math.nan)
+        receipt = self._apply(request, payload, b"", recorded=recorded)
+        try:
+            self._after_update()
+        except Exception:  # the update stays applied, as in the original run
+            LOG.exception("averaging: raised for version %d", receipt.version)
+        return receipt
+
+    def expire(self) -> list[str]:
+        """Expire old tickets, except those whose updates are queued, and return their ids."""
+        if self._timeout is None:
+            return []
+        now = self._clock()
+        expired = self._state.update(lambda state: state.without_expired(now, exclude=self.lock.tickets))
+        if expired:
+            LOG.warning("tickets expired after %g s: %d", self._timeout, len(expired))
+            self.deliver_events()
+        return expired
+
+    def check_may_wait(self) -> None:
+        """Reject calls that may not wait for a running update.
+
+        Raises:
+            ArgumentError: in a forked process, within an update, or within a journal write.
+        """
+        self.lock.check_process()
+        self.lock.check()
+        self._durability.check_idle()
+
+    def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
+        """Return the content of a checkpoint, after a running update and before the next one.
+
+        Args:
+            enqueue: called with the snapshot before the next update.
+
+        Raises:
+            ArgumentError: if the server was closed.
+        """
+        with self.lock.lock:
+            self.notify_average()
+            snapshot = self._durability.make_snapshot()
+            if snapshot.server_state.is_closed:
+                raise ArgumentError("server: was closed")
+            if enqueue is not None:
+                enqueue(snapshot)
+        return snapshot
+
+    def notify_average(self) -> None:
+        """Pass new versions to the average; not again after an error, but again after an interrupt."""
+        while self._averaging is not None and (pending := self._state.value.pending_notifications):
+            failure = None
+            try:
+                self._averaging.update(pending[0].version, pending[0].model.tree)
+            except Exception as error:
+                failure = error
+            self._state.update(lambda now: (now._replace(pending_notifications=now.pending_notifications[1:]), None))
+            if failure is not None:
+                raise failure
+
+    def deliver_events(self) -> None:
+        """Deliver pending events to subscribers; within an update they are deferred to its end."""
+        if self._state.value.subscriptions and not self.lock.held_by_me():
+            self._dispatcher.drain()
+
+    def _process(self, ticket_id: Any, client: Hashable, names: Names, payload: Any, load: Load | None) -> Receipt:
+        """Look the ticket up, validate the payload, and apply the update when it is its turn."""
+        self.lock.check_process()
+        if self._timeout is not None:
+            self.expire()
+        has_journal = self._durability.journal is not None
+        if has_journal:
+            self._durability.check_idle()
+        pending = PendingUpdate(ticket_id if type(ticket_id) is str else "")
+        with pending.alive_lock:
+            self.lock.register(pending)
+            state = self._state.value
+            received_at = self._clock() if state.subscriptions or has_journal else math.nan
+            request = Request(ticket_id, client, names, received_at)
+            try:
+                ticket = state.admit(ticket_id, client)
+                if isinstance(ticket, PendingTicket):
+                    payload = payload if load is None else load(ticket)
+                    payload = validate_payload(self._schema, payload, requires_base=ticket.base_key is None)
+                    packed = pack_payload(payload) if has_journal else b""
+                    self.lock.enqueue(pending)
+            except ManifoldAggError as error:
+                return self._reject(request, error)
+            if isinstance(ticket, Receipt):
+                self._finish_interrupted()
+                return ticket
+            del state  # An update that waits must not retain the models of this state.
+            self.lock.check()
+            with self.lock.lock:
+                return self._apply_or_reject(request, payload, packed)
+
+    def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
+        """Apply or reject an update, whose call owns the update lock."""
+        if self._averaging is not None:  # versions that an interrupt withheld from the average come first
+            self.notify_average()
+        if self._durability.journal is not None:
+            self._durability.journal.retry_if_failed()
+        try:
+            receipt = self._apply(request, payload, packed)
+        except RuleError:
+            raise
+        except ManifoldAggError as error:
+            receipt = self._reject(request, error)
+        self._after_update()
+        return receipt
+
+    def _apply(
+        self, request: Request, payload: Payload, packed: Packed, recorded: Mapping[str, Any] | None = None
+    ) -> Receipt:
+        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
+        state = self._state.value
+        begun = time.perf_counter() if state.subscriptions else math.nan
+        # While the update waited, its ticket may have been answered, dropped or become too old.
+        ticket = state.admit(request.ticket_id, request.client)
+        if isinstance(ticket, Receipt):
+            return ticket
+        update = state.make_update(ticket, payload, recorded)
+        # Only the owner of the update lock removes memory from the list.
+        out = self.free_list.pop() if self.free_list else empty_like(state.model_state.current)
+        model = InMemoryTree(out, self.recycle, size=out.untyped_storage().nbytes())
+        try:
+            after, outcome = step(self._plan, state.model_state, update, payload.buffers, out)
+        except Exception:
+            raise_nonfinite(self._schema, payload)
+            raise
+        if recorded is None and not self._warned_unstable:
+            self._warned_unstable = warn_if_unstable(
+                self._plan.rule,
+                outcome.numbers,
+                update.staleness,
+                num_in_flight=len(state.tickets.entries),
+                weight=update.weight,
+                num_clients=state.weights.num_clients,
+            )
+        applied = AppliedUpdate(
+            ticket_id=request.ticket_id,
+            ticket=ticket,
+            reported_samples=payload.samples,
+            update=update,
+            after=after,
+            outcome=outcome,
+            model=None if outcome.model is None else model,
+            received_at=request.received_at,
+            seconds=time.perf_counter() - begun,
+            payload=packed,
+        )
+        return self._state.update(lambda now: now.with_update(applied))
+
+    def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
+        """Count a rejection under the caller's name of the argument.
+
+        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
+        """
+        reason = rename_argument(str(error), request.names)
+        is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
+        receipt = self._state.update(
+            lambda now: now.with_rejection(request.ticket_id, reason, request.received_at, is_final=is_final)
+        )
+        LOG.warning("rejected, ticket closed: %s" if is_final else "rejected: %s", receipt.reason)
+        return receipt
+
+    def _finish_interrupted(self) -> None:
+        """Complete the work that an interrupt left after a recorded update."""
+        if self._state.value.pending_notifications and not self.lock.held_by_me():
+            with self.lock.lock:
+                self._after_update()
+
+    def _after_update(self) -> None:
+        """Notify the average, evict stored trees, and start a checkpoint if one is due."""
+        try:
+            if self._averaging is not None:
+                self.notify_average()
+        finally:
+            if self._evictor.limit is not None:
+                self._evictor.evict()
+            if self._durability.checkpoints is not None:
+                self._durability.maybe_write_checkpoint()
