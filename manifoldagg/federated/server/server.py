@@ -982,7 +982,6 @@ class Server:
                     self._journal.close()
             finally:
                 self._state.update(lambda now: (now.close(), None))
-                self._spill.close()
         self._dispatch_events()
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.finish()

@@ -37,6 +37,7 @@ from tests.federated.server.durability.scripted_run import (
     payload,
     script,
 )
+from tests.federated.server.durability.spilled import alter
 from tests.support import draw
 
 SPACE = Flat(SIZE)
@@ -524,13 +525,12 @@ def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_
     lost = server.dispatch("a")
     server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
     kept = server.dispatch("c")
-    filed = {key: what for key, (what, _) in server._state.value.store.entries.items() if hasattr(what, "path")}
-    filed["version", 0].path.unlink()
+    alter(server, ("version", 0))
     other = resumed(tmp_path, server)
     assert other.receive(lost, Payload(torch.ones(1, SIZE), 1)).reason == "ticket: unknown, or used already"
     assert other.receive(kept, Payload(torch.ones(1, SIZE), 1)).accepted
-    filed["client", "b"].path.unlink()
-    with pytest.raises(SpillError, match="was deleted"):
+    alter(server, ("client", "b"))
+    with pytest.raises(SpillError, match="was altered"):
         server.save(tmp_path / FILE)
 
 
