@@ -29,7 +29,7 @@ from manifoldagg.federated.server.durability import raw_io
 from manifoldagg.federated.server.durability import spill as module
 from manifoldagg.federated.server.durability.spill import Spill
 from tests.federated.fingerprint import bits
-from tests.federated.server.durability.spilled import mapped, needs_maps, open_files
+from tests.federated.server.durability.spilled import MAPS, mapped, needs_maps, open_files
 from tests.support import draw, seeds, stopped
 
 TREE = {"m": torch.arange(1000.0), "v": torch.ones(3, 5, dtype=torch.bfloat16), "count": 3}
@@ -171,6 +171,25 @@ def test_a_view_is_the_mapped_file_and_outlives_the_tree(tmp_path):
     assert bits(view) == bits(TREE)
     del view
     assert left(tmp_path) == []
+
+
+@needs_maps
+def test_a_spilled_tree_does_not_count_as_committed_memory(tmp_path):
+    filed = Spill(tmp_path).write(TREE)
+    (access,) = [line.split()[1] for line in MAPS.read_text().splitlines() if f"{tmp_path}/" in line]
+    # A private mapping that may be written is counted.
+    assert access == "rw-s"
+    assert bits(filed.load()) == bits(TREE)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_tensors_return_to_their_devices(tmp_path, copies):
+    filed = Spill(tmp_path).write(TREE)
+    # The meta device is the only other device of every machine. No tensor with values is on it.
+    filed._devices = (torch.device("meta"), torch.device("cpu"))
+    found = filed.load(copy=copies)
+    assert (found["m"].device.type, found["m"].shape, found["m"].dtype) == ("meta", (1000,), torch.float32)
+    assert torch.equal(found["v"], TREE["v"])
 
 
 @needs_maps
