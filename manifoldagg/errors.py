@@ -50,14 +50,14 @@ class WireError(ManifoldAggError):
 
 
 class SpillError(ManifoldAggError):
-    """A tree cannot be spilled to a file, or its file was altered. The message names the file.
+    """A tree cannot be spilled to a file, or its file was altered. The message names the folder.
 
     Args:
         message: the error message.
         temporary: whether a later attempt may succeed, as after an error of a full disk.
 
     Example:
-        >>> SpillError("/tmp/1.tensors: no space left", temporary=True).temporary
+        >>> SpillError("spill: /tmp: no space left", temporary=True).temporary
         True
     """
 

@@ -110,8 +110,8 @@ class MemoryPolicy(KeywordHints):
     """Memory for older versions and client states of a server.
 
     Args:
-        limit: bytes of memory for older versions and client states. The oldest are evicted to temporary files, mapped
-            when they are needed, and removed with their last reference. The freed memory is released to the system.
+        limit: bytes of memory for older versions and client states. The oldest are evicted to unlinked
+            temporary files, mapped, and freed with their last reference. The freed memory is released to the system.
         spill: the folder of the temporary files; `None` for the system's temporary folder.
         base_dtype: a narrower dtype for the stored start models. Clients start from the rounded model, and the drift is
             measured from it, so that it is never exactly zero. Flat and low-rank spaces only. A model that overflows is

@@ -143,8 +143,7 @@ class Server:
         schema = PayloadSchema.of(space, rule, first, sent, limits.update)
         self._state_dicts = StateDictConverter(schema, rule)
         self._dispatcher = EventDispatcher(self._state)
-        self._spill = Spill(memory.spill)
-        self._evictor = Evictor(self._state, memory.limit, self._spill)
+        self._evictor = Evictor(self._state, memory.limit, Spill(memory.spill))
         options = {"limits": limits.tree(), "memory": memory.tree(), "policies": policies}
         self._durability = DurabilityManager(
             self._state, space, rule, options, clock, averaging, self._dispatcher.publish
@@ -712,7 +711,6 @@ class Server:
                 self._durability.close_journal()
             finally:
                 self._state.update(lambda now: (now.close(), None))
-                self._spill.close()
         self._updates.deliver_events()
         self._durability.finish_checkpoints()
 

@@ -3,19 +3,20 @@
 import io
 import os
 import pickle
+import stat
 import tempfile
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from manifoldagg.errors import SpillError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
-from manifoldagg.federated.server.durability.spill import Spill, SpilledTree
+from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
+from manifoldagg.federated.server.durability.spill import open_unlinked
 
 __all__ = ["SharedTensorStore", "StoredTensor", "TensorNotFound", "TensorRef", "deserialize", "serialize"]
 
@@ -23,6 +24,10 @@ MIN_SHARED_BYTES = 2**10
 """Bytes up to which a tensor travels by value: a file costs more."""
 SHARED_MEMORY_DIR = "/dev/shm"
 """Where files are memory, on Linux."""
+TOKEN_BYTES = 16
+"""Bytes of the random token in the name and at the start of a file. On another machine the path is another file."""
+MAX_FILES = 256
+"""Number of tensors in files at a time, each of which needs a descriptor; further tensors travel by value."""
 MAX_CACHED_BYTES = 2**28
 """Bytes of tensors that came by value, beyond which a process forgets the oldest."""
 
@@ -70,9 +75,44 @@ class TensorRef(NamedTuple):
 
 
 def _read_into(name: str, target: memoryview) -> None:
-    with open(name, "rb", buffering=0) as file:
+    """Read the values of a [`SharedFile`][manifoldagg.simulation.executors.shared_tensors.SharedFile].
+
+    Raises:
+        OSError: if this process cannot read the file, or the name belongs to another file.
+    """
+    path, _, token = name.partition("#")
+    # Opening a pipe or a device could block.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise FileNotFoundError(name)
+    with open(path, "rb", buffering=0) as file:
+        if file.read(TOKEN_BYTES) != bytes.fromhex(token):
+            raise FileNotFoundError(name)
         while target and (count := file.readinto(target)):
             target = target[count:]
+
+
+class SharedFile:
+    """An unlinked file with the values of a tensor, which other processes of this machine and user read on Linux.
+
+    Args:
+        folder: the folder whose file system stores the file.
+        tensor: the tensor to write.
+
+    Attributes:
+        name: the path of the open descriptor of this process, and a random token.
+
+    Raises:
+        OSError: if the file cannot be written, or the system does not list descriptors in `/proc`.
+    """
+
+    def __init__(self, folder: str, tensor: Tensor) -> None:
+        token = os.urandom(TOKEN_BYTES)
+        self._file = open_unlinked(folder)
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self.name = f"{path}#{token.hex()}"
+        os.stat(path)
+        write_all(self._file.write, memoryview(token), 0)
+        write_all(self._file.write, tensor_bytes(tensor), 0)
 
 
 class _ReceivedValues:
@@ -103,9 +143,9 @@ _RECEIVED_VALUES = _ReceivedValues()
 class StoredTensor:
     """A tensor in a store; the store keeps it while this object is referenced."""
 
-    def __init__(self, tensor: Tensor, spilled: SpilledTree | None) -> None:
+    def __init__(self, tensor: Tensor, file: SharedFile | None) -> None:
         self.tensor = tensor
-        self.spilled = spilled
+        self.file = file
         self.was_sent = False
 
 
@@ -114,8 +154,8 @@ class SharedTensorStore:
 
     A tensor is known as the object that it is, and must not be written. It lies there for as long as somebody keeps
     what `put` returned: in a file in memory, in the folder of temporary files where memory is short, or nowhere, and
-    travels by value, where no file can be written. The files go with this process, however it ends, as those of a
-    [`Spill`][manifoldagg.federated.server.durability.spill.Spill] do.
+    travels by value, where no file can be written. The files have no name in any folder: the system removes them when
+    this process ends, even if it is killed.
 
     Example:
         >>> store, model = SharedTensorStore(), torch.zeros(1000)
@@ -126,8 +166,7 @@ class SharedTensorStore:
     """
 
     def __init__(self) -> None:
-        folders = [SHARED_MEMORY_DIR] if os.access(SHARED_MEMORY_DIR, os.W_OK) else []
-        self._spills = [Spill(folder) for folder in (*folders, tempfile.gettempdir())]
+        self._folders = (SHARED_MEMORY_DIR, tempfile.gettempdir())
         self._stored: WeakValueDictionary[int, StoredTensor] = WeakValueDictionary()
         self._lock = threading.Lock()
         self.remote = False
@@ -138,25 +177,23 @@ class SharedTensorStore:
         with self._lock:
             lying = self._stored.get(id(tensor))
             if lying is None:
-                self._stored[id(tensor)] = lying = StoredTensor(tensor, self._spill(tensor))
+                self._stored[id(tensor)] = lying = StoredTensor(tensor, self._write(tensor))
             return lying
 
     def reference(self, stored: StoredTensor, *, force_by_value: bool = False) -> TensorRef:
         """Return a reference to a tensor, with values if `force_by_value` or if it is first sent off-machine."""
         tensor = stored.tensor
         with self._lock:
-            by_value = force_by_value or stored.spilled is None or (self.remote and not stored.was_sent)
+            by_value = force_by_value or stored.file is None or (self.remote and not stored.was_sent)
             stored.was_sent = stored.was_sent or by_value
-        name = "" if stored.spilled is None else os.fspath(stored.spilled.path)
+        name = "" if stored.file is None else stored.file.name
         data = bytes(tensor_bytes(tensor)) if by_value else None
         return TensorRef(name, data, tensor.dtype, tuple(tensor.shape), tensor.device)
 
-    def _spill(self, tensor: Tensor) -> SpilledTree | None:
-        for spill in self._spills:
-            try:
-                return spill.write(tensor)
-            except SpillError:
-                continue
+    def _write(self, tensor: Tensor) -> SharedFile | None:
+        for folder in self._folders if len(self._stored) < MAX_FILES else ():
+            with suppress(OSError, MemoryError):
+                return SharedFile(folder, tensor)
         return None
 
 

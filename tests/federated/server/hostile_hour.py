@@ -17,6 +17,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import InitialModel, Payload, Server
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import Adds, Gathers
+from tests.federated.server.durability.spilled import mapped, open_files
 from tests.federated.server.hostile import (
     PATIENCE,
     P,
@@ -75,7 +76,7 @@ def interrupted_receives(form, folder, **places):
         scene.server.close()
 
     assert everywhere(lambda: formed(form, folder), Scene.receive, check, **places) > 200
-    assert not files(folder)
+    assert mapped(folder) == open_files(folder) == files(folder) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,7 +127,7 @@ def test_an_interrupted_expire_can_be_done_again():
 def test_an_interrupted_close_can_be_done_again(tmp_path):
     def check(scene):
         scene.server.close()
-        assert not files(tmp_path)
+        assert mapped(tmp_path) == open_files(tmp_path) == []
         assert scene.server.model.tolist() == [2.0] * P
 
     assert everywhere(lambda: scene(memory_limit=0, spill=tmp_path), lambda scene: scene.server.close(), check) > 2

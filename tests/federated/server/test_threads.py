@@ -13,6 +13,7 @@ from manifoldagg.federated.rules import AsyncBezier
 from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, Listens, versions
+from tests.federated.server.durability.spilled import mapped, open_files
 from tests.server_options import grouped
 
 THREADS, UPDATES, P = 16, 10_000, 33
@@ -153,7 +154,7 @@ def test_a_real_rule_with_bases_in_files(tmp_path):
     together(8, work)
     assert sorted(accepted) == list(range(1, 201))
     assert versions(s) == [200]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert mapped(tmp_path) == open_files(tmp_path) == []
 
 
 class Paused(Adds):

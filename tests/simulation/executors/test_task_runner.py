@@ -1,10 +1,12 @@
 """Task runners: the bits of a run do not depend on who trains, how many, or who is done first."""
 
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from manifoldagg.simulation import Exponential, FederatedDataset, IndependentCli
 from manifoldagg.simulation.executors import shared_tensors
 from manifoldagg.simulation.executors.task_runner import TaskRunner
 from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult
+from tests.federated.server.durability.spilled import open_files
 from tests.simulation.executors import runners
 from tests.simulation.executors.runners import METHODS, WORKLOADS, Breaks, Listed, Posted, Shuffled, federation
 
@@ -193,17 +196,54 @@ def test_an_errand_is_small_whatever_the_model():
     assert abs(sizes[0] - sizes[1]) < 64
 
 
-def test_a_model_lies_there_once_and_goes_with_the_last_letter():
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="other systems send all tensors by value")
+def test_a_model_is_in_one_unlinked_file_until_the_last_task_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_tensors, "SHARED_MEMORY_DIR", str(tmp_path))
     one = envelope(1000)
     pickle.dumps(one)
-    folder = one._context.tensor_store.put(one._parts[1].start).spilled.path.parent
-    before = sorted(folder.iterdir())
+    before = open_files(tmp_path)
     other = TaskEnvelope(one._context, TaskId(1, 0), one._parts[1], None)
     pickle.dumps(other)
-    assert sorted(folder.iterdir()) == before
+    assert open_files(tmp_path) == before
+    # The context, the model and the tensor `t`.
     assert len(before) == 3
+    assert list(tmp_path.iterdir()) == []
     del one, other
-    assert not folder.exists()
+    assert open_files(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="other systems send all tensors by value")
+def test_a_reference_finds_its_own_file_only():
+    """On another machine, or after the file was closed, the path may belong to any file."""
+    store = shared_tensors.SharedTensorStore()
+    stored = store.put(torch.arange(1000.0))
+    ref = store.reference(stored)
+    assert ref.data is None
+    assert torch.equal(ref.load(), stored.tensor)
+    path, _, token = ref.name.partition("#")
+    reading, writing = os.pipe()
+    with open(__file__, "rb") as other:
+        for wrong in (f"/proc/self/fd/{other.fileno()}", f"/proc/self/fd/{reading}", "/proc/self/fd/99999"):
+            with pytest.raises(shared_tensors.TensorNotFound):
+                ref._replace(name=f"{wrong}#{token}").load()
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(shared_tensors.TensorNotFound):
+        ref._replace(name=f"{path}#{'0' * len(token)}").load()
+    del stored
+    with pytest.raises(shared_tensors.TensorNotFound):
+        ref.load()
+
+
+def test_a_store_opens_a_limited_number_of_files(monkeypatch):
+    monkeypatch.setattr(shared_tensors, "MAX_FILES", 3)
+    store = shared_tensors.SharedTensorStore()
+    stored = [store.put(torch.full((1000,), float(i))) for i in range(5)]
+    refs = [store.reference(each) for each in stored]
+    assert [ref.data is None for ref in refs][3:] == [False, False]
+    assert all(torch.equal(ref.load(), each.tensor) for ref, each in zip(refs, stored, strict=True))
+    if Path("/proc/self/fd").exists():
+        assert [ref.data is None for ref in refs] == [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize("method", ["fedasync", "orthofl"])
@@ -225,7 +265,7 @@ def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch
 
 def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
     monkeypatch.setattr(shared_tensors, "MIN_SHARED_BYTES", 16)
-    monkeypatch.setattr(shared_tensors.SharedTensorStore, "_spill", lambda self, tensor: None)
+    monkeypatch.setattr(shared_tensors.SharedTensorStore, "_write", lambda self, tensor: None)
     executor = Posted(0, 2)
     assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])
     executor.shutdown()

@@ -554,7 +554,7 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         if key == state.current_key:
             continue
         try:
-            kept.append((key, store.load(key)))
+            kept.append((key, store.load(key, copy=False)))
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise

@@ -1,10 +1,12 @@
 """Eviction of stored client state and old versions to files beyond a memory limit, the oldest first."""
 
+import ctypes
 import logging
+import sys
 
 from manifoldagg.errors import SpillError
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.spill import Spill, malloc_trim
+from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.state import ServerState
 
 __all__ = ["Evictor"]
@@ -12,6 +14,9 @@ __all__ = ["Evictor"]
 LOG = logging.getLogger("manifoldagg")
 MIN_TRIM_BYTES = 2**20
 """The bytes evicted between two calls of `malloc_trim`, unless a quarter of the limit is larger."""
+# Freed aligned blocks leave holes too small for the next block of their size. Without this call, a process grows
+# by the size of the trees that it evicts.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Evictor:
@@ -20,7 +25,7 @@ class Evictor:
     Args:
         state: the state of the server.
         limit: the limit in bytes; `None` for no limit.
-        spill: the folder of the files.
+        spill: writes the files.
     """
 
     def __init__(self, state: AtomicReference[ServerState], limit: int | None, spill: Spill) -> None:
@@ -35,7 +40,8 @@ class Evictor:
             self._untrimmed_bytes += size
             if self._untrimmed_bytes > max(self.limit // 4, MIN_TRIM_BYTES):
                 self._untrimmed_bytes = 0
-                malloc_trim()
+                if _malloc_trim is not None:
+                    _malloc_trim(0)
 
     def _evict_one(self, limit: int) -> int:
         """Evict the oldest tree to a file; return its size, or 0 if no tree has to be or can be evicted."""

@@ -1,21 +1,16 @@
-"""Spilled trees: one file for each tree, removed with its last reference or at the end of the process."""
+"""Spilled trees: each in an unlinked, memory-mapped temporary file, which the system frees with its last mapping."""
 
-import ctypes
-import errno
-import itertools
+import mmap
 import os
-import platform
-import shutil
 import sys
 import tempfile
-import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,247 +20,163 @@ from manifoldagg.errors import ArgumentError, SpillError
 from manifoldagg.federated.pytrees import Tree, size_of, tensors, tree_map
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
 
-if sys.platform != "win32":
-    import fcntl
+__all__ = ["Spill", "SpilledTree", "open_unlinked"]
 
-__all__ = ["Spill", "SpilledTree", "malloc_trim"]
-
-PREFIX = "manifoldagg-"
 ALIGNMENT = 64
-"""Bytes to a multiple of which each tensor begins, as torch lays them in memory."""
-NO_LOCK_ERRNOS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-"""What a system of files says that has no locks."""
+"""The alignment of each tensor in its file in bytes, which is that of torch in memory."""
+MAX_TREES = 2**15
+"""The number of spilled trees in a process. Linux allows 65,530 mappings, and `malloc` and threads need some."""
 
 
 class Spill:
-    """Files for trees, in a private folder of this process.
+    """Spills trees to unlinked temporary files, which have no name in any folder.
 
-    The folder is made with the first file. It carries a `flock`, which the system takes back when the process ends,
-    however it ends: a new spill removes the unlocked folders beside its own. It touches those of this
-    host and user only. After `os.fork` the folder stays its maker's: a child reads what is there, and neither writes
-    nor removes anything. Systems without `flock` (Windows) keep the folders of processes that were killed.
+    Each file is mapped into memory, and its descriptor is closed. The system frees the file with its last mapping: when
+    the last reference to the tree is deleted, or when the process ends, even if it is killed. A child of `os.fork` can
+    load the trees of its parent. Their files then exist until both processes have released them.
 
     Args:
-        folder: where the folder goes; `None` for the system's folder of temporary files.
+        folder: the folder whose file system stores the files; `None` for the system's temporary folder.
 
     Raises:
-        ArgumentError: if there is no such folder.
+        ArgumentError: if the folder does not exist.
 
     Example:
-        >>> spill = Spill()
-        >>> filed = spill.write({"m": torch.ones(2), "count": 3})
-        >>> filed.size, filed.load()
+        >>> spilled = Spill().write({"m": torch.ones(2), "count": 3})
+        >>> spilled.size, spilled.load()
         (8, {'m': tensor([1., 1.]), 'count': 3})
-        >>> path = filed.path
-        >>> del filed
-        >>> path.exists()
-        False
-        >>> spill.close()
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None and not (isinstance(folder, str | Path) and Path(folder).is_dir()):
             raise ArgumentError(f"spill: expected a folder that exists, got {short_repr(folder)}")
-        # The process may change its directory before it writes.
-        self._parent = Path(tempfile.gettempdir() if folder is None else folder).absolute()
-        self._folder: _SpillDir | None = None
-        self._pid = os.getpid()
-        _remove_stale(self._parent)
+        # The process may change its working directory before it writes.
+        self._folder = Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
     def write(self, tree: Tree) -> "SpilledTree":
         """Write the tree to a new file. Each tensor is written separately: views and shared memory become values.
 
         Raises:
-            SpillError: and no file is left. It is `temporary` where the tree could be written later: the disk is full,
-                the folder is not accessible, memory is short. It is not where no file can have such a tree: one with
-                sparse, quantised or meta tensors, or tensors of a subclass.
+            SpillError: if the tree cannot be written; no file remains. The error is `temporary` if a later attempt may
+                succeed: the disk is full, the folder is not accessible, or memory, descriptors or mappings are
+                exhausted. It is not temporary for trees with sparse, quantised or meta tensors, or with tensors of a
+                subclass.
 
         Cost: one pass over the tensors, and a copy of those that are not contiguous or on another device.
         """
-        if os.getpid() != self._pid:
-            raise SpillError(f"spill: belongs to process {self._pid}, which this one was forked from")
         for tensor in tensors(tree):
-            if odd := _unsupported_reason(tensor):
-                raise SpillError(f"spill: a file cannot store a tensor that is {odd}")
+            if reason := _unsupported_reason(tensor):
+                raise SpillError(f"spill: a file cannot store a tensor that is {reason}")
+        if len(_SPILLED) >= MAX_TREES:
+            raise SpillError(f"spill: {self._folder}: the process has {MAX_TREES} spilled trees", temporary=True)
         try:
-            return SpilledTree(self._ensure_folder(), tree)
+            return SpilledTree(self._folder, tree)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-            raise SpillError(f"spill: {self._parent}: {error}", temporary=True) from error
+            raise SpillError(f"spill: {self._folder}: {error}", temporary=True) from error
         except Exception as error:
             raise SpillError(f"spill: a file cannot store this tree: {error}") from error
 
-    def close(self) -> None:
-        """Stop writing into the folder, which is removed with the last file in use."""
-        self._folder = None
-
-    def _ensure_folder(self) -> "_SpillDir":
-        """Return the folder, created if it does not exist or no longer exists."""
-        folder = self._folder
-        # Somebody who cleans may take a new one for a dead one, until it is locked.
-        while folder is None or not folder.path.exists():
-            made = _SpillDir(self._parent)
-            if made.lock():
-                folder = made
-        self._folder = folder
-        return folder
-
 
 class SpilledTree:
-    """A tree in its own file. The last reference in the creating process removes the file.
+    """A tree in its own unlinked file, which is freed with the last reference.
 
     Args:
-        folder: of the file.
-        tree: to write.
+        folder: the folder whose file system stores the file.
+        tree: the tree to write.
 
     Attributes:
-        size: bytes of memory that the tree held.
+        size: the bytes of memory that the tree used.
     """
 
-    __slots__ = ("_checksum", "_devices", "_folder", "_length", "_name", "_template", "size")
+    __slots__ = ("__weakref__", "_checksum", "_devices", "_folder", "_storage", "_template", "size")
 
-    def __init__(self, folder: "_SpillDir", tree: Tree) -> None:
-        # What removes the file is known before there is one: an interrupt leaves nothing.
-        self._folder = folder
-        self._name = next(folder.names)
+    def __init__(self, folder: Path, tree: Tree) -> None:
         found = tensors(tree)
         self.size = size_of(tree)
+        self._folder = folder
         self._devices = tuple(tensor.device for tensor in found)
-        # Tensors on no device say where values go, and what shape and dtype they have.
+        # Meta tensors store the positions, shapes and dtypes of the tensors without their values.
         self._template = tree_map(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        try:
-            self._length, self._checksum = _write_tensors(self.path, found)
-        except BaseException:
-            # The traceback may reference this object, and with it the file, as long as the error is stored.
-            self._remove()
-            raise
+        with open_unlinked(folder) as file:
+            length, self._checksum = _write_tensors(file, found)
+            self._storage = _map_file(file, length)
+        _SPILLED.add(self)
 
-    @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self._folder.path / f"{self._name}.tensors"
+    def load(self, *, copy: bool = True) -> Tree:
+        """Load the tree with its tensors on their devices.
 
-    def load(self) -> Tree:
-        """Load the tree with its tensors mapped from the file, on their devices. Maps outlive the file.
-
-        A file that is cut while its maps are read kills the process: no program can hold a map against that.
+        Args:
+            copy: whether to copy CPU tensors. Otherwise they are the mapped file, and the caller must not write.
 
         Raises:
-            SpillError: naming the file, if it was truncated, altered or deleted; a `temporary` one, if it cannot be
-                read now.
+            SpillError: if the file was altered; a `temporary` one if memory is exhausted.
 
-        Cost: one pass over the file, for its checksum.
+        Cost: one pass over the file for its checksum, and the copy.
         """
-        found = iter(self._map_tensors())
-        return tree_map(self._template, lambda _: next(found))
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
+        if zlib.crc32(data.numpy().data) != self._checksum:
+            raise SpillError(f"spill: {self._folder}: a spilled tree was altered: its checksum differs")
+        mapped = zip(self._map_tensors(), self._devices, strict=True)
+        try:
+            leaves = iter([tensor.to(device, copy=copy) for tensor, device in mapped])
+        except (MemoryError, RuntimeError) as error:
+            raise SpillError(f"spill: {self._folder}: a tree cannot be loaded: {error}", temporary=True) from error
+        return tree_map(self._template, lambda _: next(leaves))
 
     def _map_tensors(self) -> Iterator[Tensor]:
-        data = self._map_verified()
         start = 0
-        for form, device in zip(tensors(self._template), self._devices, strict=True):
-            # A storage of its own: whoever keeps one tensor is not taken to keep them all.
-            storage = data[start : start + form.nbytes]
-            yield torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride()).to(device)
-            start += _align(form.nbytes)
-
-    def _map_verified(self) -> Any:
-        """Map the storage of the file after verifying its bytes."""
-        try:
-            length = self.path.stat().st_size
-            if length < self._length:
-                raise SpillError(f"spill: {self.path}: was truncated, from {self._length} bytes to {length}")
-            if length > self._length:
-                raise SpillError(f"spill: {self.path}: was altered: it has {length} bytes instead of {self._length}")
-            if not length:
-                return torch.UntypedStorage(0)
-            storage: Any = torch.UntypedStorage.from_file(os.fspath(self.path), shared=False, nbytes=length)
-        except FileNotFoundError:
-            raise SpillError(f"spill: {self.path}: was deleted") from None
-        except (OSError, RuntimeError) as error:
-            raise SpillError(f"spill: {self.path}: cannot be read: {error}", temporary=True) from error
-        values = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (length,), (1,))
-        if zlib.crc32(values.numpy().data) != self._checksum:
-            raise SpillError(f"spill: {self.path}: was altered: its checksum is another")
-        return storage
-
-    def _remove(self) -> None:
-        # A file that cannot be removed goes with the folder; an interrupt may come before there is a name.
-        with suppress(OSError, AttributeError):
-            if os.getpid() == self._folder.pid:
-                os.unlink(self.path)
-
-    def __del__(self) -> None:
-        self._remove()
+        for form in tensors(self._template):
+            storage = self._storage[start : start + form.nbytes]
+            yield torch.empty(0, dtype=form.dtype, device="cpu").set_(storage, 0, form.shape, form.stride())
+            start += form.nbytes + -form.nbytes % ALIGNMENT
 
     def __repr__(self) -> str:
-        return f"SpilledTree({str(self.path)!r}, size={self.size})"
+        return f"SpilledTree(size={self.size})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store what it loads")
 
 
-class _SpillDir:
-    """A folder for files, removed with its last reference, by `remove`, or at the end of the creating process."""
-
-    def __init__(self, parent: Path) -> None:
-        self.pid = os.getpid()
-        self.path = parent / f"{PREFIX}{self.pid}-{os.urandom(8).hex()}@{platform.node()}"
-        self.names = itertools.count()
-        # Before there is a folder, so that an interrupt leaves none.
-        weakref.finalize(self, _unless_forked, self.pid, shutil.rmtree, self.path, True)
-        self.path.mkdir(mode=0o700)
-
-    def remove(self) -> None:
-        """Remove the folder now."""
-        _unless_forked(self.pid, shutil.rmtree, self.path, True)
-
-    def lock(self) -> bool:
-        """Lock the folder for the life of the process, if the system can; return whether it is not locked elsewhere."""
-        if sys.platform != "win32":
-            try:
-                folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                weakref.finalize(self, _unless_forked, self.pid, os.close, folder)
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, FileNotFoundError):
-                return False
-            except OSError as error:
-                if error.errno not in NO_LOCK_ERRNOS:
-                    raise
-        return True
+_SPILLED: WeakSet[SpilledTree] = WeakSet()
+"""The spilled trees of this process."""
 
 
-def _unless_forked(pid: int, function: Callable[..., object], *args: object) -> None:
-    """Call a function only in process `pid`. A fork has the same objects, but neither their folder nor their files."""
-    if os.getpid() == pid:
-        function(*args)
+class _UnlinkedFile(FileIO):
+    def __del__(self) -> None:
+        # Without this call, the interpreter warns if an interrupt prevented the `with` statement of the file.
+        self.close()
 
 
-def _remove_stale(parent: Path) -> None:
-    """Remove the folders in `parent` that killed processes of this host and user left."""
-    if sys.platform == "win32":
-        return
-    ours = f"@{platform.node()}"
-    with suppress(OSError):
-        for name in os.listdir(parent):
-            if name.startswith(PREFIX) and name.endswith(ours):
-                with suppress(OSError):
-                    _remove_if_unlocked(parent / name)
-
-
-def _remove_if_unlocked(path: Path) -> None:
-    """Remove a folder of this user that is not locked.
+def open_unlinked(folder: str | Path) -> FileIO:
+    """Open a new file without a name, for reading and writing by this user.
 
     Raises:
-        OSError: if it is locked, or no folder.
+        OSError: if the file cannot be created.
     """
+    if sys.platform == "linux":
+        # Some file systems, such as NFS, create only files with a name.
+        with suppress(OSError):
+            # Between the two calls that `map` makes, no interrupt can leave the descriptor open.
+            return next(map(_UnlinkedFile, map(os.open, [folder], [os.O_TMPFILE | os.O_RDWR], [0o600]), ["r+"]))
+    # An interrupt or a kill before this function has removed the name leaves an empty file.
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
+
+
+def _map_file(file: FileIO, length: int) -> Any:
+    """Map a file into memory without keeping a descriptor open.
+
+    Raises:
+        OSError: if memory, mappings or descriptors are exhausted.
+    """
+    if not length:
+        return torch.UntypedStorage(0, device="cpu")
     if sys.platform == "win32":
-        return
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        return torch.frombuffer(mmap.mmap(file.fileno(), length), dtype=torch.uint8).untyped_storage()
     try:
-        if os.fstat(folder).st_uid == os.geteuid():
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(folder)
+        # `mmap.mmap` keeps a duplicate of the descriptor. A private mapping would count as committed memory.
+        return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=length)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def _unsupported_reason(tensor: Tensor) -> str | None:
@@ -274,42 +185,15 @@ def _unsupported_reason(tensor: Tensor) -> str | None:
         return f"a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
-    if tensor.is_meta:
-        return "on the meta device"
-    if tensor.is_quantized:
-        return "quantised"
-    return None
+    return "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else None
 
 
-def _write_tensors(path: Path, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Write tensors one after another to a new file; return its bytes and checksum."""
-    length = 0
-    checksum = 0
-    with FileIO(path, "x") as file:
-        for tensor in leaves:
-            data = tensor_bytes(tensor)
-            checksum = write_all(file.write, data, checksum)
-            gap = _align(data.nbytes) - data.nbytes
-            checksum = write_all(file.write, memoryview(bytes(gap)), checksum)
-            length += data.nbytes + gap
+def _write_tensors(file: FileIO, leaves: Sequence[Tensor]) -> tuple[int, int]:
+    """Write tensors one after another to a file; return the number of bytes and their checksum."""
+    length = checksum = 0
+    for tensor in leaves:
+        data = tensor_bytes(tensor)
+        padding = memoryview(bytes(-data.nbytes % ALIGNMENT))
+        checksum = write_all(file.write, padding, write_all(file.write, data, checksum))
+        length += data.nbytes + padding.nbytes
     return length, checksum
-
-
-def _align(length: int) -> int:
-    return length + -length % ALIGNMENT
-
-
-@cache
-def _find_malloc_trim() -> Callable[[int], int] | None:
-    """Return the function that makes the allocator release free memory. Only glibc needs it."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-
-
-def malloc_trim() -> None:
-    """Release freed memory to the system.
-
-    Aligned blocks leave holes too small for the next of their size: a process would grow by what it writes to files.
-    """
-    returns = _find_malloc_trim()
-    if returns is not None:
-        returns(0)

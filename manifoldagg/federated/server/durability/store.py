@@ -42,8 +42,8 @@ class InMemoryTree:
         self.size = size_of(tree) if size is None else size
         self._on_free = on_free
 
-    def load(self) -> Tree:
-        """Return the tree."""
+    def load(self, *, copy: bool = True) -> Tree:
+        """Return the tree itself, because it is immutable."""
         return self.tree
 
     def __del__(self) -> None:
@@ -83,14 +83,18 @@ class Store(NamedTuple):
         held = self.entries.get(key)
         return None if held is None else held[0]
 
-    def load(self, key: StoreKey | None) -> Tree:
+    def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
         """Return the tree of a key, on its devices; `None` if it does not exist.
 
+        Args:
+            key: the key.
+            copy: whether to copy a spilled tree. Otherwise its CPU tensors are its file, and are read-only.
+
         Raises:
-            SpillError: if its file is not what was written.
+            SpillError: if its file was altered.
         """
-        held = None if key is None else self.entries.get(key)
-        return None if held is None else held[0].load()
+        stored = None if key is None else self.find(key)
+        return None if stored is None else stored.load(copy=copy)
 
     def retain(self, key: StoreKey, tree: StoredTree | None = None) -> "Store":
         """Return the store with one more reference to a key; `tree` is its value if the key is new."""

@@ -17,6 +17,7 @@ from torch import nn
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated import CheckpointPolicy, InitialModel, Payload, Server, UpdateLimits
+from manifoldagg.federated.pytrees import tensors
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum, Private
 from manifoldagg.federated.server import update_processor
 from manifoldagg.federated.server.durability import checkpoint, tensor_file
@@ -37,6 +38,7 @@ from tests.federated.server.durability.scripted_run import (
     payload,
     script,
 )
+from tests.federated.server.durability.spilled import alter
 from tests.server_options import grouped
 from tests.support import draw
 
@@ -526,14 +528,27 @@ def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_
     lost = server.dispatch("a")
     server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
     kept = server.dispatch("c")
-    filed = {key: what for key, (what, _) in server._state.value.store.entries.items() if hasattr(what, "path")}
-    filed["version", 0].path.unlink()
+    alter(server, ("version", 0))
     other = resumed(tmp_path, server)
     assert other.receive(lost, Payload(torch.ones(1, SIZE), 1)).reason == "ticket: unknown, or used already"
     assert other.receive(kept, Payload(torch.ones(1, SIZE), 1)).accepted
-    filed["client", "b"].path.unlink()
-    with pytest.raises(SpillError, match="was deleted"):
+    alter(server, ("client", "b"))
+    with pytest.raises(SpillError, match="was altered"):
         server.save(tmp_path / FILE)
+
+
+def test_a_checkpoint_reads_spilled_trees_without_a_copy(tmp_path):
+    """All of them at once may not fit in memory."""
+    server = fresh(memory_limit=0, spill=tmp_path)
+    server.dispatch("a")
+    server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
+    state = server._state.value
+    kept, lost = checkpoint._stored_trees(state)
+    assert lost == set()
+    assert [key for key, _ in kept] == [key for key in state.store.entries if key != state.current_key]
+    for key, tree in kept:
+        views = tensors(state.store.load(key, copy=False))
+        assert [tensor.data_ptr() for tensor in tensors(tree)] == [tensor.data_ptr() for tensor in views]
 
 
 def test_a_save_beside_updates_holds_one_moment(tmp_path):

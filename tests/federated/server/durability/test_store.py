@@ -17,6 +17,7 @@ from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import Adds, bits, fingerprint, versions
+from tests.federated.server.durability.spilled import alter, mapped, needs_maps, open_files
 from tests.server_options import grouped
 from tests.support import draw, seeds
 
@@ -181,49 +182,57 @@ class AsyncMemory(AsyncBezier):
         )
 
 
-def files(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def test_files_are_mapped_and_go_with_their_last_holder(tmp_path):
+@needs_maps
+def test_files_are_mapped_and_freed_with_their_last_reference(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     old = [s.dispatch(name) for name in "ab"]
     forward(s)
-    # The version that both hold, and the memory of the client that has moved on.
-    assert len(files(tmp_path)) == 2
+    # The version of both tickets, and the state of the client whose update was applied.
+    assert len(mapped(tmp_path)) == 2
     assert s.memory["spilled"] == 2 * MODEL
-    if (maps := Path("/proc/self/maps")).exists():
-        base = s._state.value.store.load(("version", 0))
-        assert str(files(tmp_path)[0]) in maps.read_text()
-        del base
     s.drop(old[0].id)
-    assert len(files(tmp_path)) == 2
+    assert len(mapped(tmp_path)) == 2
     s.drop(old[1].id)
-    assert len(files(tmp_path)) == 1
+    assert len(mapped(tmp_path)) == 1
     forward(s)
-    assert len(files(tmp_path)) == 1
+    assert len(mapped(tmp_path)) == 1
     forward(s, "another")
-    assert len(files(tmp_path)) == 2
+    assert len(mapped(tmp_path)) == 2
+    assert list(tmp_path.iterdir()) == open_files(tmp_path) == []
 
 
-def test_closing_removes_every_file(tmp_path):
+def test_a_spilled_tree_is_copied_unless_it_is_only_read(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     s.dispatch("a")
     forward(s)
-    assert files(tmp_path)
+    store = s._state.value.store
+    before = bits(store.load(("version", 0)))
+    store.load(("version", 0)).add_(1)
+    assert bits(store.load(("version", 0), copy=False)) == before
+    assert store.load(("version", 0), copy=False).data_ptr() == store.load(("version", 0), copy=False).data_ptr()
+    assert store.load(("version", 7), copy=False) is None
+
+
+@needs_maps
+def test_closing_frees_every_file(tmp_path):
+    s = server(memory_limit=0, spill=tmp_path)
+    s.dispatch("a")
+    forward(s)
+    assert mapped(tmp_path)
     s.close()
-    assert list(tmp_path.iterdir()) == []
+    assert mapped(tmp_path) == []
     assert s.model.tolist() == [1.0] * P
 
 
-def test_a_server_that_is_gone_leaves_no_file(tmp_path):
+@needs_maps
+def test_a_deleted_server_leaves_no_file(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     s.dispatch("a")
     forward(s)
-    assert files(tmp_path)
+    assert mapped(tmp_path)
     del s
     gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert mapped(tmp_path) == []
 
 
 def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, monkeypatch):
@@ -261,19 +270,18 @@ def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
     assert s._state.value.store.load(("client", "odd"))["odd"].is_sparse
 
 
-def test_a_dispatch_whose_file_is_gone_leaves_no_trace_and_stops_nobody_else(tmp_path):
+def test_a_dispatch_whose_file_was_altered_leaves_no_trace_and_stops_nobody_else(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     forward(s)
     late = s.dispatch("walker")
-    (path,) = files(tmp_path)
-    path.unlink()
+    assert alter(s) == 1
     before = s._state.value
-    with pytest.raises(SpillError, match=f"{path}.* deleted"):
+    with pytest.raises(SpillError, match=f"{tmp_path}.* altered"):
         s.dispatch("walker")
     assert s._state.value is before
     receipt = s.receive(late.id, Payload(torch.ones(1, P), 1))
     assert not receipt.accepted
-    assert str(path) in receipt.reason
+    assert str(tmp_path) in receipt.reason
     assert s.receive(late.id, Payload(torch.ones(1, P), 1)) is receipt
     assert s.rejected == {"spill": 1}
     forward(s, "another")
@@ -284,11 +292,10 @@ def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
     late = s.dispatch("late")
     forward(s)
     assert s.version == 0
-    (path,) = files(tmp_path)
-    path.unlink()
+    assert alter(s) == 1
     again = s.dispatch("again")
     assert torch.equal(again.message.start, late.message.start)
-    assert "deleted" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
+    assert "altered" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
 
 
 def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
@@ -303,7 +310,7 @@ def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Spill, "write", vanishing)
         forward(s)
-    assert (versions(s), files(tmp_path), s.memory["spilled"]) == ([1], [], 0)
+    assert (versions(s), mapped(tmp_path), s.memory["spilled"]) == ([1], [], 0)
 
 
 @pytest.mark.usefixtures("as_shipped")
