@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, rules
+from manifoldagg.federated import CheckpointPolicy, Durability, rules
 from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.events import Accepted, CheckpointFailed, Dispatched, Rejected
 from manifoldagg.integrations.flower import Asynchronous
@@ -303,7 +303,7 @@ def test_events_of_every_run_reach_the_subscribers_once(tmp_path):
     events = []
     options = {"updates": 2, "fraction_evaluate": 0.0, "min_available_nodes": 1}
     checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1000)
-    strategy = asynchronous(on_event=[events.append], checkpoint=checkpoint, resume=True, **options)
+    strategy = asynchronous(on_event=[events.append], durability=Durability(checkpoint), resume=True, **options)
     with running(plain_app(), 1) as engine:
         for rounds in (1, 3):
             events.clear()

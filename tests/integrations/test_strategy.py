@@ -15,7 +15,16 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Payload, Server, UpdateLimits, rules
+from manifoldagg.federated import (
+    CheckpointPolicy,
+    Durability,
+    MemoryPolicy,
+    Payload,
+    Server,
+    ServerLimits,
+    UpdateLimits,
+    rules,
+)
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower import Asynchronous, client_app, dispatcher
@@ -376,8 +385,8 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, journal=Non
         return MetricRecord({"size": float(sum(np.abs(x.numpy()).sum() for x in arrays.values()))})
 
     checkpoint = CheckpointPolicy(folder / "server", **(every or {"every_updates": 1}))
-    options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2, "checkpoint": checkpoint}
-    options |= {} if journal is None else {"journal": folder / journal}
+    options = {"min_available_nodes": 1, "min_evaluate_nodes": 1, "updates": 2}
+    options["durability"] = Durability(checkpoint, None if journal is None else folder / journal)
     strategy = asynchronous(rules.FedAsync(rate=0.5), resume=resume, **options)
     with running(plain_app(), 1) as engine:
         try:
@@ -459,9 +468,11 @@ def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
     checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 2) as engine:
         with pytest.raises(ArgumentError, match=r"^initial_arrays"):
-            asynchronous(checkpoint=checkpoint).start(engine.grid, first(Narrow))
+            asynchronous(durability=Durability(checkpoint)).start(engine.grid, first(Narrow))
         with pytest.raises(KeyError):
-            asynchronous(checkpoint=checkpoint).start(engine.grid, first(), evaluate_fn=lambda n, x: {}["loss"])
+            asynchronous(durability=Durability(checkpoint)).start(
+                engine.grid, first(), evaluate_fn=lambda n, x: {}["loss"]
+            )
     assert not list(tmp_path.glob("server*"))
 
 
@@ -479,7 +490,9 @@ def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
         found.append((rounds.cumulative_updates, rounds.result.evaluate_metrics_serverapp))
         return state
 
-    strategy = asynchronous(updates=2, checkpoint=CheckpointPolicy(path, every_updates=1000), fraction_evaluate=0.0)
+    strategy = asynchronous(
+        updates=2, durability=Durability(CheckpointPolicy(path, every_updates=1000)), fraction_evaluate=0.0
+    )
     with running(plain_app(train), 2) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
     assert found[0] == ([0], {0: MetricRecord({"n": 0})})
@@ -501,7 +514,7 @@ def test_nobody_waits_for_nodes_where_there_is_nothing_to_do(tmp_path):
 
     checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 0) as engine:
-        strategy = Empty(rules.FedAsync(rate=0.5), model=Net, checkpoint=checkpoint)
+        strategy = Empty(rules.FedAsync(rate=0.5), model=Net, durability=Durability(checkpoint))
         result = strategy.start(engine.grid, first(), num_rounds=0, evaluate_fn=lambda n, x: MetricRecord({"n": n}))
     assert result.evaluate_metrics_serverapp == {0: MetricRecord({"n": 0})}
     assert result.arrays == first()
@@ -722,21 +735,21 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"fraction_evaluate": 1.5}, "fraction_evaluate: expected"),
         ({"min_evaluate_nodes": -1}, "min_evaluate_nodes: expected"),
         ({"seed": -1}, "seed: expected"),
-        ({"checkpoint": "server"}, "checkpoint: expected CheckpointPolicy"),
-        ({"resume": True}, "resume: expected a `checkpoint`"),
+        ({"durability": "server"}, "durability: expected Durability"),
+        ({"resume": True}, "resume: expected a checkpoint in `durability`"),
         ({"wire": "yes"}, "^wire: expected one of None, True, False; got 'yes'"),
         ({"compress": "x"}, "^compress: expected one of True, False"),
         ({"replace": 1}, "^replace: expected one of True, False"),
         ({"max_in_flight": 3}, "^max_in_flight: expected one of the options .*use concurrency for the number of tasks"),
         ({"fraction_train": 1.0}, "^fraction_train: expected one of the options model, .*: use concurrency for"),
         ({"min_train_nodes": 2}, "^min_train_nodes: expected one of .*updates for the number of updates per round$"),
-        ({"max_stalenes": 3}, r"^max_stalenes: .*concurrency.*max_staleness.*: did you mean max_staleness\?$"),
+        ({"limit": 3}, r"^limit: .*concurrency.*limits.*: did you mean limits\?$"),
+        ({"limits": ServerLimits(max_in_flight=3)}, "^limits: max_in_flight: expected None; use concurrency for"),
         ({"num_rounds": 3}, "^num_rounds: .*: pass it to start"),
-        ({"max_staleness": -1}, "^max_staleness: expected an integer >= 0, got -1"),
+        ({"limits": 3}, "^limits: expected ServerLimits, got 3"),
         ({"weights": "x"}, "^weights: expected one of observed, uniform; got 'x'"),
-        ({"base_dtype": 16}, "^base_dtype: expected"),
+        ({"memory": 16}, "^memory: expected MemoryPolicy"),
         ({"buffer_policy": "*mean"}, "^buffer_policy: expected a sequence"),
-        ({"journal": 3}, "^journal: expected a path or a Journal"),
     ):
         with pytest.raises(ArgumentError, match=words):
             Asynchronous(**{"rule": fedasync, **options})
@@ -762,7 +775,8 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
 
 def test_options_that_float64_alone_can_have_are_left_to_the_model():
     for dtype in (torch.float32, torch.bfloat16):
-        assert asynchronous(base_dtype=dtype).server_options == {"base_dtype": dtype}
+        memory = MemoryPolicy(base_dtype=dtype)
+        assert asynchronous(memory=memory).server_options == {"memory": memory}
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -922,7 +936,7 @@ def test_a_node_that_claims_many_samples_does_not_dominate_the_metrics(weights):
         metrics = MetricRecord({"num-examples": 10**9 if liar else 10, "accuracy": 1.0 if liar else 0.0})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
-    strategy = asynchronous(updates=40, weights=weights, update_limits=UpdateLimits(samples_factor=2.0))
+    strategy = asynchronous(updates=40, weights=weights, limits=UpdateLimits(samples_factor=2.0))
     with running(app, 8) as engine:
         result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
     # The liar counts as 20 samples of about 90 in an evaluation, and of 20 + 10 n in a round.
@@ -953,7 +967,7 @@ def test_metrics_of_a_node_are_bounded_in_the_result_and_its_file(tmp_path, capl
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     path = tmp_path / "server"
-    strategy = asynchronous(checkpoint=CheckpointPolicy(path, every_updates=1000))
+    strategy = asynchronous(durability=Durability(CheckpointPolicy(path, every_updates=1000)))
     with running(app, 2) as engine:
         result = strategy.start(engine.grid, first(), num_rounds=2, timeout=60.0)
     for table in (result.train_metrics_clientapp, result.evaluate_metrics_clientapp):
