@@ -41,8 +41,7 @@ from manifoldagg.federated.server.durability.checkpoint import (
 )
 from manifoldagg.federated.server.durability.eviction import Evictor
 from manifoldagg.federated.server.durability.fingerprint import import_path
-from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter, locked_journal
-from manifoldagg.federated.server.durability.log_format import pack_payload
+from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.recovery import UNSET, JournalReplay, recover
 from manifoldagg.federated.server.durability.spill import Spill
@@ -94,7 +93,7 @@ __all__ = ["Server"]
 
 Load = Callable[[PendingTicket], Any]
 """A function that returns the payload of a ticket."""
-Packed = bytes | bytearray
+Packed = bytes | memoryview
 """A payload, packed for the journal; empty without a journal."""
 Recorded = Mapping[str, Any]
 """The journal record of an accepted update, with its sample count and weights."""
@@ -257,7 +256,7 @@ class Server:
         if checkpoint is not None or journal is not None:
             check_storable(space, rule, weights, clock)
         if kept_in is not None:
-            with locked_journal(kept_in) as hold:
+            with JournalLock(kept_in) as hold:
                 if kept_in.segments():
                     raise ArgumentError(f"journal: {kept_in.path}: already exists; resume with `Server.open`")
                 self._start_journal(kept_in, 0, {}, hold)
@@ -373,7 +372,7 @@ class Server:
         check_choice("replace", replace, (True, False))
         given = options.pop("journal", UNSET)
         journal = None if given is None or given is UNSET else Journal.of(given)
-        with nullcontext() if journal is None else locked_journal(journal) as hold:
+        with nullcontext() if journal is None else JournalLock(journal) as hold:
             saved, story = recover(path, journal, journal_unset=given is UNSET)
             replace = replace and not (story is not None and story.records)
             space = resumed_space(model, saved.buffer_policies, options, manifolds, adapters, scaling)
@@ -679,7 +678,7 @@ class Server:
                 if isinstance(found, PendingTicket):
                     payload = payload if load is None else load(found)
                     payload = validate_payload(self._schema, payload, requires_base=found.base_key is None)
-                    packed = b"" if self._journal is None else pack_payload(payload)
+                    packed = b"" if self._journal is None else self._journal.pack(payload)
                     self._update_lock.enqueue(pending)
             except ManifoldAggError as error:
                 return self._reject(request, error)
