@@ -6,22 +6,29 @@ many cores as threads the difference is memory traffic and the interpreter's loc
 small values of tickets and clients. `the call` is what `receive` spends on a checkpoint itself: taking the record, and
 copying the average where there is one.
 
-The second table has what a journal costs a `receive`: without one, with `"batch"` and with `"always"`, beside writing
-as many bytes as a change has to a file, and writing and syncing them. A dispatch is journaled as well, and not timed.
+The second table has what a journal costs a `receive`. In turns, a server without a journal and a server with one
+receive the same update, and as many bytes as a record has are appended to a file and synced (with `"always"`). The
+lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new files, because
+the file system writes some files several times faster than others.
+
+The third table has what a resume from a journal costs. The lower bound reads the file once and lets a server without a
+journal receive the same updates.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from timing import machine
+from timing import machine, ratio
 
 from manifoldagg import Server
 from manifoldagg.averaging import SWA
@@ -36,7 +43,8 @@ HEAD = (
 )
 
 
-KEPT = "       P   bytes    none ms    batch ms    write ms   always ms    write and fsync ms"
+KEPT = "       P    fsync    bytes   without ms   write ms   journal ms   x bound        quartiles"
+RESUMED = "       P  updates       MB    read s   apply s   resume s   x bound"
 
 
 def filled(size: int, clients: int, average: bool) -> Server:
@@ -114,38 +122,80 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
     }
 
 
-def journaled(size: int, limit: float, folder: Path) -> dict[str, float]:
-    """A line of the second table: medians in seconds."""
-    row: dict[str, float] = {"P": size}
-    for fsync in (None, "batch", "always"):
-        for path in folder.glob("lines.*"):
-            path.unlink()
-        journal = None if fsync is None else Journal(folder / "lines", fsync)
-        server = Server(
-            Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", durability=Durability(journal=journal)
-        )
-        if fsync is not None:
-            (path,) = folder.glob("lines.*.journal")
-            ticket = server.dispatch("another")
-            before = path.stat().st_size
-            server.receive(ticket, Payload(torch.rand(1, size), 1))
-            row["bytes"] = path.stat().st_size - before
-        row[str(fsync)] = statistics.median(seconds_of(server, limit))
-        server.close()
-    data = os.urandom(int(row["bytes"]))
-    for name, sync in (("write", False), ("write and fsync", True)):
-        taken = []
-        with open(folder / "bytes", "wb", buffering=0) as file:
-            end = time.perf_counter() + limit
-            while time.perf_counter() < end:
-                start = time.perf_counter()
-                file.write(data)
-                if sync:
-                    os.fsync(file.fileno())
-                taken.append(time.perf_counter() - start)
-        (folder / "bytes").unlink()
-        row[name] = statistics.median(taken)
-    return row
+def journaled(size: int, fsync: str, rounds: int, repetitions: int, folder: Path) -> dict[str, Any]:
+    """A line of the second table: medians in seconds, and the ratio to the lower bound."""
+    payload = Payload(torch.rand(1, size), 1)
+    taken: dict[str, list[float]] = {"without": [], "journal": [], "write": []}
+    for turn in range(rounds):
+        place = folder / f"{fsync}-{turn}"
+        place.mkdir()
+        servers = {
+            name: Server(
+                Flat(size),
+                AsyncFedED(0.5),
+                torch.zeros(size),
+                weights="uniform",
+                durability=Durability(journal=journal),
+            )
+            for name, journal in (("without", None), ("journal", Journal(place / "lines", fsync)))
+        }
+        (path,) = place.glob("lines.*.journal")
+        ticket = servers["journal"].dispatch("another")
+        before = path.stat().st_size
+        servers["journal"].receive(ticket, payload)
+        data = os.urandom(path.stat().st_size - before)
+        with open(place / "bytes", "wb", buffering=0) as file:
+            for i in range(repetitions):
+                names = [*taken]
+                for name in names[i % 3 :] + names[: i % 3]:
+                    ticket = None if name == "write" else servers[name].dispatch("another")
+                    start = time.perf_counter()
+                    if ticket is not None:
+                        servers[name].receive(ticket, payload)
+                    else:
+                        file.write(data)
+                        if fsync == "always":
+                            os.fsync(file.fileno())
+                    taken[name].append(time.perf_counter() - start)
+        servers["journal"].close()
+        shutil.rmtree(place)
+    bound = [a + b for a, b in zip(taken["without"], taken["write"], strict=True)]
+    low, middle, high = ratio(taken["journal"], bound)
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {"P": size, "fsync": fsync, "bytes": len(data), **medians, "ratio": middle, "low": low, "high": high}
+
+
+def resumed(size: int, updates: int, folder: Path) -> dict[str, Any]:
+    """A line of the third table, in seconds."""
+    space, rule = Flat(size), AsyncFedED(0.5)
+    journal = Journal(folder / "lines", "batch")
+    written = Server(space, rule, torch.zeros(size), durability=Durability(journal=journal))
+    payloads = [Payload(torch.rand(1, size), 1) for _ in range(8)]
+    for i in range(updates):
+        written.receive(written.dispatch(i % 100), payloads[i % 8]).check()
+    written.close()
+    (path,) = folder.glob("lines.*.journal")
+    buffer = bytearray(2**20)
+    start = time.perf_counter()
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    read = time.perf_counter() - start
+    plain = Server(space, rule, torch.zeros(size))
+    apply = 0.0
+    for i in range(updates):
+        ticket = plain.dispatch(i % 100)
+        start = time.perf_counter()
+        plain.receive(ticket, payloads[i % 8]).check()
+        apply += time.perf_counter() - start
+    megabytes = path.stat().st_size / 1e6
+    start = time.perf_counter()
+    after = Server.resume(folder / "checkpoint", space, rule, durability=Durability(journal=journal))
+    whole = time.perf_counter() - start
+    assert torch.equal(after.model, plain.model)
+    after.close()
+    made = {"P": size, "updates": updates, "megabytes": megabytes, "read": read, "apply": apply, "resume": whole}
+    return {**made, "ratio": whole / (read + apply)}
 
 
 def main() -> None:
@@ -154,6 +204,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e5, 1e6, 1e7])
     parser.add_argument("--clients", type=float, nargs="+", default=[1e5], help="with models of P = 10^4")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each time of a line")
+    parser.add_argument("--rounds", type=int, default=5, help="with new files each, for journals")
+    parser.add_argument("--updates", type=int, default=10_000, help="in the journal that is resumed")
     parser.add_argument("--folder", type=Path, help="for journals, on the disk that is meant; a temporary one")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -180,17 +232,34 @@ def main() -> None:
     print(*lines[-2:], sep="\n", flush=True)
     kept = []
     for size in options.sizes:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            row = journaled(int(size), options.seconds, Path(folder))
-        kept.append(row)
-        lines.append(
-            f"{int(size):>8} {row['bytes']:>7.2g} {1e3 * row['None']:>10.3f} {1e3 * row['batch']:>11.3f} "
-            f"{1e3 * row['write']:>11.3f} {1e3 * row['always']:>11.3f} {1e3 * row['write and fsync']:>21.3f}"
-        )
-        print(lines[-1], flush=True)
+        for fsync in ("always", "batch"):
+            repetitions = max(6, min(60, int(1e8 / size)))
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                row = journaled(int(size), fsync, options.rounds, repetitions, Path(folder))
+            kept.append(row)
+            lines.append(
+                f"{row['P']:>8} {fsync:>8} {row['bytes']:>8.2g} {1e3 * row['without']:>12.3f} "
+                f"{1e3 * row['write']:>10.3f} {1e3 * row['journal']:>12.3f} {row['ratio']:>9.2f}    "
+                f"{row['low']:.2f} to {row['high']:.2f}"
+            )
+            print(lines[-1], flush=True)
+    lines += ["", RESUMED]
+    print(*lines[-2:], sep="\n", flush=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        row = resumed(100_000, options.updates, Path(folder))
+    lines.append(
+        f"{row['P']:>8} {row['updates']:>8} {row['megabytes']:>8.0f} {row['read']:>9.2f} {row['apply']:>9.2f} "
+        f"{row['resume']:>10.2f} {row['ratio']:>9.2f}"
+    )
+    print(lines[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "checkpoint.txt").write_text("\n".join(lines) + "\n")
-    made = {"settings": {"seconds": options.seconds, "machine": platform.platform()}, "rows": rows, "journal": kept}
+    made = {
+        "settings": {"seconds": options.seconds, "machine": platform.platform()},
+        "rows": rows,
+        "journal": kept,
+        "resume": row,
+    }
     (options.out / "checkpoint.json").write_text(json.dumps(made, indent=1) + "\n")
 
 

@@ -17,7 +17,7 @@ from manifoldagg.errors import ManifoldAggError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("compare", "report", "route", "doctor")
+COMMANDS = ("compare", "report", "route", "inspect", "doctor")
 
 
 class LazyCommands(TyperGroup):

@@ -22,7 +22,7 @@ from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.dispatch import TicketIssuer, check_base_dtype
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
 from manifoldagg.federated.server.durability.eviction import Evictor
-from manifoldagg.federated.server.durability.journal import Journal, locked_journal
+from manifoldagg.federated.server.durability.journal import Journal, JournalLock
 from manifoldagg.federated.server.durability.manager import Durability, DurabilityManager
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.recovery import JournalReplay, recover
@@ -316,7 +316,7 @@ class Server:
         check_choice("ignore_journal", ignore_journal, (True, False))
         durability = check_option("durability", options.pop("durability", Durability()), Durability)
         journal = durability.journal if isinstance(durability.journal, Journal) else None
-        with nullcontext() if journal is None else locked_journal(journal) as lock:
+        with nullcontext() if journal is None else JournalLock(journal) as lock:
             checkpoint, replay = recover(path, journal, journal_unset=not ignore_journal)
             has_records = replay is not None and bool(replay.records)
             space, policies = resumed_space(

@@ -103,7 +103,7 @@ class AppliedUpdate(NamedTuple):
     model: InMemoryTree | None
     received_at: float
     seconds: float
-    payload: bytes | bytearray = b""
+    payload: bytes | memoryview = b""
 
 
 class PendingNotification(NamedTuple):
@@ -118,7 +118,7 @@ class LogRecord(NamedTuple):
 
     kind: str
     content: dict[str, Any]
-    payload: bytes | bytearray
+    payload: bytes | memoryview
 
 
 class PendingLog(NamedTuple):
@@ -384,7 +384,7 @@ class ServerState(NamedTuple):
         event = kind(version=self.model_state.version, in_flight=len(self.tickets), **fields)
         return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
-    def with_log_record(self, kind: str, payload: bytes | bytearray = b"", **content: Any) -> "ServerState":
+    def with_log_record(self, kind: str, payload: bytes | memoryview = b"", **content: Any) -> "ServerState":
         """Return the state with a journal record that is not yet written, if there is a journal."""
         log = self.pending_log
         if log is None:

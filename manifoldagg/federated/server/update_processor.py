@@ -13,7 +13,6 @@ from manifoldagg._validation import rename_argument
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
 from manifoldagg.federated.server.durability.checkpoint import ServerSnapshot
 from manifoldagg.federated.server.durability.eviction import Evictor
-from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.manager import DurabilityManager
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree
@@ -36,7 +35,7 @@ __all__ = ["UpdateProcessor"]
 
 Load = Callable[[PendingTicket], Any]
 """A function that returns the payload of a ticket."""
-Packed = bytes | bytearray
+Packed = bytes | memoryview
 """A payload, packed for the journal; empty without a journal."""
 Names = Mapping[str, str]
 """The fields of a payload, and the arguments of the caller that contain them."""
@@ -197,21 +196,21 @@ class UpdateProcessor:
         self.lock.check_process()
         if self._timeout is not None:
             self.expire()
-        has_journal = self._durability.journal is not None
-        if has_journal:
+        journal = self._durability.journal
+        if journal is not None:
             self._durability.check_idle()
         pending = PendingUpdate(ticket_id if type(ticket_id) is str else "")
         with pending.alive_lock:
             self.lock.register(pending)
             state = self._state.value
-            received_at = self._clock() if state.subscriptions or has_journal else math.nan
+            received_at = self._clock() if state.subscriptions or journal is not None else math.nan
             request = Request(ticket_id, client, names, received_at)
             try:
                 ticket = state.admit(ticket_id, client)
                 if isinstance(ticket, PendingTicket):
                     payload = payload if load is None else load(ticket)
                     payload = validate_payload(self._schema, payload, requires_base=ticket.base_key is None)
-                    packed = pack_payload(payload) if has_journal else b""
+                    packed = b"" if journal is None else journal.pack(payload)
                     self.lock.enqueue(pending)
             except ManifoldAggError as error:
                 return self._reject(request, error)

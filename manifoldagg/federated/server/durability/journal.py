@@ -1,17 +1,19 @@
-"""The journal: an append-only file of the changes of a server.
+"""The journal: an append-only log of the changes of a server, in segments.
 
-A journal is a sequence of files, `path.0.journal` and so on, each named after the number of its first record. Their
-format is that of the [frames][manifoldagg.federated.server.durability.log_format].
+The segment `path.N.journal` starts with the record with log sequence number (LSN) N. Its format is described in
+[log_format][manifoldagg.federated.server.durability.log_format].
 
-A server locks `path.lock` before it looks for files and until it closes the journal. This file is never replaced. A
+A server locks `path.lock` before it lists the segments, until it closes the journal. This file is never replaced. A
 child of `os.fork` does not hold the lock.
 """
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,18 +23,18 @@ from manifoldagg._validation import KeywordHints, check_choice, check_count, sho
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.log_format import KIND, encode_record, read_error
+from manifoldagg.federated.server.durability.log_format import KIND, encode_record, os_errors, pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.durability.raw_io import close_with
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
+from manifoldagg.federated.types import Payload
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = ["Journal", "JournalLock", "JournalWriter"]
 
-SUFFIX = ".journal"
 FSYNC_MODES = ("always", "batch")
 LOG = logging.getLogger("manifoldagg")
 
@@ -42,14 +44,14 @@ class Journal(KeywordHints):
     """Path and sync policy of a server's journal.
 
     Args:
-        path: of the files, `path.0.journal` and so on, in a folder that exists.
-        fsync: `"always"`: the records of a call are synced to the disk before it returns; calls of several threads
-            share a sync. `"batch"`: the records are passed to the system, and survive the end of the process. If the
+        path: the path of the segments without `.N.journal`, in an existing folder.
+        fsync: `"always"`: the records of a call are synced to the disk before it returns; concurrent calls share a
+            sync. `"batch"`: the records are passed to the operating system, and survive the end of the process. If the
             machine stops, up to `fsync_every` of the latest records may be lost.
-        fsync_every: the number of records in one sync, with `"batch"`.
+        fsync_every: the number of records per sync, with `"batch"`.
 
     Raises:
-        ArgumentError: naming what does not fit.
+        ArgumentError: naming the invalid argument.
 
     Example:
         >>> Journal("server", fsync="batch", fsync_every=1000).fsync
@@ -80,67 +82,56 @@ class Journal(KeywordHints):
         return value
 
     def segment_path(self, first_lsn: int) -> Path:
-        """The path of the segment that starts with a record number."""
-        place = Path(self.path)
-        return place.with_name(f"{place.name}.{first_lsn}{SUFFIX}")
+        """Return the path of the segment with this first LSN."""
+        return Path(f"{self.path}.{first_lsn}.journal")
 
     def segments(self) -> list[int]:
-        """Return the first record numbers of the existing segments, in order.
+        """Return the first LSNs of the existing segments, in order.
 
         Raises:
             CheckpointError: if the folder cannot be read.
         """
-        place = Path(self.path)
-        begin = f"{place.name}."
-        try:
-            names = os.listdir(place.parent)
-        except OSError as error:
-            raise read_error(place.parent, error) from error
-        found = (name[len(begin) : -len(SUFFIX)] for name in names if name.startswith(begin) and name.endswith(SUFFIX))
-        return sorted(int(number) for number in found if number.isdecimal())
+        path = Path(self.path)
+        with os_errors(f"{path.parent}: cannot be read"):
+            names = os.listdir(path.parent)
+        found = (re.fullmatch(rf"{re.escape(path.name)}\.(\d+)\.journal", name) for name in names)
+        return sorted(int(match[1]) for match in found if match)
 
 
 class JournalLock:
-    """Exclusive lock of a journal, until it is closed.
-
-    Args:
-        journal: the journal to lock.
+    """Exclusive lock of a journal until `close`. A `with` block releases it only if the block raises.
 
     Raises:
-        CheckpointError: with the system error.
+        CheckpointError: if another server has locked the journal, or with the system error.
     """
 
     def __init__(self, journal: Journal) -> None:
-        place = Path(journal.path)
-        lock = place.with_name(f"{place.name}.lock")
-        try:
-            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise CheckpointError(f"{lock}: cannot be opened: {error.strerror or error}") from error
-        self.close = close_with(self, file)
-        self.file = file
+        path = f"{journal.path}.lock"
+        with os_errors(f"{path}: cannot be opened"):
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.close = close_with(self, self.file)
         with suppress(OSError):
-            os.chmod(lock, 0o600)  # Earlier versions of the package let other users hold the lock.
+            os.chmod(path, 0o600)  # With another mode, other users could lock it.
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            told = "is locked by another process, or by another server of this process"
+            raise CheckpointError(f"{journal.path}: {told}") from None
+        except OSError:  # The file system has no locks.
+            pass
 
+    def __enter__(self) -> "JournalLock":
+        return self
 
-@contextmanager
-def locked_journal(journal: Journal) -> Iterator[JournalLock]:
-    """Lock a journal exclusively, and release the lock if the body raises.
-
-    Raises:
-        CheckpointError: if another server has locked it, or with the system error.
-    """
-    lock = JournalLock(journal)
-    try:
-        _flock(lock.file, Path(journal.path))
-        yield lock
-    except BaseException:
-        lock.close()
-        raise
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
 
 class _Position(NamedTuple):
-    """The position of a writer: the file, its first number, its end, the next number, and the number on disk."""
+    """The segment that a writer appends to, the end of its last record, the next LSN, and the next one to sync."""
 
     descriptor: int
     magic: bytes
@@ -151,104 +142,80 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Writer that appends journal records in the order in which the changes took effect.
+    """Writer of the records of a server, in the order in which their changes took effect.
 
-    A change is entered with what it changes, in the same instant, and leaves when it is written: whatever goes wrong in
-    between, it is written again to the same place of the file. Who writes does it for all whose changes wait.
+    A change and its record are published in the same instant, and the record is pending until it is written. After an
+    error or an interrupt, the next write repeats it at the same offset. One thread writes and syncs for all threads.
 
     Args:
-        journal: where to, and how.
-        state: of the server.
-        ancestors: the journals and checkpoints that this journal continues, and the number of the record from which on.
-        journal_lock: of the journal, closed with this.
-
-    Cost: of a change, its bytes written once; with `"always"` a sync, which those share that come meanwhile.
+        journal: the path and the sync policy.
+        state: the state of the server.
+        ancestors: the journals and checkpoints that this journal continues, and the LSN from which it continues each.
+        lock: the lock of the journal, which `close` releases.
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        state: AtomicReference[ServerState],
-        ancestors: Mapping[str, int],
-        journal_lock: JournalLock,
+        self, journal: Journal, state: AtomicReference[ServerState], ancestors: Mapping[str, int], lock: JournalLock
     ) -> None:
         self.journal = journal
         self._name = os.urandom(16).hex()
         self._ancestors = dict(ancestors)
-        self._journal_lock = journal_lock
+        self._journal_lock = lock
         self._state = state
         self._write_lock = OwnedLock()
-        self._has_failed = False
-        self._needs_checkpoint = False
+        self._free_list: deque[bytearray] = deque(maxlen=1)
+        self._has_failed = self._needs_checkpoint = False
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
     def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
-        """Continue in a new file.
-
-        Args:
-            first_lsn: number of its first change.
-            snapshot: the whole record before it; `None` where a checkpoint holds that.
+        """Continue in a new segment. It starts with a snapshot of the server, unless a checkpoint contains it.
 
         Raises:
-            CheckpointError: naming what cannot be saved, or with what the system says.
+            CheckpointError: naming a value that a file cannot store, or with the system error.
         """
-        mark = os.urandom(8)
-        place = self.journal.segment_path(first_lsn)
-        tensor_file.save(
-            place,
-            KIND,
-            {
-                "name": self._name,
-                "magic": mark,
-                "first_lsn": first_lsn,
-                "snapshot": snapshot,
-                "ancestors": self._ancestors,
-            },
-        )
-        try:
-            end = os.path.getsize(place)
-            file = os.open(place, os.O_RDWR)
-        except OSError as error:
-            raise CheckpointError(f"{place}: cannot be opened: {error.strerror or error}") from error
-        close, before = close_with(self, file), self._close_segment
-        self._position = _Position(file, mark, first_lsn, end, first_lsn, first_lsn)
+        magic, path = os.urandom(8), self.journal.segment_path(first_lsn)
+        header = {"name": self._name, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot}
+        tensor_file.save(path, KIND, {**header, "ancestors": self._ancestors})
+        with os_errors(f"{path}: cannot be opened"):
+            end, descriptor = os.path.getsize(path), os.open(path, os.O_RDWR)
+        close, close_previous = close_with(self, descriptor), self._close_segment
+        self._position = _Position(descriptor, magic, first_lsn, end, first_lsn, first_lsn)
         self._close_segment = close
         self._needs_checkpoint = False
-        before()
+        close_previous()
 
     def empty_log(self, first_lsn: int) -> PendingLog:
-        """Return the empty log of pending records from a number on."""
+        """Return a log without pending records, whose first record will have this LSN."""
         records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
         return PendingLog(self._name, self._name, records, self._state.value.rejected)
+
+    def pack(self, payload: Payload) -> memoryview:
+        """Copy a payload into the bytes of a record; raise `CheckpointError` if a file cannot store it."""
+        return pack_payload(payload, self._free_list)
 
     def held_by_me(self) -> bool:
         """Whether this thread is writing."""
         return self._write_lock.held_by_me()
 
     def retry_if_failed(self) -> None:
-        """Check that earlier records were written, and retry if writing failed.
-
-        Raises:
-            CheckpointError: if it cannot be. Nothing more should be entered then.
-        """
+        """Repeat the last write if it failed; raise `CheckpointError` if it fails again."""
         if self._has_failed:
             self.write()
 
     def write(self) -> None:
-        """Flush pending records. A re-entrant call returns immediately; the outer call flushes for it.
+        """Write the pending records. A re-entrant call returns immediately; the outer call writes its records.
 
         Raises:
-            CheckpointError: with what the system says. What was entered stays, and is written with the next call.
+            CheckpointError: with the system error. The records stay pending, and the next call writes them.
         """
         log = self._state.value.pending_log
-        if log is None or not (log.records or self._has_failed) or self.held_by_me():
-            return
-        with self._write_lock.lock:
-            self._guarded(self._write)
+        if log is not None and (log.records or self._has_failed) and not self.held_by_me():
+            with self._write_lock.lock:
+                self._guarded(self._write)
 
     def rotate(self, lsn: int) -> None:
-        """Continue in a new file, because a checkpoint contains all earlier records, and remove older files."""
+        """Continue in a new segment and delete older ones, because a checkpoint contains all records before `lsn`."""
         with self._write_lock.lock:
             at = self._position
             try:
@@ -257,23 +224,18 @@ class JournalWriter:
                         self._guarded(self._sync)
                     self._rotate(at)
                 self.delete_segments(lsn)
-            except CheckpointError as error:  # the checkpoint is there, and so are the changes
+            except CheckpointError as error:  # The checkpoint exists, and the records are still pending.
                 LOG.error("%s", error)
 
     def delete_segments(self, lsn: int) -> None:
-        """Remove the files whose records all precede a position."""
-        files = self.journal.segments()
-        for first, after in pairwise(files):
+        """Delete the segments whose records all precede an LSN."""
+        for first, after in pairwise(self.journal.segments()):
             if after <= lsn:
                 with suppress(OSError):
                     os.unlink(self.journal.segment_path(first))
 
     def close(self) -> None:
-        """Flush pending records, sync them to the disk, and stop writing.
-
-        Raises:
-            CheckpointError: with what the system says. It is closed then too.
-        """
+        """Write and sync the pending records, and release the lock, also if this raises `CheckpointError`."""
         with self._write_lock.lock:
             try:
                 if self._position is not None:
@@ -285,7 +247,7 @@ class JournalWriter:
                 self._journal_lock.close()
 
     def _rotate(self, position: _Position) -> None:
-        """Continue in a new file, or in the older one if a conflicting file does not exist."""
+        """Continue in a new segment, or after an error in the current one, if the file of the new one is removed."""
         try:
             self.open_segment(position.next_lsn)
         except BaseException:
@@ -299,32 +261,31 @@ class JournalWriter:
             raise
 
     def _guarded(self, function: Callable[[], None]) -> None:
+        """Call a function that writes, and note whether it failed."""
         try:
-            function()
+            with os_errors(f"journal: {self.journal.path}: could not be written"):
+                function()
         except BaseException as error:
             self._has_failed = True
-            if not isinstance(error, OSError):
-                raise
-            told = f"journal: {self.journal.path}: could not be written: {error.strerror or error}"
-            LOG.error("%s", told)
-            raise CheckpointError(told) from error
+            if isinstance(error, CheckpointError):
+                LOG.error("%s", error)
+            raise
         self._has_failed = False
 
     def _write(self) -> None:
-        at = self._position
-        log = self._state.value.pending_log
+        at, log = self._position, self._state.value.pending_log
         if at is None or log is None:
             return
         if self._needs_checkpoint:
-            raise OSError("what was written may be lost; a checkpoint begins a new file")
-        changes = [log.records[number] for number in log.records if number >= at.next_lsn]
-        end = at.end_offset
-        os.lseek(at.descriptor, end, os.SEEK_SET)
-        for number, change in enumerate(changes, at.next_lsn):
-            for part in encode_record(at.magic, number, at.durable_lsn, change):
+            raise OSError("written records may be lost; a checkpoint begins a new segment")
+        records = [log.records[lsn] for lsn in log.records if lsn >= at.next_lsn]
+        end = os.lseek(at.descriptor, at.end_offset, os.SEEK_SET)
+        for lsn, record in enumerate(records, at.next_lsn):
+            for part in encode_record(at.magic, lsn, at.durable_lsn, record):
                 end += len(part)
-                _write_all(at.descriptor, part)
-        after = at._replace(end_offset=end, next_lsn=at.next_lsn + len(changes))
+                while part:
+                    part = part[os.write(at.descriptor, part) :]
+        after = at._replace(end_offset=end, next_lsn=at.next_lsn + len(records))
         if self.journal.fsync == "always":
             os.fsync(at.descriptor)
             after = after._replace(durable_lsn=after.next_lsn)
@@ -334,35 +295,12 @@ class JournalWriter:
             self._sync()
 
     def _sync(self) -> None:
-        """Sync written records to the disk."""
         at = self._position
         if at is None or at.durable_lsn == at.next_lsn:
             return
         try:
             os.fsync(at.descriptor)
-        except OSError:
-            # The system may have dropped what it could not write, and would not say so again.
+        except OSError:  # The system may have dropped the data, and the next sync would succeed without it.
             self._needs_checkpoint = True
             raise
         self._position = at._replace(durable_lsn=at.next_lsn)
-
-
-def _write_all(file: int, part: memoryview) -> None:
-    while part:
-        part = part[os.write(file, part) :]
-
-
-def _flock(file: int, path: Path) -> None:
-    """Lock a journal exclusively, until the lock is closed.
-
-    Raises:
-        CheckpointError: if the lock is held elsewhere.
-    """
-    if sys.platform == "win32":
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"{path}: is locked by another process, or by another server of this process") from None
-    except OSError:  # this file system does not know
-        return

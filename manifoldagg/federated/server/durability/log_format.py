@@ -1,22 +1,25 @@
-"""The frame format of journal records.
+"""The format of the journal: the bytes of its records, and their detection in a segment.
 
-A file begins with an archive, which is there whole or not at all: the name of the journal, an unguessable mark
-and, where no checkpoint holds it, the whole record. Then come changes in frames: the mark, the number, how many changes
-were on the disk when it was written, the lengths of what follows, a checksum; what the change depends on as JSON; the
-payload of an update as an archive with a checksum of its own. Nothing in a file is ever executed.
+A segment starts with a tensor file: the name of the journal, a random magic number and, if no checkpoint contains it,
+a snapshot of the server. Records follow. A record has three parts:
+
+- A header: the magic number, the log sequence number (LSN), the durability mark (the first LSN that may not have been
+  on the disk at the time of the write), the lengths of the other parts, the checksum of the header and the content.
+- The content as JSON: the kind of the change and its inputs.
+- The payload of an accepted update: a tensor file, which has its own checksum.
 """
 
 import json
-import logging
 import mmap
 import os
 import struct
+import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.server.durability import tensor_file
@@ -24,28 +27,17 @@ from manifoldagg.federated.server.durability.tree_codec import decode, encode
 from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
 
-__all__ = [
-    "KIND",
-    "StoredRecord",
-    "encode_record",
-    "pack_payload",
-    "read_error",
-    "read_payload",
-    "read_segment_header",
-    "scan",
-]
+__all__ = ["KIND", "Segment", "StoredRecord", "encode_record", "os_errors", "pack_payload", "read_payload", "scan"]
 
 KIND = "journal"
-"""Of the archive that a file begins with."""
-PAYLOAD = "payload"
 RECORD_HEADER = struct.Struct("<8sQQQQL")
-"""Of a frame: mark, number, how many were on the disk, bytes of JSON, bytes of the payload, checksum but of these."""
 PAYLOAD_FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
-LOG = logging.getLogger("manifoldagg")
+CHECKSUM_OFFSET = 8 + len(tensor_file.HEADER_PREFIX)
+CHUNK_BYTES = 2**18  # After its copy, a chunk is in the cache when its checksum is computed.
 
 
 class StoredRecord(NamedTuple):
-    """A journal record in a file: its number, its content, and the position of its payload."""
+    """A record in a segment, and the position of its payload."""
 
     lsn: int
     kind: str
@@ -55,121 +47,129 @@ class StoredRecord(NamedTuple):
     payload_length: int
 
 
-def pack_payload(payload: Payload) -> bytearray:
-    """Pack a payload for the journal by copying its bytes, so that it may be overwritten afterwards.
+class Segment(NamedTuple):
+    """A segment: its path, its header, and the offset of its first record."""
 
-    Raises:
-        CheckpointError: naming what no file can hold.
+    path: Path
+    header: dict[str, Any]
+    offset: int
+
+    @property
+    def first_lsn(self) -> int:
+        """The LSN of its first record."""
+        return int(self.header["first_lsn"])
+
+    @classmethod
+    def read(cls, path: Path, first_lsn: int) -> "Segment":
+        """Read the header of a segment; raise `CheckpointError` if it is corrupted or the file was renamed."""
+        try:
+            with os_errors("cannot be read"), open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header: dict[str, Any] = tensor_file.load_from(file, KIND, size, allow_trailing=True)
+                if header["first_lsn"] != first_lsn:
+                    raise CheckpointError(f"begins with record {header['first_lsn']}: the file was renamed")
+                return cls(path, header, file.tell())
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
+def pack_payload(payload: Payload, free_list: deque[bytearray]) -> memoryview:
+    """Copy a payload into the bytes of a tensor file. Later writes to its tensors do not change the result.
+
+    The copy reuses a buffer of `free_list`, because the first write to new memory is slow. The buffer returns to the
+    list with the last reference to the result. Raises `CheckpointError` if a file cannot store a value.
     """
-    return tensor_file.dumps(PAYLOAD, {name: getattr(payload, name) for name in PAYLOAD_FIELDS})
-
-
-def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
-    """Return the parts of a frame.
-
-    Args:
-        magic: of the file.
-        lsn: of the change.
-        durable_lsn: how many changes are on the disk.
-        record: what it holds.
-
-    Raises:
-        CheckpointError: naming what no file can hold.
-    """
-    text = encode((record.kind, record.content), lambda tensor, way: None, CheckpointError).encode()
-    head = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
-    checksum = zlib.crc32(text, zlib.crc32(head))
-    yield memoryview(head + checksum.to_bytes(4, "little") + text)
-    yield memoryview(record.payload)
+    parts = [*tensor_file._serialize("payload", {name: getattr(payload, name) for name in PAYLOAD_FIELDS})]
+    size = sum(map(len, parts))
+    try:
+        buffer = free_list.pop()
+    except IndexError:
+        buffer = bytearray()
+    buffer = buffer if len(buffer) >= size else bytearray(size)
+    packed = memoryview(buffer)[:size]
+    weakref.finalize(packed, free_list.append, buffer).atexit = False
+    end = checksum = 0
+    for chunk in (part[i : i + CHUNK_BYTES] for part in parts for i in range(0, len(part), CHUNK_BYTES)):
+        start, end = end, end + len(chunk)
+        packed[start:end] = chunk
+        checksum = zlib.crc32(packed[start:end], checksum)  # Other threads may write the source, but not the copy.
+    packed[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 8] = b"%08x" % checksum
+    return packed
 
 
 def read_payload(record: StoredRecord) -> Payload:
-    """Return the payload of an update.
+    """Read the payload of an accepted update.
 
     Raises:
-        CheckpointError: if it was altered.
+        CheckpointError: if it is corrupted.
         OSError: if it cannot be read.
     """
     with open(record.path, "rb") as file:
         file.seek(record.payload_offset)
-        return Payload(**tensor_file.load_from(file, PAYLOAD, record.payload_length))
+        return Payload(**tensor_file.load_from(file, "payload", record.payload_length))
 
 
-def read_segment_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a segment and its end.
+def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
+    """Return the parts of a record. Raises `CheckpointError` if a file cannot store a value."""
+    text = encode((record.kind, record.content), _reject_tensor, CheckpointError).encode()
+    header = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
+    yield memoryview(header + zlib.crc32(text, zlib.crc32(header)).to_bytes(4, "little") + text)
+    yield memoryview(record.payload)
 
-    Raises:
-        CheckpointError: if it cannot be read, or does not begin so.
-    """
+
+@contextmanager
+def os_errors(message: str) -> Iterator[None]:
+    """Raise a system error of the block as a `CheckpointError` with this message."""
     try:
-        with open(path, "rb") as file:
-            head: dict[str, Any] = tensor_file.load_from(
-                file, KIND, os.fstat(file.fileno()).st_size, allow_trailing=True
-            )
-            return head, file.tell()
+        yield
     except OSError as error:
-        raise read_error(path, error) from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{message}: {error.strerror or error}") from error
 
 
-def scan(path: Path, first_lsn: int) -> tuple[list[StoredRecord], int]:
-    """Return the journal records of a file up to an invalid one, and the number on disk that any frame states.
+def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
+    """Return the valid records of a segment, the largest durability mark, and the number of bytes after these records.
 
-    Raises:
-        CheckpointError: if it was not written by this package.
-        OSError: if it cannot be read.
+    Raises `CheckpointError` if a record was not written by this package, or the file cannot be read.
     """
-    head, place = read_segment_header(path)
-    mark = head["magic"]
-    if head["first_lsn"] != first_lsn:
-        raise CheckpointError(f"{path}: begins with record {head['first_lsn']}: the file was renamed")
-    found: list[StoredRecord] = []
-    vouched = first_lsn
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while (frame := _read_record(data, place, mark)) is not None and frame[0] == first_lsn + len(found):
-            number, synced, text, begin, length = frame
-            kind, content = _decode_content(path, number, text)
-            found.append(StoredRecord(number, kind, content, path, begin, length))
-            vouched = max(vouched, synced)
-            place = begin + length
-        if place < len(data):
-            LOG.warning(
-                "%s: %d bytes after record %d are not a record", path, len(data) - place, first_lsn + len(found) - 1
-            )
-        while (place := data.find(mark, place)) >= 0:
-            frame = _read_record(data, place, mark)
-            vouched = vouched if frame is None else max(vouched, frame[1])
-            place += 1
-    return found, vouched
+    path, header, offset = segment
+    records: list[StoredRecord] = []
+    durable_lsn = segment.first_lsn
+    with os_errors(f"{path}: cannot be read"), open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        while found := _read_record(data, offset, header["magic"], path):
+            record, mark = found
+            if record.lsn != segment.first_lsn + len(records):
+                break
+            records.append(record)
+            durable_lsn = max(durable_lsn, mark)
+            offset = record.payload_offset + record.payload_length
+        num_trailing = len(data) - offset
+        # A later record may state that an invalid one was on the disk.
+        while (offset := data.find(header["magic"], offset)) >= 0:
+            found = _read_record(data, offset, header["magic"], path)
+            durable_lsn = max(durable_lsn, found[1] if found else 0)
+            offset += 1
+    return records, durable_lsn, num_trailing
 
 
-def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the exception for a failed read."""
-    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
-
-
-def _read_record(data: mmap.mmap, offset: int, magic: bytes) -> tuple[int, int, bytes, int, int] | None:
-    """Read the frame at a position: number, count on disk, JSON, and the position and length of the payload."""
-    if offset + RECORD_HEADER.size > len(data):
+def _read_record(data: mmap.mmap, offset: int, magic: bytes, path: Path) -> tuple[StoredRecord, int] | None:
+    """Return the record at an offset and its durability mark; `None` if there is no complete, valid record."""
+    start = offset + RECORD_HEADER.size
+    if start > len(data):
         return None
-    given, number, synced, length, payload, checksum = RECORD_HEADER.unpack_from(data, offset)
-    begin = offset + RECORD_HEADER.size
-    if given != magic or begin + length > len(data):
+    found, lsn, durable_lsn, length, payload_length, checksum = RECORD_HEADER.unpack_from(data, offset)
+    end = start + length
+    if found != magic or end + payload_length > len(data):
         return None
-    text = data[begin : begin + length]
-    if zlib.crc32(text, zlib.crc32(data[offset : begin - 4])) != checksum or begin + length + payload > len(data):
+    text = data[start:end]
+    if zlib.crc32(text, zlib.crc32(data[offset : start - 4])) != checksum:
         return None
-    return number, synced, text, begin + length, payload
-
-
-def _decode_content(path: Path, lsn: int, text: bytes) -> tuple[str, dict[str, Any]]:
     try:
         kind, content = decode(json.loads(text), _reject_tensor)
-        return kind, content
-    except Exception as error:  # the checksum is valid, so that another program wrote it
+    except Exception as error:  # The checksum is valid, so another program wrote the record.
         raise CheckpointError(f"{path}: record {lsn} was not written by this package: {error!r}") from None
+    return StoredRecord(lsn, kind, content, path, end, payload_length), durable_lsn
 
 
-def _reject_tensor(_: Any) -> Tensor:
-    raise ValueError("a tensor")
+def _reject_tensor(*_: Any) -> Any:
+    raise CheckpointError("record: expected plain values, got a tensor")

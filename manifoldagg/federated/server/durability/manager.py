@@ -16,7 +16,7 @@ from manifoldagg.federated.server.durability.checkpoint import (
     check_storable_client,
 )
 from manifoldagg.federated.server.durability.fingerprint import import_path
-from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter, locked_journal
+from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import ServerState
@@ -113,7 +113,7 @@ class DurabilityManager:
             self.checkpoints = CheckpointWriter(durability.checkpoint, self._publish)
         journal = durability.journal
         if isinstance(journal, Journal) and not is_resumed:
-            with locked_journal(journal) as lock:
+            with JournalLock(journal) as lock:
                 if journal.segments():
                     raise ArgumentError(f"journal: {journal.path}: already exists; resume with `Server.open`")
                 self.start_journal(journal, 0, {}, lock)

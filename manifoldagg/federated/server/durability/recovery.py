@@ -1,12 +1,13 @@
-"""Recovery: the replay of journal records after a checkpoint.
+"""Recovery: the replay of the journal records after a checkpoint.
 
-What is bad at the end of a journal, and of which no later frame says that it was on the disk, was being written when
-the machine stopped, and is cut. Anything else that is bad was altered.
+An invalid end of a journal is an incomplete write if no later record states that it was on the disk. It is truncated.
+Any other invalid record is corrupted, and recovery names its log sequence number (LSN).
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,133 +19,137 @@ from manifoldagg._validation import warn_caller
 from manifoldagg.errors import CheckpointError, ManifoldAggError
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
-from manifoldagg.federated.server.durability.log_format import (
-    StoredRecord,
-    read_error,
-    read_payload,
-    read_segment_header,
-    scan,
-)
+from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, os_errors, read_payload, scan
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.store import InMemoryTree
+from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
 from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
 __all__ = ["UNSET", "JournalReplay", "recover"]
 
 UNSET = object()
-"""Stands for a journal of which nothing was said, which is not to be without one."""
+"""A placeholder for a missing argument `journal`, which differs from `None` for no journal."""
 LOG = logging.getLogger("manifoldagg")
 
 
+@dataclass
 class JournalReplay:
     """The replay of the journal records after a checkpoint.
 
     Attributes:
-        name: of the journal.
-        next_lsn: the number of the next record.
-        chain: the checksum over the records before it.
+        name: the name of the journal.
+        next_lsn: the LSN of the next record.
+        chain: the checksum of all records before it.
         time: the time of the last record, in seconds of the clock.
-        ancestors: the journals and checkpoints that the journal continues, and the number of the record from which on.
+        ancestors: the journals and checkpoints that the journal continues, and the LSN from which it continues each.
+        records: the records to replay.
+        durable_lsn: the first LSN that may not have been on the disk at the time of the last write.
     """
 
-    def __init__(self, name: str, next_lsn: int, chain: str, time: float, ancestors: Mapping[str, int]) -> None:
-        self.name = name
-        self.next_lsn = next_lsn
-        self.chain = chain
-        self.time = time
-        self.ancestors = ancestors
-        self.records: list[StoredRecord] = []
-        self._durable_lsn = 0
+    name: str
+    next_lsn: int
+    chain: str
+    time: float
+    ancestors: Mapping[str, int]
+    records: list[StoredRecord] = field(default_factory=list)
+    durable_lsn: int = 0
 
     def clock(self) -> float:
         """The clock of the replay."""
         return self.time
 
-    def read(self, journal: Journal) -> None:
-        """Find the journal records from `next_lsn` on.
+    def read(self, segments: Sequence[Segment]) -> None:
+        """Find the records from `next_lsn` on.
 
         Raises:
-            CheckpointError: naming a missing record, or a file that was altered.
+            CheckpointError: naming a missing or a corrupted record.
         """
-        files = journal.segments()
-        begun = [first for first in files if first <= self.next_lsn]
-        if not begun:
-            raise CheckpointError(
-                f"{journal.path}: begins with record {files[0]}, and the checkpoint holds what was before "
-                f"{self.next_lsn}: it is an older one"
-            )
-        files = [first for first in files if first >= begun[-1]]
         chains = {self.next_lsn: self.chain}
-        for first, after in zip(files, [*files[1:], None], strict=True):
-            try:
-                found, vouched = scan(journal.segment_path(first), first)
-            except OSError as error:
-                raise read_error(journal.segment_path(first), error) from error
-            self._durable_lsn = vouched if after is None else after
-            for told in found:
-                for lsn, chain in enumerate(told.content.get("chain", ("", "")), told.lsn):
+        for segment, after in zip(segments, [*segments[1:], None], strict=True):
+            if after is not None and after.first_lsn <= self.next_lsn:
+                continue
+            if segment is segments[0] and segment.first_lsn > self.next_lsn:
+                told = f"the checkpoint holds what was before {self.next_lsn}: it is an older one"
+                raise CheckpointError(f"{segment.path}: begins with record {segment.first_lsn}, and {told}")
+            found, durable_lsn, num_trailing = scan(segment)
+            self.durable_lsn = durable_lsn if after is None else after.first_lsn
+            end = segment.first_lsn + len(found)
+            if num_trailing:
+                LOG.warning("%s: %d bytes after record %d are not a record", segment.path, num_trailing, end - 1)
+            for record in found:
+                for lsn, chain in enumerate(record.content["chain"], record.lsn):
                     if chains.setdefault(lsn, chain) != chain:
-                        raise CheckpointError(f"{told.path}: record {told.lsn} is of another copy of this server")
-            self.records += [told for told in found if told.lsn >= self.next_lsn + len(self.records)]
-            last = found[-1].lsn + 1 if found else first
-            if last < self._durable_lsn and self._durable_lsn > self.next_lsn:
-                raise _corruption_error(journal.segment_path(first), last)
+                        raise CheckpointError(f"{segment.path}: record {lsn} is of another copy of this server")
+            self.records += [record for record in found if record.lsn >= self.next_lsn + len(self.records)]
+            if end < self.durable_lsn and self.durable_lsn > self.next_lsn:
+                raise corruption_error(segment.path, end)
 
     def replay(
         self,
-        server_state: AtomicReference[ServerState],
+        state: AtomicReference[ServerState],
         apply_update: Callable[[Payload, dict[str, Any]], Receipt],
         round_base: Callable[[Tensor], Tensor | None],
     ) -> None:
-        """Replay all records on a server, whose functions apply an update with recorded inputs and round a base.
+        """Replay the records on a new server.
+
+        Args:
+            state: the state of the server.
+            apply_update: a function that applies an update with the recorded inputs.
+            round_base: a function that rounds a model as `dispatch` does.
 
         Raises:
-            CheckpointError: naming a record that was altered, or that the rule now rejects.
+            CheckpointError: naming a record that is corrupted, or that the rule rejects.
 
         Warns:
-            RuntimeWarning: if a receipt is another than that which was given.
+            RuntimeWarning: if a receipt differs from the recorded one.
         """
-        wanted = {told.content["pending"][1]: told.lsn for told in self.records if told.kind == "dispatched"}
-        models: dict[int, InMemoryTree] = {}
-        warned = False
-        for told in self.records:
-            content = told.content
-            if told.kind == "accepted":
+        # A ticket may start from a version that another update replaced before the ticket was recorded.
+        last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
+        models: dict[int, StoredTree | None] = {}
+        has_warned = False
+        for record in self.records:
+            now, content, place = state.value, record.content, f"{record.path}: record {record.lsn}"
+            version = now.model_state.version
+            if record.kind == "accepted":
                 try:
-                    payload = read_payload(told)
-                except OSError as error:  # what is there may be sound
-                    raise read_error(told.path, error) from error
+                    with os_errors(f"{record.path}: cannot be read"):
+                        payload = read_payload(record)
                 except CheckpointError as error:
-                    if told.lsn < self._durable_lsn:
-                        raise _corruption_error(told.path, told.lsn) from error
-                    LOG.warning("%s: cut before record %d, which was being written", told.path, told.lsn)
+                    if isinstance(error.__cause__, OSError):  # The file may be intact.
+                        raise
+                    if record.lsn < self.durable_lsn:
+                        raise corruption_error(record.path, record.lsn) from error
+                    LOG.warning("%s: truncated before record %d, whose write was incomplete", record.path, record.lsn)
                     break
-                state = server_state.value
-                version = state.model_state.version
-                if wanted.get(version, -1) > told.lsn:
-                    current = state.store.find(state.current_key)
-                    assert isinstance(current, InMemoryTree)
-                    models[version] = current
+                if last_use.get(version, -1) > record.lsn:
+                    models[version] = now.store.find(now.current_key)
                 try:
                     receipt = apply_update(payload, content)
                 except ManifoldAggError as error:
-                    raise CheckpointError(f"{told.path}: record {told.lsn}: {error}") from error
-                if not warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
-                    warned = True
-                    warn_caller(
-                        f"{told.path}: record {told.lsn}: its receipt was {Receipt(**content['receipt'])}, "
-                        f"and is {receipt} now: the rule is not deterministic",
-                        RuntimeWarning,
-                    )
+                    raise CheckpointError(f"{place}: {error}") from error
+                if not has_warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
+                    has_warned = True
+                    told = f"its receipt was {Receipt(**content['receipt'])}, and is {receipt} now"
+                    warn_caller(f"{place}: {told}: the rule is not deterministic", RuntimeWarning)
+                now = state.value
+            elif record.kind == "dispatched":
+                ticket = PendingTicket(*content["pending"])
+                base: Any = None if ticket.base_key is None else now.store.find(ticket.base_key)
+                if ticket.base_key is not None and base is None:
+                    base = models.get(ticket.version) or now.store.find(now.current_key)
+                    base = InMemoryTree(round_base(base.load())) if ticket.base_key[0] == "base" else base
+                now = now.with_ticket(content["ticket"], ticket, base)
+                self.time = ticket.issued_at  # Also if the clock went back.
             else:
-                _apply_record(server_state, round_base, told, models)
+                ended = Receipt(False, content["reason"], version) if record.kind == "ended" else None
+                for ticket_id in content.get("tickets") or [content["ticket"]]:
+                    if ticket_id in now.tickets:  # A checkpoint omits a ticket whose base was lost.
+                        now = now.without_ticket(ticket_id, ended)
             if "rejected" in content:
-                server_state.update(partial(_with_rejected, Map(content["rejected"])))
-            models = {version: kept for version, kept in models.items() if wanted[version] > told.lsn}
-            self.next_lsn = told.lsn + 1
-            if told.kind == "dispatched":  # also if the clock went back
-                self.time = content["pending"][3]
+                now = now._replace(rejected=Map(content["rejected"]))
+            state.update(partial(_replaced_by, now))
+            models = {version: model for version, model in models.items() if last_use[version] > record.lsn}
+            self.next_lsn = record.lsn + 1
             self.time = max(self.time, content.get("time", self.time))
 
 
@@ -154,94 +159,52 @@ def recover(
     """Return the latest complete checkpoint and the journal records after it; `None` without a journal.
 
     Args:
-        path: of a checkpoint, which need not be there yet where the journal begins with the record; or what was read.
-        journal: which its caller holds, or `None` to resume without one.
-        journal_unset: whether the argument was not given.
+        path: the path of a checkpoint, which may be missing if the journal contains a snapshot; or the checkpoint.
+        journal: the journal, which the caller has locked; `None` to resume without it.
+        journal_unset: whether the argument was missing.
 
     Raises:
-        CheckpointError: if either cannot be read, or they do not belong together.
+        CheckpointError: if one of them cannot be read, or they do not belong together.
     """
-    files = [] if journal is None else journal.segments()
+    firsts = [] if journal is None else journal.segments()
+    saved: LoadedCheckpoint | None = None
     if isinstance(path, LoadedCheckpoint):
-        saved: LoadedCheckpoint | None = path
-    elif files and isinstance(path, str | Path) and not os.path.lexists(path):
-        saved = None
-    else:
+        saved = path
+    elif not (firsts and isinstance(path, str | Path) and not os.path.lexists(path)):
         saved = LoadedCheckpoint(path)
-    if journal is None:
-        if journal_unset and saved is not None and saved.position[2]:
+    if saved is not None and (journal is None or not firsts):
+        if saved.position[2] and journal is not None:
+            raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
+        if saved.position[2] and journal_unset:
             raise CheckpointError(
                 f"{saved.path}: it has a journal: pass durability=Durability(journal=...), or ignore_journal=True to "
                 "resume without the updates since"
             )
-        assert saved is not None
-        return saved, None
-    if not files:
-        assert saved is not None
-        if saved.position[2]:
-            raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
-        return saved, JournalReplay(*saved.position, saved.time, {})
-    heads = {first: read_segment_header(journal.segment_path(first))[0] for first in files}
-    name, ancestors = heads[files[-1]]["name"], heads[files[-1]].get("ancestors", {})
-    chain, number = name, 0
-    parts = [(head["name"], first) for first, head in heads.items()]
-    if saved is not None:
-        parent, number, chain = saved.position
-        parts.append((parent, number))
-    if any(part != name and first > ancestors.get(part, -1) for part, first in parts):
-        raise CheckpointError(
-            f"{journal.path}: is the journal of another server than {path if saved is None else saved.path}, or of "
-            "another copy of it"
-        )
-    whole = [first for first in files if heads[first]["snapshot"] is not None and first >= number]
-    if whole:
-        chain, number = heads[whole[-1]]["name"], whole[-1]
-        saved = LoadedCheckpoint(journal.segment_path(number), heads[number]["snapshot"])
+        return saved, None if journal is None else JournalReplay(*saved.position, saved.time, {})
+    assert journal is not None
+    segments = [Segment.read(journal.segment_path(first), first) for first in firsts]
+    name, ancestors = segments[-1].header["name"], segments[-1].header["ancestors"]
+    lineage = [(segment.header["name"], segment.first_lsn) for segment in segments]
+    _, lsn, chain = (name, 0, name) if saved is None else saved.position
+    lineage += [] if saved is None else [saved.position[:2]]
+    if any(part != name and first > ancestors.get(part, -1) for part, first in lineage):
+        told = f"is the journal of another server than {path if saved is None else saved.path}"
+        raise CheckpointError(f"{journal.path}: {told}, or of another copy of it")
+    for segment in segments:
+        if segment.header["snapshot"] is not None and segment.first_lsn >= lsn:
+            lsn, chain = segment.first_lsn, segment.header["name"]
+            saved = LoadedCheckpoint(segment.path, segment.header["snapshot"])
     if saved is None:
-        raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with the whole record")
-    story = JournalReplay(name, number, chain, saved.time, ancestors)
-    story.read(journal)
-    return saved, story
+        raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with a snapshot")
+    replay = JournalReplay(name, lsn, chain, saved.time, ancestors)
+    replay.read(segments)
+    return saved, replay
 
 
-def _with_rejected(rejected: Map[str, int], now: ServerState) -> tuple[ServerState, None]:
-    return now._replace(rejected=rejected), None
+def _replaced_by(state: ServerState, _: ServerState) -> tuple[ServerState, None]:
+    return state, None
 
 
-def _apply_record(
-    state: AtomicReference[ServerState],
-    round_base: Callable[[Tensor], Tensor | None],
-    record: StoredRecord,
-    models: dict[int, InMemoryTree],
-) -> None:
-    """Apply a journal record of a ticket operation."""
-    content = record.content
-
-    def ended(now: ServerState) -> tuple[ServerState, None]:
-        receipt = Receipt(False, content["reason"], now.model_state.version)
-        for name in content["tickets"]:
-            if name in now.tickets:  # unless its base was lost, and it was not saved
-                now = now.without_ticket(name, receipt)
-        return now, None
-
-    def dropped(now: ServerState) -> tuple[ServerState, None]:
-        return now.without_ticket(content["ticket"]) if content["ticket"] in now.tickets else now, None
-
-    if record.kind == "ended":
-        state.update(ended)
-    elif record.kind == "dropped":
-        state.update(dropped)
-    else:
-        ticket = PendingTicket(*content["pending"])
-        now = state.value
-        base: Any = None if ticket.base_key is None else now.store.find(ticket.base_key)
-        if ticket.base_key is not None and base is None:
-            # Its version had moved on when the ticket was entered.
-            base = models.get(ticket.version) or now.store.find(now.current_key)
-            if ticket.base_key[0] == "base":
-                base = InMemoryTree(round_base(base.load()))
-        state.update(lambda now: (now.with_ticket(content["ticket"], ticket, base), None))
-
-
-def _corruption_error(path: Path, lsn: int) -> CheckpointError:
-    return CheckpointError(f"{path}: record {lsn} is altered: it was on the disk when later ones were written")
+def corruption_error(path: Path, lsn: int) -> CheckpointError:
+    """Return the exception for a corrupted record."""
+    return CheckpointError(f"{path}: record {lsn} is corrupted: it was on the disk when a later one was written")

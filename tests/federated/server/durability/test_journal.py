@@ -320,7 +320,7 @@ def test_a_torn_tail_of_any_length_is_cut(tmp_path, caplog, as_shipped):
         # And once more: what was cut does not come back.
         crash(server)
         assert state(back(other, server)) == states[over]
-    assert "which was being written" in caplog.text or "are not a record" in caplog.text
+    assert "whose write was incomplete" in caplog.text or "are not a record" in caplog.text
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
@@ -342,7 +342,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
             assert state(back(other, fresh())) == states[-2]
             continue
         number = sum(end <= i for end in ends) - 1
-        told = rf"lines\.0\.journal: (record {number} is altered|record {number} was not written)"
+        told = rf"lines\.0\.journal: (record {number} is corrupted|record {number} was not written)"
         with pytest.raises(CheckpointError, match=told if i >= ends[0] else r"lines\.0\.journal"):
             back(other, fresh())
         assert sorted(name.name for name in other.iterdir()) == [path.name, f"{LINES}.lock"]
@@ -517,7 +517,7 @@ def test_a_batch_that_may_be_lost_stops_the_server_until_there_is_a_checkpoint(t
         patch.setattr(journal.os, "fsync", broken)
         with pytest.raises(CheckpointError, match="Input/output error"):
             server.receive(first, answer(1))
-    with pytest.raises(CheckpointError, match="may be lost; a checkpoint begins a new file"):
+    with pytest.raises(CheckpointError, match="may be lost; a checkpoint begins a new segment"):
         server.dispatch("b")
     server.save(tmp_path / FILE)
     assert server.receive(first, answer(1)).accepted
@@ -668,7 +668,7 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
             tmp_path / FILE, SPACE, FedAsync(0.5), replace=True, durability=Durability(journal=tmp_path / LINES)
         )
     (tmp_path / FILE).rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="is not there, and .*lines does not begin with the whole record"):
+    with pytest.raises(CheckpointError, match="is not there, and .*lines does not begin with a snapshot"):
         back(tmp_path, server)
     fresh().save(tmp_path / FILE)
     with pytest.raises(CheckpointError, match="lines: is the journal of another server than"):
@@ -696,8 +696,11 @@ def gone(folder, server):
     (folder / "other").mkdir()
     for path in folder.glob(f"{LINES}.*"):
         shutil.copy(path, folder / "other" / path.name.replace(".3.", ".2."))
-    tree, _ = log_format.read_segment_header(next((folder / "other").glob("*.journal")))
-    tensor_file.save(folder / "other" / f"{LINES}.2.journal", log_format.KIND, {**tree, "first": 2})
+    path = folder / "other" / f"{LINES}.2.journal"
+    with pytest.raises(CheckpointError, match="begins with record 3: the file was renamed"):
+        log_format.Segment.read(path, 2)
+    header = log_format.Segment.read(path, 3).header
+    tensor_file.save(path, log_format.KIND, {**header, "first_lsn": 2})
     return folder / "other" / LINES
 
 
