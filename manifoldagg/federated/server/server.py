@@ -48,7 +48,6 @@ from manifoldagg.federated.server.durability.recovery import UNSET, JournalRepla
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
-from manifoldagg.federated.server.durability.tensor_file import check_path
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.lock import OwnedLock, PendingUpdate, UpdateLock
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
@@ -89,6 +88,7 @@ from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.buffer_policies import BufferPolicy
 from manifoldagg.manifolds.layout import Entry
 from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.tensor_file import check_path
 
 __all__ = ["Server"]
 

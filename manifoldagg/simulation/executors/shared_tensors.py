@@ -14,8 +14,8 @@ from torch import Tensor
 
 from manifoldagg.errors import SpillError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.federated.server.durability.spill import Spill, SpilledTree
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["SharedTensorStore", "StoredTensor", "TensorNotFound", "TensorRef", "deserialize", "serialize"]
 

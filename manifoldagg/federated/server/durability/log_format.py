@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.tree_codec import decode, encode
 from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
+from manifoldagg.tensor_file import decode, encode
 
 __all__ = [
     "KIND",

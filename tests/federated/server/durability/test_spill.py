@@ -24,8 +24,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg import _io
 from manifoldagg.errors import ArgumentError, SpillError
-from manifoldagg.federated.server.durability import raw_io
 from manifoldagg.federated.server.durability import spill as module
 from manifoldagg.federated.server.durability.spill import Spill
 from tests.federated.fingerprint import bits
@@ -371,7 +371,7 @@ def interrupted(work, place):
     ahead = [place]
 
     def trace(frame, event, arg):
-        if frame.f_code.co_filename not in (module.__file__, raw_io.__file__) or destroys(frame):
+        if frame.f_code.co_filename not in (module.__file__, _io.__file__) or destroys(frame):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
