@@ -27,7 +27,7 @@ from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 
 __all__ = [
-    "Entry",
+    "TensorEntry",
     "check_path",
     "decode",
     "dumps",
@@ -72,7 +72,7 @@ MAX_INT_KEYS = 2**12
 TreePath = tuple[str | int, ...]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file: its dtype and shape in memory, and the number and position of its bytes in the file."""
 
     name: str
@@ -371,7 +371,7 @@ def unique_name(path: TreePath, used: Container[str]) -> str:
     return name
 
 
-def make_header(entries: Sequence[Entry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
+def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
     """Return the header of a file, after its length. The bytes of the entries follow it in their order.
 
     Raises:
@@ -402,16 +402,16 @@ def with_length(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[Entry]]:
+def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
     """Return the metadata of a header, and its entries in the order of their bytes.
 
     An invalid header raises an exception. The bytes of an entry begin where those of the entry before end, and their
     number is that of the dtype and the shape, unless they are compressed.
 
     Example:
-        >>> header = make_header([Entry("w", torch.complex64, [2], 16)], {"kind": "sums"})
+        >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})
         >>> parse_header(header[8:])[1]
-        [Entry(name='w', dtype=torch.complex64, shape=(2,), num_bytes=16, is_compressed=False, begin=0)]
+        [TensorEntry(name='w', dtype=torch.complex64, shape=(2,), num_bytes=16, is_compressed=False, begin=0)]
     """
     lines = parse_json(str(header, "utf-8"), is_bounded=is_bounded)
     metadata = lines.pop("__metadata__")
@@ -426,13 +426,13 @@ def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tup
             raise ValueError("an entry with other fields or a negative length")
         if begin != position:
             raise ValueError("its entries are not contiguous")
-        entry = Entry(name, DTYPES[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
+        entry = TensorEntry(name, DTYPES[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
         _check_length(entry)
         if name in coded:
             dtype, shape, is_compressed = coded.pop(name)
             if entry.dtype is not torch.uint8 or type(is_compressed) is not bool:
                 raise ValueError("an invalid encoding")
-            entry = Entry(name, _parse_dtype(dtype), parse_shape(shape), end - begin, is_compressed, begin)
+            entry = TensorEntry(name, _parse_dtype(dtype), parse_shape(shape), end - begin, is_compressed, begin)
             _check_length(entry)
         entries.append(entry)
         position = end
@@ -466,7 +466,7 @@ def _check_bounds(text: str) -> None:
         raise ValueError(f"a header of more than {MAX_HEADER_VALUES} values")
 
 
-def _check_length(entry: Entry) -> None:
+def _check_length(entry: TensorEntry) -> None:
     if not entry.is_compressed and entry.memory != entry.num_bytes:
         raise ValueError("an entry whose shape is not that of its bytes")
 
@@ -497,7 +497,7 @@ def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
 
     text = encode(tree, add, CheckpointError)
     metadata = {"checksum": BLANK_CHECKSUM.decode(), "kind": kind, "tree": text}
-    listed = [Entry(name, x.dtype, x.shape, x.numel() * x.itemsize) for name, x in tensors.items()]
+    listed = [TensorEntry(name, x.dtype, x.shape, x.numel() * x.itemsize) for name, x in tensors.items()]
     # Readers require that an entry begins at a multiple of the size of its numbers.
     listed.sort(key=lambda entry: -entry.stored_dtype.itemsize)
     head = memoryview(make_header(listed, metadata))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated.server.validation import require_dense
@@ -29,18 +30,6 @@ from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds import Layout, ParameterSpace
 from manifoldagg.manifolds.spec import layout_digest
 from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
-from manifoldagg.tensor_file import (
-    VERSION,
-    Entry,
-    decode,
-    encode,
-    make_header,
-    parse_header,
-    parse_json,
-    parse_shape,
-    tensor_bytes,
-    unique_name,
-)
 
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
@@ -70,35 +59,32 @@ def pack(
 ) -> bytes:
     r"""Serialize a value to bytes.
 
-    Every field is serialized bit for bit, in its own dtype, except `space` of a ticket. Plain NaNs become one NaN. With
-    `spec`, entries have the names of the model; a ticket uses those of its own space.
+    Tensors keep their dtypes and bits; plain NaNs become one NaN. With `spec`, entries have the names of the model. A
+    ticket uses the names of its own space, which is not serialized.
 
     Args:
         value: the value to send.
         spec: the result of the server's `spec()`, or its space.
         ticket: the ticket of the value; see [`ticket_of`][manifoldagg.wire.ticket_of].
-        compress: without loss, by zstandard (`pip install 'manifoldagg[wire]'`), the bytes of numbers sorted by their
-            weight.
-        error: the absolute rounding error of each number of `points` and `tensors` of a payload,
-            $|\hat x_i - x_i| \le$ `error`. They are rounded to multiples of the largest power of two that satisfies
-            this, and compressed. Non-finite numbers are not rounded, nor are the leaves of `points` that are curved in
-            `spec`. All other values are lossless.
+        compress: whether to compress tensors without loss, by zstandard (`pip install 'manifoldagg[wire]'`).
+        error: the largest rounding error of each number of `points` and `tensors` of a payload,
+            $|\hat x_i - x_i| \le$ `error`. Numbers are rounded to multiples of the largest power of two that satisfies
+            this, and compressed. Non-finite numbers, and the leaves of `points` that are curved in `spec`, are exact.
 
     Raises:
-        ArgumentError: naming the argument that does not fit. A message is never rounded, because the client would start
-            from another model than the server's base.
+        ArgumentError: naming the argument that does not fit. A message cannot be rounded, because the client would
+            start from another model than the server's base.
         WireError: naming a value that cannot be serialized.
 
     Cost: one pass over the tensors, which reads them and writes the bytes; with `compress`, more.
 
     Example:
-        >>> from manifoldagg.federated import Payload
         >>> model = torch.nn.Linear(3, 1)
         >>> space = ParameterSpace.of(model)
         >>> data = pack(Payload(space.point(model)[None], samples=10, numbers={"loss": 0.5}), spec=space.spec())
         >>> import safetensors.torch
-        >>> {name: tuple(x.shape) for name, x in sorted(safetensors.torch.load(data).items())}
-        {'points/0/bias': (1,), 'points/0/weight': (1, 3)}
+        >>> sorted(safetensors.torch.load(data))
+        ['points/0/bias', 'points/0/weight']
         >>> payload = unpack(data)
         >>> payload.points.shape, payload.samples, payload.numbers
         (torch.Size([1, 4]), 10, {'loss': 0.5})
@@ -116,7 +102,7 @@ def pack(
     if not isinstance(ticket, str | Ticket | None):
         raise ArgumentError(f"ticket: expected one, or its id, got {type(ticket).__name__}")
     writer = _TensorWriter(space.layout if space else None)
-    text = encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
+    text = tensor_file.encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
     metadata = {"kind": kind, "tree": text}
     told = value if isinstance(value, Ticket) else ticket
     if told is not None:
@@ -132,7 +118,7 @@ def pack(
     # Readers require that an entry begins at a multiple of the size of its numbers.
     parts.sort(key=lambda part: -part[0].stored_dtype.itemsize)
     try:
-        head = make_header([entry for entry, _ in parts], metadata, is_bounded=True)
+        head = tensor_file.make_header([entry for entry, _ in parts], metadata, is_bounded=True)
     except ValueError as reason:
         raise _wire_error(str(reason)) from None
     return b"".join([head, *(data for _, data in parts)])
@@ -142,12 +128,12 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
     """Deserialize a value: a message, a payload, a receipt or a ticket, with its tensors on the CPU.
 
     Args:
-        data: whatever came.
-        spec: of the space in which it must be; a ticket gets this space, for its `state_dict`.
+        data: the bytes.
+        spec: of the space that the value must belong to. A ticket gets this space, for its `state_dict`.
 
     Raises:
-        WireError: if it is not what `pack` returned, was made by a newer version, or is not of this space.
-        ArgumentError: if `data` are no bytes, or `spec` is none.
+        WireError: if `pack` did not return these bytes, has another version, or if they do not belong to the space.
+        ArgumentError: if `data` or `spec` have another type.
 
     Cost: one pass over the tensors, each of which gets memory of its own.
 
@@ -163,7 +149,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
     view = _as_byte_view(data)
     with _as_wire_errors():
         reader = _TensorReader(view, space)
-        content = decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
+        content = tensor_file.decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
             raise ValueError("it has unreferenced entries")
         return _from_fields(reader.kind, content, space)
@@ -173,7 +159,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
     """Return the ticket id in packed bytes, or `None` without one; only the header is read.
 
     Raises:
-        WireError: if the header is none.
+        WireError: if the header is invalid.
 
     Example:
         >>> ticket_of(pack(Receipt(True, "", version=3), ticket="7f0c"))
@@ -195,7 +181,7 @@ class _TensorWriter:
     def add_tensor(self, tensor: Tensor, path: tuple[str | int, ...]) -> Any:
         """Return the reference to a tensor in the metadata."""
         field = str(path[0])
-        name = unique_name(path, self.tensors)
+        name = tensor_file.unique_name(path, self.tensors)
         try:
             require_dense(name, tensor)
         except ArgumentError as error:
@@ -205,12 +191,11 @@ class _TensorWriter:
             return name
         size = self._layout.size
         rows = tensor[None] if field != "points" else tensor
+        got = f"got {tuple(tensor.shape)}"
         if rows.ndim != 2 or rows.shape[1] != size or not self._layout.leaves:
-            raise ArgumentError(
-                f"{field}: expected points of {size} numbers, as `spec` says, got {tuple(tensor.shape)}"
-            )
+            raise ArgumentError(f"{field}: expected points of {size} numbers, as `spec` says, {got}")
         if not len(rows):
-            raise ArgumentError(f"{field}: expected one or more, got {tuple(tensor.shape)}")
+            raise ArgumentError(f"{field}: expected one or more, {got}")
         for i, row in enumerate(rows.detach()):
             before = f"points/{i}" if field == "points" else field
             for leaf, piece in zip(self._layout.leaves, row.split(self._layout.sizes), strict=True):
@@ -226,10 +211,10 @@ class _TensorReader:
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 or length > len(view) - 8:
             raise ValueError("its header is longer than the data")
-        self.metadata, entries = parse_header(view[8 : 8 + length], is_bounded=True)
-        if self.metadata["version"] != VERSION:
-            told = f"is of version {self.metadata['version'][:20]!r}, and this package reads {VERSION}"
-            raise _wire_error(told)
+        self.metadata, entries = tensor_file.parse_header(view[8 : 8 + length], is_bounded=True)
+        if self.metadata["version"] != tensor_file.VERSION:
+            found = self.metadata["version"][:20]
+            raise _wire_error(f"is of version {found!r}, and this package reads {tensor_file.VERSION}")
         self.kind = self.metadata["kind"]
         self._body = np.frombuffer(view, np.uint8)[8 + length :]
         if sum(entry.num_bytes for entry in entries) != len(self._body):
@@ -246,7 +231,7 @@ class _TensorReader:
 
     def json_value(self, name: str) -> Any:
         """Return the metadata of a name, parsed as JSON."""
-        return parse_json(self.metadata[name], is_bounded=True)
+        return tensor_file.parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
         """Return a referenced tensor, or points whose leaves are referenced."""
@@ -254,7 +239,7 @@ class _TensorReader:
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
         field, shape = reference
-        sizes = parse_shape(shape)
+        sizes = tensor_file.parse_shape(shape)
         count = sizes[0] if field == "points" else 1
         # Without names of leaves any count of points would have its entries.
         if field not in SPLIT_FIELDS or not self.leaves or count * len(self.leaves) > len(self.unread_entries):
@@ -263,13 +248,12 @@ class _TensorReader:
         rows = [self.unread_entries.pop(f"{row}/{leaf}") for row in before for leaf in self.leaves]
         if self._layout and [entry.shape for entry in rows] != count * [leaf.shape for leaf in self._layout.leaves]:
             raise _wire_error("layout: expected the shapes of the tensors as in `spec`")
-        if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != sum(
-            math.prod(entry.shape) for entry in rows
-        ):
+        size = sum(math.prod(entry.shape) for entry in rows)
+        if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != size:
             raise ValueError("points that do not match their entries")
         return self._assemble(rows, sizes)
 
-    def _assemble(self, rows: list[Entry], shape: Sequence[int]) -> Tensor:
+    def _assemble(self, rows: list[tensor_file.TensorEntry], shape: Sequence[int]) -> Tensor:
         """Assemble a tensor from these entries."""
         raw = in_huge_pages(torch.empty(sum(entry.memory for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
@@ -288,17 +272,17 @@ class _TensorReader:
 
 def _encode_tensor(
     name: str, leaf: str | None, tensor: Tensor, compress: bool, error: float, curved: set[str]
-) -> tuple[Entry, Any]:
+) -> tuple[tensor_file.TensorEntry, Any]:
     """Return an entry and its bytes, rounded and compressed if requested."""
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
         tensor = _round_to_grid(tensor.detach(), error)
-    data: Any = tensor_bytes(tensor)
+    data: Any = tensor_file.tensor_bytes(tensor)
     is_compressed = False
     if (compress or error) and data.nbytes >= MIN_COMPRESSED_BYTES:
         smaller = _compress(data, tensor.dtype.itemsize)
         is_compressed = len(smaller) < data.nbytes
         data = smaller if is_compressed else data
-    return Entry(name, tensor.dtype, tensor.shape, len(data), is_compressed), data
+    return tensor_file.TensorEntry(name, tensor.dtype, tensor.shape, len(data), is_compressed), data
 
 
 def _round_to_grid(x: Tensor, error: float) -> Tensor:
@@ -349,10 +333,9 @@ def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[s
     found = {field.name: getattr(source, field.name) for field in fields(source)}
     if isinstance(value, Ticket):
         found |= {"id": value.id, "start_version": value.version}
+    found = {name: part if name == "client_state" else _to_builtin(part) for name, part in found.items()}
     try:
-        return _check_fields(
-            kind, {name: part if name == "client_state" else _to_builtin(part) for name, part in found.items()}
-        )
+        return _check_fields(kind, found)
     except ValueError as error:
         raise _wire_error(str(error)) from None
 
@@ -371,9 +354,9 @@ def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
     made = _check_fields(kind, content)
     for name in SPLIT_FIELDS:
         given = made.get(name)
-        if given is not None and (
-            given.ndim < 1 + (name == "points") or (space is not None and given.shape[-1] != space.layout.size)
-        ):
+        if given is None:
+            continue
+        if given.ndim < 1 + (name == "points") or (space is not None and given.shape[-1] != space.layout.size):
             raise _wire_error(f"{name}: expected points of the space, got shape {tuple(given.shape)}")
     if kind == "payload" and made["base"] is not None and made["base"].shape != made["points"].shape[1:]:
         raise _wire_error("base: expected the shape of a point")
@@ -393,7 +376,7 @@ def _check_fields(kind: str, content: Any) -> dict[str, Any]:
     return content
 
 
-def _is_floating_tensor(x: Any) -> bool:
+def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -407,33 +390,20 @@ def _is_dict_of(predicate: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _is_tensor_dict = _is_dict_of(lambda x: isinstance(x, Tensor))
 EXTRA_FIELDS = {"tensors": _is_tensor_dict, "numbers": _is_dict_of(_is_number), "buffers": _is_tensor_dict}
-MESSAGE_FIELDS: dict[str, Any] = {
-    "start": _is_floating_tensor,
+MESSAGE_FIELDS = {
+    "start": _is_floating,
     "requested_buffers": lambda x: type(x) is tuple and all(type(name) is str for name in x),
     "version": lambda x: x is None or (type(x) is int and x >= 0),
-    **EXTRA_FIELDS,
 }
+PAYLOAD_FIELDS = {"points": _is_floating, "base": lambda x: x is None or _is_floating(x), "samples": int}
+RECEIPT_FIELDS = {"accepted": bool, "reason": str, "version": int, "staleness": int, "buffered": bool, "clipped": bool}
 FIELDS: dict[str, dict[str, Any]] = {
-    "message": MESSAGE_FIELDS,
-    "payload": {
-        "points": _is_floating_tensor,
-        "base": lambda x: x is None or _is_floating_tensor(x),
-        "samples": int,
-        "client_state": lambda x: True,
-        **EXTRA_FIELDS,
-    },
-    "receipt": {
-        "accepted": bool,
-        "reason": str,
-        "version": int,
-        "staleness": int,
-        "buffered": bool,
-        "clipped": bool,
-        **dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number),
-    },
-    "ticket": {"id": str, "start_version": int, **MESSAGE_FIELDS},
+    "message": {**MESSAGE_FIELDS, **EXTRA_FIELDS},
+    "payload": {**PAYLOAD_FIELDS, **EXTRA_FIELDS, "client_state": lambda x: True},
+    "receipt": {**RECEIPT_FIELDS, **dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number)},
+    "ticket": {**MESSAGE_FIELDS, **EXTRA_FIELDS, "id": str, "start_version": int},
 }
-"""The fields of each kind of value, and their types or predicates."""
+"""The fields of each kind of value, with their types or predicates."""
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
@@ -462,7 +432,7 @@ def _as_byte_view(data: Any) -> memoryview:
         raise ArgumentError("data: expected bytes, got a memoryview that was released") from None
     try:
         return view.cast("B")
-    except (TypeError, ValueError):  # those that do not lie one after another, are none, or of another machine's order
+    except (TypeError, ValueError):  # The bytes are not contiguous, or of another byte order.
         return memoryview(view.tobytes())
 
 
