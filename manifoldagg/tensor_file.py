@@ -9,34 +9,30 @@ import json
 import math
 import os
 import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._io import atomic_write, check_path, older_files, write_all
+from manifoldagg._io import CHUNK_BYTES, atomic_write, check_path, older_files, write_all
+from manifoldagg._json_tree import MAX_DIMENSIONS, TreePath, check_bounds, decode, encode, parse_json
 from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 
 __all__ = [
     "TensorEntry",
     "check_path",
-    "decode",
     "dumps",
-    "encode",
     "load",
     "load_from",
+    "load_structure",
     "make_header",
     "parse_header",
-    "parse_json",
     "parse_shape",
     "save",
     "tensor_bytes",
@@ -54,22 +50,6 @@ DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes that every safetensors reader knows. Other dtypes are stored as bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_DIMENSIONS = 64
-"""The largest number of dimensions of a tensor, as in torch."""
-MAX_BLOCKING_VALUES = 2**12
-"""The largest number of values that are written as JSON without letting other threads run."""
-
-# Limits of data from an untrusted source (`is_bounded`).
-MAX_HEADER_BYTES = 2**24
-MAX_HEADER_VALUES = 2**20
-"""The largest number of brackets and commas in JSON, and therefore of values."""
-MAX_DEPTH = 64
-MAX_KEY = 2**60
-"""Larger integers are not their own hashes, and converting many digits takes quadratic time."""
-MAX_INT_KEYS = 2**12
-"""The largest number of integer keys of one dict. Integers can be chosen to collide, which takes quadratic time."""
-
-TreePath = tuple[str | int, ...]
 
 
 class TensorEntry(NamedTuple):
@@ -168,43 +148,35 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
     Raises:
         CheckpointError: as `load`.
     """
-    start = file.read(8 + len(HEADER_PREFIX))
-    if not HEADER_PREFIX.startswith(start[8:]):
-        raise CheckpointError("was not written by this package")
-    length = int.from_bytes(start[:8], "little")
-    if len(start) < 8 + len(HEADER_PREFIX) or size < 8 + length:
-        raise CheckpointError(f"is truncated: it has {size} bytes")
-    try:
-        header = start[8:] + bytes(_read_exactly(file, length - len(HEADER_PREFIX)).numpy())
-        metadata, entries = parse_header(header)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"is altered: {error}") from None
-    missing = 8 + length + sum(entry.num_bytes for entry in entries) - size
-    if missing > 0 or (missing and not allow_trailing):
-        what = "truncated" if missing > 0 else "altered"
-        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
-    checksum = zlib.crc32(start[:8] + HEADER_PREFIX + BLANK_CHECKSUM + header[CHECKSUM.stop :])
-    found = {}
-    for entry in entries:
-        found[entry.name] = raw, entry = _read_exactly(file, entry.num_bytes), entry
-        checksum = zlib.crc32(raw.numpy().data, checksum)
-    if b"%08x" % checksum != header[CHECKSUM]:
-        raise CheckpointError("is altered: its checksum is another one")
-    if metadata.get("version") != VERSION:
-        told = f"has version {metadata.get('version')} of the format, and this version of the package reads {VERSION}"
-        raise CheckpointError(told)
+    metadata, found = _read(file, size, allow_trailing)
     if metadata.get("kind") != kind:
         raise CheckpointError(f"holds a {metadata.get('kind')}, expected a {kind}")
 
     def tensor(reference: Any) -> Tensor:
         name, device = reference if type(reference) is list else (reference, "cpu")
-        raw, entry = found.pop(name)
-        return raw.view(entry.dtype).reshape(entry.shape).to(_available_device(torch.device(device)))
+        entry, data = found.pop(name)
+        return data.view(entry.dtype).reshape(entry.shape).to(_available_device(torch.device(device)))
 
-    try:
-        return decode(json.loads(metadata["tree"]), tensor)
-    except Exception as error:  # The checksum is valid, so another program wrote the file.
-        raise CheckpointError(f"was not written by this package: {error!r}") from None
+    return _decode_tree(metadata, tensor)
+
+
+def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
+    """Return the metadata and the tree of a file in constant memory, with dtypes and shapes in place of tensors.
+
+    Args:
+        file: to read. It is advanced past the tree.
+        size: the number of bytes from its position on. Other bytes may follow the tree.
+
+    Raises:
+        CheckpointError: as `load`, for a file of any kind.
+    """
+    metadata, found = _read(file, size, allow_trailing=True, retains_data=False)
+
+    def description(reference: Any) -> Any:
+        entry, _ = found[reference[0] if type(reference) is list else reference]
+        return f"{entry.dtype} {list(entry.shape)}"
+
+    return metadata, _decode_tree(metadata, description)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -217,150 +189,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     # A tensor of at most one number is contiguous for any stride, but only stride 1 permits a view of its bytes.
     return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
-
-
-def encode(
-    tree: Any,
-    tensor_ref: Callable[[Tensor, TreePath], Any],
-    make_error: Callable[[str], Exception],
-    *,
-    is_bounded: bool = False,
-) -> str:
-    """Encode a tree, as of `save`, as JSON. A value that JSON does not have is an object whose key begins with `$`.
-
-    Args:
-        tree: the tree.
-        tensor_ref: returns the reference to a tensor, given the tensor and its path in the tree.
-        make_error: returns the exception to raise for a value of another type, given its message.
-        is_bounded: reject trees that `decode` rejects from an untrusted source.
-
-    Example:
-        >>> encode({"m": [torch.ones(2), (3, math.inf)], "n": {1: b""}}, lambda tensor, path: len(tensor), ValueError)
-        '{"m": [{"$tensor": 2}, {"$tuple": [3, {"$float": "inf"}]}], "n": {"$dict": [[1, {"$bytes": ""}]]}}'
-    """
-    encoder = _Encoder(tensor_ref, make_error, is_bounded)
-    try:
-        node = encoder.node(tree)
-        if encoder.num_values <= MAX_BLOCKING_VALUES:
-            return json.dumps(node)
-        # `dumps` is faster, but blocks all other threads until it returns.
-        return "".join(json.JSONEncoder().iterencode(node))
-    except RecursionError:
-        raise make_error("cannot be saved: it is nested too deeply, or contains itself") from None
-
-
-@dataclass
-class _Encoder:
-    """Conversion of a tree to values that `json` writes."""
-
-    tensor_ref: Callable[[Tensor, TreePath], Any]
-    make_error: Callable[[str], Exception]
-    is_bounded: bool
-    path: list[str | int] = field(default_factory=list)
-    num_values: int = 0
-
-    def node(self, value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, str):
-            return value
-        if isinstance(value, int):
-            return self._integer(value)
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"$float": float.__repr__(value)}
-        if isinstance(value, bytes):
-            return {"$bytes": b64encode(value).decode()}
-        if isinstance(value, Tensor):
-            return {"$tensor": self._tensor(value)}
-        kind = type(value)
-        if kind is list or kind is tuple:
-            items = [self._child(i, item) for i, item in enumerate(value)]
-            return items if kind is list else {"$tuple": items}
-        if kind is not dict:
-            raise self._type_error(f"a {kind.__name__}")
-        if all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: self._child(key, item) for key, item in value.items()}
-        self._check_keys(value)
-        return {"$dict": [[key, self._child(key, item)] for key, item in value.items()]}
-
-    def _child(self, name: str | int, value: Any) -> Any:
-        self.num_values += 1
-        self.path.append(name)
-        if self.is_bounded and len(self.path) > MAX_DEPTH:
-            raise self.make_error(f"cannot be saved: it has more than {MAX_DEPTH} nested branches")
-        node = self.node(value)
-        self.path.pop()
-        return node
-
-    def _integer(self, value: int) -> int:
-        try:
-            int.__repr__(value)
-        except ValueError:  # Python limits the number of digits that it converts.
-            raise self._type_error("an integer of thousands of digits") from None
-        return value
-
-    def _check_keys(self, branches: dict[Any, Any]) -> None:
-        numbers = [key for key in branches if not isinstance(key, str)]
-        for key in numbers:
-            if not isinstance(key, int) or isinstance(key, bool) or (self.is_bounded and abs(key) >= MAX_KEY):
-                raise self._type_error(f"a dict with the key {key!r}")
-            self._integer(key)
-        if self.is_bounded and len(numbers) > MAX_INT_KEYS:
-            raise self._type_error(f"a dict with more than {MAX_INT_KEYS} integers as keys")
-
-    def _tensor(self, tensor: Tensor) -> Any:
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.ndim > MAX_DIMENSIONS:
-            raise self._type_error(f"a {type(tensor).__name__} that is not dense ({tensor.layout}, {tensor.device})")
-        return self.tensor_ref(tensor, tuple(self.path))
-
-    def _type_error(self, what: str) -> Exception:
-        where = "".join(f"[{name!r}]" for name in self.path) or "the tree"
-        return self.make_error(
-            f"{where}: expected dicts (by strings or integers), lists, tuples, dense tensors, numbers, strings, bytes "
-            f"or None; {what} cannot be saved"
-        )
-
-
-def decode(node: Any, load_tensor: Callable[[Any], Tensor], *, is_bounded: bool = False, depth: int = 0) -> Any:
-    """Decode the tree of a parsed JSON value; an invalid value raises an exception.
-
-    Args:
-        node: the value that `json` has parsed.
-        load_tensor: returns the tensor of a reference.
-        is_bounded: reject deep nesting, and large or many integer keys, as an untrusted source may send.
-        depth: of the node in the tree.
-    """
-    kind = type(node)
-    if kind is not dict and kind is not list:
-        return node
-    if is_bounded and depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_DEPTH} nested branches")
-    child = partial(decode, load_tensor=load_tensor, is_bounded=is_bounded, depth=depth + 1)
-    if kind is list:
-        return [child(item) for item in node]
-    if not next(iter(node), "").startswith("$"):
-        return {key: child(item) for key, item in node.items()}
-    ((tag, content),) = node.items()
-    if tag == "$tensor":
-        return load_tensor(content)
-    if tag == "$tuple":
-        return tuple([child(item) for item in content])
-    if tag == "$bytes":
-        return b64decode(content, validate=True)
-    if tag == "$float":
-        # `math.nan` is one object, which is equal to itself in a tuple, as in receipts.
-        return math.nan if math.isnan(float(content)) else float(content)
-    if tag != "$dict" or not all(type(key) in (str, int) for key, _ in content):
-        raise ValueError(f"an unknown tag {tag}, or an invalid key")
-    if is_bounded:
-        numbers = [key for key, _ in content if type(key) is int]
-        if len(numbers) > MAX_INT_KEYS or not all(-MAX_KEY < key < MAX_KEY for key in numbers):
-            raise ValueError(f"a dict with more than {MAX_INT_KEYS} integers as keys, or with larger ones")
-    branches = {key: child(item) for key, item in content}
-    if len(branches) < len(content):
-        raise ValueError("a duplicate key")
-    return branches
 
 
 def unique_name(path: TreePath, used: Container[str]) -> str:
@@ -392,7 +220,7 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, 
         metadata["coded"] = json.dumps(coded)
     text = json.dumps({"__metadata__": metadata, **lines}, separators=(",", ":"))
     if is_bounded:
-        _check_bounds(text)
+        check_bounds(text)
     return with_length(text.encode())
 
 
@@ -439,31 +267,6 @@ def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tup
     if coded:
         raise ValueError("an encoding without an entry")
     return metadata, entries
-
-
-def parse_json(text: str, *, is_bounded: bool = False) -> Any:
-    """Return a JSON value without duplicate names and non-finite numbers; other text raises an exception."""
-    if is_bounded:
-        _check_bounds(text)
-    return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
-
-
-def _reject_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a duplicate name")
-    return found
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _check_bounds(text: str) -> None:
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")
-    if sum(map(text.count, "[{,")) > MAX_HEADER_VALUES:
-        raise ValueError(f"a header of more than {MAX_HEADER_VALUES} values")
 
 
 def _check_length(entry: TensorEntry) -> None:
@@ -516,6 +319,48 @@ def _atomic_write(path: Path, parts: Iterator[memoryview], keep: int) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+
+
+def _read(
+    file: BufferedReader, size: int, allow_trailing: bool, retains_data: bool = True
+) -> tuple[dict[str, str], dict[str, tuple[TensorEntry, Tensor]]]:
+    """Read the header and the data of a file, and return the metadata and the entries with their bytes."""
+    start = file.read(8 + len(HEADER_PREFIX))
+    if not HEADER_PREFIX.startswith(start[8:]):
+        raise CheckpointError("was not written by this package")
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 + len(HEADER_PREFIX) or size < 8 + length:
+        raise CheckpointError(f"is truncated: it has {size} bytes")
+    try:
+        header = start[8:] + bytes(_read_exactly(file, length - len(HEADER_PREFIX)).numpy())
+        metadata, entries = parse_header(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"is altered: {error}") from None
+    missing = 8 + length + sum(entry.num_bytes for entry in entries) - size
+    if missing > 0 or (missing and not allow_trailing):
+        what = "truncated" if missing > 0 else "altered"
+        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
+    checksum = zlib.crc32(start[:8] + HEADER_PREFIX + BLANK_CHECKSUM + header[CHECKSUM.stop :])
+    found = {}
+    for entry in entries:
+        count = entry.num_bytes if retains_data else CHUNK_BYTES
+        for begin in range(0, max(entry.num_bytes, 1), max(count, 1)):
+            data = _read_exactly(file, min(count, entry.num_bytes - begin))
+            checksum = zlib.crc32(data.numpy().data, checksum)
+        found[entry.name] = entry, data
+    if b"%08x" % checksum != header[CHECKSUM]:
+        raise CheckpointError("is altered: its checksum is another one")
+    version = metadata.get("version")
+    if version != VERSION:
+        raise CheckpointError(f"has version {version} of the format, and this version of the package reads {VERSION}")
+    return metadata, found
+
+
+def _decode_tree(metadata: Mapping[str, str], load_tensor: Callable[[Any], Any]) -> Any:
+    try:
+        return decode(json.loads(metadata["tree"]), load_tensor)
+    except Exception as error:  # The checksum is valid, so another program wrote the file.
+        raise CheckpointError(f"was not written by this package: {error!r}") from None
 
 
 def _read_exactly(file: BufferedReader, count: int) -> Tensor:

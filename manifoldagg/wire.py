@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg import tensor_file
+from manifoldagg._json_tree import decode, encode, parse_json
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated.server.validation import require_dense
@@ -102,7 +103,7 @@ def pack(
     if not isinstance(ticket, str | Ticket | None):
         raise ArgumentError(f"ticket: expected one, or its id, got {type(ticket).__name__}")
     writer = _TensorWriter(space.layout if space else None)
-    text = tensor_file.encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
+    text = encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
     metadata = {"kind": kind, "tree": text}
     told = value if isinstance(value, Ticket) else ticket
     if told is not None:
@@ -149,7 +150,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
     view = _as_byte_view(data)
     with _as_wire_errors():
         reader = _TensorReader(view, space)
-        content = tensor_file.decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
+        content = decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
             raise ValueError("it has unreferenced entries")
         return _from_fields(reader.kind, content, space)
@@ -231,7 +232,7 @@ class _TensorReader:
 
     def json_value(self, name: str) -> Any:
         """Return the metadata of a name, parsed as JSON."""
-        return tensor_file.parse_json(self.metadata[name], is_bounded=True)
+        return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
         """Return a referenced tensor, or points whose leaves are referenced."""

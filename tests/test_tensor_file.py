@@ -332,6 +332,48 @@ def test_a_device_that_is_missing_is_replaced_by_the_cpu(tmp_path):
     assert torch.equal(found, torch.ones(5))
 
 
+def structure(path):
+    with open(path, "rb") as file:
+        return tensor_file.load_structure(file, path.stat().st_size)
+
+
+def test_the_structure_is_read_without_the_tensors(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    tree = {"model": torch.zeros(10**6), "z": [torch.ones(2, 3) * 1j, torch.ones(0)], "sums": (1, b"x")}
+    save(path, "server", tree)
+    counts = []
+    read = tensor_file._read_exactly
+
+    def counted(file, count):
+        counts.append(count)
+        return read(file, count)
+
+    monkeypatch.setattr(tensor_file, "_read_exactly", counted)
+    metadata, found = structure(path)
+    assert (metadata["kind"], metadata["version"]) == ("server", "1")
+    assert found == {
+        "model": "torch.float32 [1000000]",
+        "z": ["torch.complex64 [2, 3]", "torch.float32 [0]"],
+        "sums": (1, b"x"),
+    }
+    assert max(counts) == _io.CHUNK_BYTES
+    assert sum(counts) > 4 * 10**6
+    content = bytearray(path.read_bytes())
+    with open(path, "ab") as file:
+        file.write(b"more")
+    assert structure(path) == (metadata, found)
+    for place in (100, 5000, len(content) - 1):
+        content[place] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is altered"):
+            structure(path)
+        content[place] ^= 1
+    for length in (0, 7, 100, 5000, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            structure(path)
+
+
 def test_errors_name_the_older_file_and_do_not_read_it(tmp_path):
     path = tmp_path / "x"
     for i in range(3):

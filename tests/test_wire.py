@@ -18,12 +18,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg import ParameterSpace, Server, tensor_file, wire
+from manifoldagg import ParameterSpace, Server, _json_tree, wire
+from manifoldagg._json_tree import MAX_DEPTH, MAX_INT_KEYS
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Receipt, Ticket
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import Flat, Sphere
-from manifoldagg.tensor_file import MAX_DEPTH, MAX_INT_KEYS, with_length
+from manifoldagg.tensor_file import with_length
 from manifoldagg.wire import pack, ticket_of, unpack
 from tests.support import draw, seeds
 from tests.test_tensor_file import DTYPES, LEAVES, QUANTIZED, alike
@@ -552,7 +553,7 @@ def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
     header = header_of(SAMPLES[1])
     header["__metadata__"][name] = "HERE"
     data = forged(SAMPLES[1], json.dumps(header).replace("HERE", "[" + 300 * escapes + "0]"))
-    monkeypatch.setattr(tensor_file, "MAX_HEADER_VALUES", 500)
+    monkeypatch.setattr(_json_tree, "MAX_HEADER_VALUES", 500)
     with pytest.raises(WireError, match="a header of more than 500 values"):
         unpack(data)
 

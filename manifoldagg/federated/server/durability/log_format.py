@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from manifoldagg import tensor_file
+from manifoldagg._json_tree import decode, encode
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
-from manifoldagg.tensor_file import decode, encode
 
 __all__ = [
     "KIND",
