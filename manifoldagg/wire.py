@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg import tensor_file
+from manifoldagg._compression import MAX_COMPRESSION_RATIO, compress_planes, decompress_planes, round_to_grid
 from manifoldagg._json_tree import decode, encode, parse_json
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError, WireError
@@ -34,16 +35,8 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
-MAX_COMPRESSION_RATIO = 100
-"""The largest ratio of the sizes of a tensor in memory and in a message. Smaller compressed data are padded."""
 MIN_COMPRESSED_BYTES = 512
 """Smaller tensors are not compressed."""
-CHUNK_BYTES = 2**20
-"""The number of bytes that are decompressed at a time."""
-MAX_ZSTD_WINDOW = 2**23
-"""The memory of the decompressor for earlier bytes."""
-COMPRESSION_LEVEL = 1
-"""Higher levels of zstandard take longer and do not make weights smaller."""
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in (Message, Payload, Receipt, Ticket)}
 Spec = ParameterSpace | Mapping[str, Any]
 SPLIT_FIELDS = ("start", "points", "base")
@@ -262,7 +255,7 @@ class _TensorReader:
         for entry in rows:
             stored = self._body[entry.begin : entry.begin + entry.num_bytes]
             if entry.is_compressed:
-                _decompress(stored, place[start : start + entry.memory], entry.dtype.itemsize)
+                decompress_planes(stored, place[start : start + entry.memory], entry.dtype.itemsize)
             else:
                 place[start : start + entry.memory] = stored
             start += entry.memory
@@ -276,56 +269,14 @@ def _encode_tensor(
 ) -> tuple[tensor_file.TensorEntry, Any]:
     """Return an entry and its bytes, rounded and compressed if requested."""
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
-        tensor = _round_to_grid(tensor.detach(), error)
+        tensor = round_to_grid(tensor.detach(), error)
     data: Any = tensor_file.tensor_bytes(tensor)
     is_compressed = False
     if (compress or error) and data.nbytes >= MIN_COMPRESSED_BYTES:
-        smaller = _compress(data, tensor.dtype.itemsize)
+        smaller = compress_planes(data, tensor.dtype.itemsize)
         is_compressed = len(smaller) < data.nbytes
         data = smaller if is_compressed else data
     return tensor_file.TensorEntry(name, tensor.dtype, tensor.shape, len(data), is_compressed), data
-
-
-def _round_to_grid(x: Tensor, error: float) -> Tensor:
-    """Round to multiples of a power of two: exact in floating point, so that the bound holds to the last bit."""
-    if not x.is_floating_point() or x.itemsize == 1:
-        return x
-    step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
-    wide = x if x.itemsize > 2 else x.float()
-    near = (wide / step).round_().mul_(step).to(x.dtype)
-    return torch.where(near.isfinite(), near, x)
-
-
-def _compress(data: memoryview, width: int) -> bytes:
-    """Compress the bytes by their position in a number, padded if that saves a minimum share of them."""
-    planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
-    made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
-    return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
-
-
-def _decompress(data: np.ndarray, out: np.ndarray, width: int) -> None:
-    """Undo `_compress` in pieces, after checking the announced number of bytes."""
-    zstandard = _import_zstandard(_wire_error)
-    if zstandard.frame_content_size(data.data) != len(out):
-        raise ValueError("a compressed entry of another size")
-    planes = out.reshape(-1, width).T
-    count = len(planes[0])
-    piece = np.empty(min(count, CHUNK_BYTES), np.uint8)
-    with zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).stream_reader(data.data) as reader:
-        for plane in planes:
-            for start in range(0, count, CHUNK_BYTES):
-                part = piece[: count - start]
-                if reader.readinto(part.data) != len(part):
-                    raise ValueError("a compressed entry of another size")
-                plane[start : start + CHUNK_BYTES] = part
-
-
-def _import_zstandard(error: Callable[[str], Exception]) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise error("compress: expected zstandard to be installed: pip install 'manifoldagg[wire]'") from None
-    return zstandard
 
 
 def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:

@@ -20,8 +20,12 @@ from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.tensor_file import dumps, load, save, with_length
 from tests.federated.faults import Disk, each
 
-OLD = {"model": torch.arange(5.0), "clients": {"a": [1, 2.5, None], 7: (math.inf, b"x")}}
-NEW = {"model": torch.arange(9.0), "clients": {}}
+OLD = {
+    "model": torch.arange(5.0),
+    "momentum": torch.arange(10, dtype=torch.float64),
+    "clients": {"a": [1, 2.5, None], 7: (math.inf, b"x")},
+}
+NEW = {"model": torch.arange(9.0), "momentum": torch.arange(3, dtype=torch.int16), "clients": {}}
 
 
 def alike(a, b):
@@ -127,6 +131,14 @@ def test_it_is_read_to_the_cpu_whatever_the_default_device(tmp_path):
 def test_large_tensors_are_written_in_pieces(tmp_path):
     x = torch.arange(3 * 2**20 // 4 + 17, dtype=torch.int32)
     assert torch.equal(back({"x": x}, tmp_path / "x")["x"], x)
+
+
+def test_trees_of_many_values_come_back(tmp_path):
+    clients = {
+        f"ward-{i}": {"when": 0.1 * i, "receipt": (i, "", math.nan), i: [None, {"$": True}]} for i in range(2000)
+    }
+    tree = {"clients": clients, "large": [*range(10_000)], 5: {-(2**70): -math.inf}}
+    assert alike(back(tree, tmp_path / "x"), tree)
 
 
 def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
@@ -252,7 +264,8 @@ def signed(header, data):
     """A file with this header and a checksum that fits."""
     header["__metadata__"]["checksum"] = "00000000"
     content = bytearray(with_length(json.dumps(header, separators=(",", ":")).encode()) + data)
-    content[37:45] = b"%08x" % zlib.crc32(content)
+    start = 8 + tensor_file.CHECKSUM.start
+    content[start : start + 8] = b"%08x" % zlib.crc32(content)
     return bytes(content)
 
 

@@ -18,7 +18,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg import ParameterSpace, Server, _json_tree, wire
+from manifoldagg import ParameterSpace, Server, _compression, _json_tree, wire
 from manifoldagg._json_tree import MAX_DEPTH, MAX_INT_KEYS
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Receipt, Ticket
@@ -539,7 +539,7 @@ def test_what_is_compressed_is_made_once():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
 def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
-    monkeypatch.setattr(wire, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(_compression, "CHUNK_BYTES", 100)
     for size in (512, 700, 701):
         x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
         data = pack(Payload(torch.ones(1, 2), 1, client_state=x), compress=True)
