@@ -41,7 +41,7 @@ import zstandard
 from resident import descriptors, megabytes, resident
 from timing import machine
 
-from manifoldagg import ParameterSpace, Server, wire
+from manifoldagg import ParameterSpace, Server, tensor_file, wire
 from manifoldagg._io import new_figure
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, BusyError, WireError
@@ -57,9 +57,8 @@ from manifoldagg.federated import (
     UpdateLimits,
 )
 from manifoldagg.federated.rules import MasFL
-from manifoldagg.federated.server.durability.tensor_file import dumps
-from manifoldagg.federated.server.durability.tree_codec import with_length
 from manifoldagg.federated.server.events import Accepted, Dispatched, Dropped, Event, Expired, Rejected
+from manifoldagg.tensor_file import dumps, with_length
 
 HERE = Path(__file__).parent
 BOUND = 128e6
@@ -470,7 +469,7 @@ class Source:
             line[self.random.choice([*line, "more"])] = value
         else:
             lines[self.random.choice([*lines, "more"])] = value
-        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], EITHER)
+        return self.sent(with_length(json.dumps(lines).encode()) + data[8 + length :], EITHER)
 
     def sizes(self) -> Sent:
         data = self.data()
@@ -484,7 +483,7 @@ class Source:
         line["shape"] = self.random.choice(([huge], [1, huge], [huge, 0], [2**31, 2**31]))
         if self.random.random() < 0.5:
             line["data_offsets"] = [0, self.random.choice((huge, 4 * huge))]
-        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], REFUSED)
+        return self.sent(with_length(json.dumps(lines).encode()) + data[8 + length :], REFUSED)
 
     def bombs(self) -> Sent:
         """Few bytes that say that they are many, and of which many come."""
@@ -493,23 +492,23 @@ class Source:
         zeros = zstandard.ZstdCompressor(1).compress(bytes(4 * 10**6))
         if self.random.random() < 0.5:
             zeros = zeros.ljust(told // 99 if told < 10**8 else len(zeros), b"\0")
-        value = json.loads(framed_header(self.data()))["__metadata__"]["value"].replace("points", "memory", 1)
+        tree = json.loads(framed_header(self.data()))["__metadata__"]["tree"].replace("points", "memory", 1)
         lines = {
             "__metadata__": {
-                "format": wire.FORMAT,
-                "version": wire.VERSION,
+                "format": tensor_file.FORMAT,
+                "version": tensor_file.VERSION,
                 "kind": "payload",
                 "ticket": ticket.id,
-                "value": value,
+                "tree": tree,
                 "coded": json.dumps({"points": ["float32", [1, told // 4], True]}),
             },
             "points": {"dtype": "U8", "shape": [len(zeros)], "data_offsets": [0, len(zeros)]},
         }
-        return self.sent(with_length(json.dumps(lines)) + zeros, REFUSED)
+        return self.sent(with_length(json.dumps(lines).encode()) + zeros, REFUSED)
 
     def noise(self) -> Sent:
         data = self.random.randbytes(self.random.choice((0, 1, 7, 8, 9, 100, 10_000)))
-        return self.sent(with_length(data.decode("latin1")) if self.random.random() < 0.3 else data, REFUSED)
+        return self.sent(with_length(data) if self.random.random() < 0.3 else data, REFUSED)
 
     def others(self) -> Sent:
         ticket = self.ticket()
@@ -522,10 +521,10 @@ class Source:
         length = int.from_bytes(data[:8], "little")
         lines = json.loads(data[8 : 8 + length])
         deep = self.random.choice(
-            ("[" * 50_000, "[" * 500 + "]" * 500, json.dumps({"dict": [[i, 0] for i in range(9999)]}))
+            ("[" * 50_000, "[" * 500 + "]" * 500, json.dumps({"$dict": [[i, 0] for i in range(9999)]}))
         )
-        lines["__metadata__"]["value"] = self.random.choice((deep, '{"list": [' + "0," * 10**6 + "0]}"))
-        return self.sent(with_length(json.dumps(lines)) + data[8 + length :], REFUSED)
+        lines["__metadata__"]["tree"] = self.random.choice((deep, "[" + "0," * 10**6 + "0]"))
+        return self.sent(with_length(json.dumps(lines).encode()) + data[8 + length :], REFUSED)
 
 
 def framed_header(data: bytes | bytearray) -> bytes:

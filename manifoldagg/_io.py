@@ -1,28 +1,65 @@
-"""Output files, which are written atomically, and figures without pyplot's global state."""
+"""Files that are written atomically or locked, and figures without pyplot's global state."""
 
+import errno
+import glob
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["atomic_write", "check_matplotlib", "new_figure"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "FileLock",
+    "atomic_write",
+    "check_matplotlib",
+    "check_path",
+    "close_with",
+    "new_figure",
+    "older_files",
+    "sync",
+    "write_all",
+]
+
+CHUNK_BYTES = 2**20
+"""Bytes that are summed and written at a time. They are still in the cache when they are written."""
+DRAFT_SUFFIX = ".tmp"
+REPLACED_SUFFIX = ".replaced"
+NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Error numbers of file systems without hard links."""
+FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+_CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
+"""The functions that `close_with` returned last, by descriptor."""
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, which replaces `path` if the block ends without an error.
+def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
+    """Yield the path of a draft, a new file or folder, which replaces `path` if the block ends without an error.
 
-    Whoever reads `path` sees what was there before or all that is new, after a crash as well; of a block that fails
-    nothing stays.
+    The draft is synced to the disk and renamed, and the folder of `path` is synced. A reader of `path`, also after a
+    crash, finds the older or the new content. An error removes the draft. If the process is killed, the next call for
+    this path removes the draft, and if a folder was being replaced, returns it to its place.
+
+    Args:
+        path: of the file or folder to replace.
+        keep: the number of files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
+        is_synced: whether the block itself syncs the draft, by the descriptor that has written it. An error of an
+            earlier write may be reported to that descriptor only.
 
     Raises:
-        OSError: if nothing can be written there.
+        OSError: if the draft cannot be created, synced or renamed.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "numbers.txt"
         ...     with atomic_write(path) as draft:
@@ -30,20 +67,121 @@ def atomic_write(path: Path) -> Iterator[Path]:
         ...     path.read_text(), len(os.listdir(folder))
         ('1 2 3', 1)
     """
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as beside:
-        draft = Path(beside) / path.name
+    _remove_stale(path)
+    with _draft_folder(path) as folder:
+        draft = folder / path.name
         yield draft
-        if draft.is_file():
-            with draft.open("rb") as written:
-                os.fsync(written.fileno())  # a name must not stand for half a file after a crash
-        before = Path(beside) / f"{path.name}.before"
+        if not is_synced:
+            for part in [*draft.rglob("*"), draft]:
+                sync(part)
+        _rotate(path, keep, folder)
+        replaced = folder / f"{path.name}{REPLACED_SUFFIX}"
         try:
-            if path.is_dir():
-                os.replace(path, before)  # a folder cannot be put in the place of one that is not empty
+            if path.is_dir():  # A rename cannot replace a folder that is not empty.
+                os.replace(path, replaced)
             os.replace(draft, path)
         finally:
-            if before.exists() and not path.exists():
-                os.replace(before, path)
+            _restore(replaced, path)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync a file or a folder to the disk, if the system supports it.
+
+    Raises:
+        OSError: if it cannot be synced.
+    """
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return
+    file = os.open(path, FOLDER_FLAGS if is_folder else os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def older_files(path: Path) -> list[Path]:
+    """Return the older files next to `path` that `atomic_write` has kept, the latest one first."""
+    found = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
+    return sorted(found, key=lambda name: int(name.suffix[1:]))
+
+
+def check_path(path: str | Path) -> Path:
+    """Return the path of a file as an absolute path without links, in an existing folder.
+
+    Raises:
+        ArgumentError: if a file cannot have this path.
+    """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir() or place.is_dir():
+        raise ArgumentError(f"path: expected that of a file in a folder that exists, got {short_repr(str(path))}")
+    return place
+
+
+def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
+    """Write all of `data`, also if a system call writes only a part.
+
+    Args:
+        write: of a file: writes bytes, and returns how many it has written.
+        data: to write.
+        checksum: of the bytes that precede `data`.
+
+    Returns:
+        The checksum including `data`.
+
+    Example:
+        >>> import io
+        >>> write_all(io.BytesIO().write, memoryview(b"abc"), 0) == zlib.crc32(b"abc")
+        True
+    """
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece = data[start : start + CHUNK_BYTES]
+        checksum = zlib.crc32(piece, checksum)
+        while piece:
+            piece = piece[write(piece) :]
+    return checksum
+
+
+class FileLock:
+    """Exclusive lock of a file, until it is closed or deleted.
+
+    The file has mode 0600 and remains. The system releases the lock of a killed process, and a child of `os.fork` does
+    not hold it. Where the file system has no locks, nothing is locked.
+
+    Raises:
+        BlockingIOError: if another process or another lock of this process has locked the file.
+        OSError: if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        # If the rest raises, this object is deleted, which closes the file.
+        self._close = close_with(self, file)
+        with suppress(OSError):
+            os.chmod(path, 0o600)  # With another mode, other users could hold the lock.
+        _flock(file)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._close()
+
+
+def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
+    """Return a function that closes a descriptor, and call it when `owner` is deleted.
+
+    At the end of the process it stays open, because threads and `atexit` functions may still write to it, and the next
+    file that is opened would get its number.
+
+    A child of `os.fork` gets the null device in its place, because a lock is held until each copy of its descriptor is
+    closed. The number stays in use, so that no write of the child can reach another file.
+    """
+    close = weakref.finalize(owner, _close, file)
+    close.atexit = False
+    _CLOSERS[file] = close
+    return close
 
 
 def check_matplotlib() -> None:
@@ -74,3 +212,123 @@ def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _draft_path(path: Path) -> Path:
+    """Return a unique path for the folder of a draft."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}{DRAFT_SUFFIX}")
+
+
+@contextmanager
+def _draft_folder(path: Path) -> Iterator[Path]:
+    """Create a locked folder next to `path`, and remove it afterwards."""
+    folder = _draft_path(path)
+    lock = -1
+    try:
+        while lock < 0:
+            os.mkdir(folder, 0o700)
+            lock = _lock_folder(folder)
+        yield folder
+    finally:
+        _remove(folder)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Return the descriptor that locks a new folder, or -1 if another process removed the folder before the lock."""
+    if sys.platform == "win32":  # Windows does not open folders.
+        return os.open(os.devnull, os.O_RDONLY)
+    try:
+        file = os.open(folder, FOLDER_FLAGS)
+    except FileNotFoundError:
+        return -1
+    _flock(file, blocking=True)
+    if os.path.isdir(folder):
+        return file
+    os.close(file)
+    return -1
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the drafts of killed processes, after returning a folder that was being replaced to its place."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
+        # Another process may remove the draft first, or use it, or not permit access.
+        with suppress(OSError):
+            file = os.open(folder, FOLDER_FLAGS)
+            try:
+                if _flock(file):
+                    _restore(folder / f"{path.name}{REPLACED_SUFFIX}", path)
+                    _remove(folder)
+            finally:
+                os.close(file)
+
+
+def _restore(replaced: Path, path: Path) -> None:
+    """Return a folder to its place, if nothing has replaced it."""
+    if replaced.exists() and not path.exists():
+        os.replace(replaced, path)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:  # After an error it is not empty.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flock(file: int, *, blocking: bool = False) -> bool:
+    """Lock a file exclusively until its descriptor is closed, and return whether the file system has locks.
+
+    Raises:
+        BlockingIOError: if the lock is held elsewhere.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _rotate(path: Path, keep: int, folder: Path) -> None:
+    """Rotate older files: link the file at `path` to the next older name; `path` exists at all times."""
+    latest = _backup_path(path, 1)
+    if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
+        return
+    for i in range(keep - 1, 1, -1):
+        if _backup_path(path, i - 1).exists():
+            os.replace(_backup_path(path, i - 1), _backup_path(path, i))
+    link = folder / latest.name
+    try:
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in NO_LINK_ERRNOS:
+            raise
+        os.close(os.open(link, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        shutil.copyfile(path, link)
+    os.replace(link, latest)
+
+
+def _backup_path(path: Path, i: int) -> Path:
+    return path.with_name(f"{path.name}.{i}")
+
+
+def _close(file: int) -> None:
+    with suppress(OSError):
+        os.close(file)
+
+
+def _release_in_child() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for file, close in _CLOSERS.items():
+        if close.alive:
+            os.dup2(null, file, inheritable=False)
+    os.close(null)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

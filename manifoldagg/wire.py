@@ -1,10 +1,10 @@
 """Serialization of messages, payloads, tickets and receipts to bytes.
 
-The bytes are a safetensors file. Its entries are the tensors, under the parameter names of a given `spec`
-(`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). Its metadata are JSON: the version of this format,
-the kind of the value, its ticket, a digest of the model's layout, and all values that are not tensors. Nothing in it is
-executed. For invalid bytes `unpack` raises a [`WireError`][manifoldagg.errors.WireError]. It checks all sizes before it
-allocates a tensor, and tensors are at most `MAX_COMPRESSION_RATIO` times as large as their bytes.
+The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. Its entries have the parameter names of a
+given `spec` (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). Its metadata also contain the ticket of
+the value and a digest of the model's layout. Nothing in it is executed. For invalid bytes `unpack` raises a
+[`WireError`][manifoldagg.errors.WireError]. It checks all sizes before it allocates a tensor, and tensors are at most
+`MAX_COMPRESSION_RATIO` times as large as their bytes.
 
 A NaN outside of tensors, as in `numbers`, in `client_state` or in a receipt, is serialized as one NaN, without its sign
 and payload bits.
@@ -12,26 +12,20 @@ and payload bits.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg import tensor_file
+from manifoldagg._compression import MAX_COMPRESSION_RATIO, compress_planes, decompress_planes, round_to_grid
+from manifoldagg._json_tree import decode, encode, parse_json
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError, WireError
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
-from manifoldagg.federated.server.durability.tree_codec import (
-    SAFETENSORS_DTYPES,
-    decode,
-    encode,
-    header_entries,
-    offsets,
-    parse_dtype,
-    with_length,
-)
 from manifoldagg.federated.server.validation import require_dense
 from manifoldagg.federated.types import Message, Payload, Receipt, Ticket
 from manifoldagg.kernels.alloc import in_huge_pages
@@ -41,27 +35,12 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
-FORMAT = "manifoldagg"
-VERSION = "1"
-MAX_HEADER_BYTES = 2**24
-"""Bytes of a header."""
-MAX_HEADER_VALUES = 2**20
-"""Brackets and commas in it: how many values it can have."""
-MAX_COMPRESSION_RATIO = 100
-"""So many times smaller a tensor may be on the wire than in memory, and no more: what is smaller is filled up."""
 MIN_COMPRESSED_BYTES = 512
-"""Bytes of a tensor below which nothing is compressed."""
-CHUNK_BYTES = 2**20
-"""Bytes that are decompressed at a time."""
-MAX_ZSTD_WINDOW = 2**23
-"""Bytes that a decompressor may look back, which it keeps beside them."""
-MAX_DIMENSIONS = 32
-COMPRESSION_LEVEL = 1
-"""Of zstandard: higher ones take longer and save no more on weights."""
+"""Smaller tensors are not compressed."""
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in (Message, Payload, Receipt, Ticket)}
 Spec = ParameterSpace | Mapping[str, Any]
 SPLIT_FIELDS = ("start", "points", "base")
-"""Fields that travel under the names of the model."""
+"""Fields whose entries have the names of the model."""
 
 
 def pack(
@@ -74,35 +53,32 @@ def pack(
 ) -> bytes:
     r"""Serialize a value to bytes.
 
-    Every field is serialized bit for bit, in its own dtype, except `space` of a ticket. Plain NaNs become one NaN. With
-    `spec`, entries have the names of the model; a ticket uses those of its own space.
+    Tensors keep their dtypes and bits; plain NaNs become one NaN. With `spec`, entries have the names of the model. A
+    ticket uses the names of its own space, which is not serialized.
 
     Args:
         value: the value to send.
         spec: the result of the server's `spec()`, or its space.
         ticket: the ticket of the value; see [`ticket_of`][manifoldagg.wire.ticket_of].
-        compress: without loss, by zstandard (`pip install 'manifoldagg[wire]'`), the bytes of numbers sorted by their
-            weight.
-        error: the absolute rounding error of each number of `points` and `tensors` of a payload,
-            $|\hat x_i - x_i| \le$ `error`. They are rounded to multiples of the largest power of two that satisfies
-            this, and compressed. Non-finite numbers are not rounded, nor are the leaves of `points` that are curved in
-            `spec`. All other values are lossless.
+        compress: whether to compress tensors without loss, by zstandard (`pip install 'manifoldagg[wire]'`).
+        error: the largest rounding error of each number of `points` and `tensors` of a payload,
+            $|\hat x_i - x_i| \le$ `error`. Numbers are rounded to multiples of the largest power of two that satisfies
+            this, and compressed. Non-finite numbers, and the leaves of `points` that are curved in `spec`, are exact.
 
     Raises:
-        ArgumentError: naming the argument that does not fit. A message is never rounded, because the client would start
-            from another model than the server's base.
+        ArgumentError: naming the argument that does not fit. A message cannot be rounded, because the client would
+            start from another model than the server's base.
         WireError: naming a value that cannot be serialized.
 
     Cost: one pass over the tensors, which reads them and writes the bytes; with `compress`, more.
 
     Example:
-        >>> from manifoldagg.federated import Payload
         >>> model = torch.nn.Linear(3, 1)
         >>> space = ParameterSpace.of(model)
         >>> data = pack(Payload(space.point(model)[None], samples=10, numbers={"loss": 0.5}), spec=space.spec())
         >>> import safetensors.torch
-        >>> {name: tuple(x.shape) for name, x in sorted(safetensors.torch.load(data).items())}
-        {'points/0/bias': (1,), 'points/0/weight': (1, 3)}
+        >>> sorted(safetensors.torch.load(data))
+        ['points/0/bias', 'points/0/weight']
         >>> payload = unpack(data)
         >>> payload.points.shape, payload.samples, payload.numbers
         (torch.Size([1, 4]), 10, {'loss': 0.5})
@@ -120,8 +96,8 @@ def pack(
     if not isinstance(ticket, str | Ticket | None):
         raise ArgumentError(f"ticket: expected one, or its id, got {type(ticket).__name__}")
     writer = _TensorWriter(space.layout if space else None)
-    text = encode(_to_fields(value), writer.add_tensor, _wire_error, is_bounded=True)
-    metadata = {"format": FORMAT, "version": VERSION, "kind": kind, "value": text}
+    text = encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
+    metadata = {"kind": kind, "tree": text}
     told = value if isinstance(value, Ticket) else ticket
     if told is not None:
         metadata["ticket"] = told.id if isinstance(told, Ticket) else told
@@ -130,28 +106,28 @@ def pack(
         if writer.has_leaf_names:
             metadata["leaves"] = json.dumps([leaf.name for leaf in space.layout.leaves])
     curved = {name for name, _ in space.manifolds} if space else set()
-    parts = [_encode_tensor(name, leaf, tensor, compress, error, curved) for name, leaf, tensor in writer.tensors]
-    coded = {part.name: part.encoding for part in parts if part.encoding}
-    if coded:
-        metadata["coded"] = json.dumps(coded)
-    # Readers want each entry to begin at a multiple of the size of its numbers.
-    parts.sort(key=lambda part: -part.dtype.itemsize)
-    listed = header_entries((part.name, part.dtype, part.shape, len(part.data)) for part in parts)
-    head = with_length(f'{{"__metadata__":{json.dumps(metadata)}{"," if listed else ""}{listed}}}')
-    _check_size(head[8:], _wire_error)
-    return b"".join([head, *(part.data for part in parts)])
+    parts = [
+        _encode_tensor(name, leaf, tensor, compress, error, curved) for name, (leaf, tensor) in writer.tensors.items()
+    ]
+    # Readers require that an entry begins at a multiple of the size of its numbers.
+    parts.sort(key=lambda part: -part[0].stored_dtype.itemsize)
+    try:
+        head = tensor_file.make_header([entry for entry, _ in parts], metadata, is_bounded=True)
+    except ValueError as reason:
+        raise _wire_error(str(reason)) from None
+    return b"".join([head, *(data for _, data in parts)])
 
 
 def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) -> Any:
     """Deserialize a value: a message, a payload, a receipt or a ticket, with its tensors on the CPU.
 
     Args:
-        data: whatever came.
-        spec: of the space in which it must be; a ticket gets this space, for its `state_dict`.
+        data: the bytes.
+        spec: of the space that the value must belong to. A ticket gets this space, for its `state_dict`.
 
     Raises:
-        WireError: if it is not what `pack` returned, was made by a newer version, or is not of this space.
-        ArgumentError: if `data` are no bytes, or `spec` is none.
+        WireError: if `pack` did not return these bytes, has another version, or if they do not belong to the space.
+        ArgumentError: if `data` or `spec` have another type.
 
     Cost: one pass over the tensors, each of which gets memory of its own.
 
@@ -165,46 +141,27 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
     """
     space = None if spec is None else _as_space(spec)
     view = _as_byte_view(data)
-    try:
+    with _as_wire_errors():
         reader = _TensorReader(view, space)
-        content = decode(reader.json_value("value"), reader.read_tensor, is_bounded=True)
+        content = decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
             raise ValueError("it has unreferenced entries")
         return _from_fields(reader.kind, content, space)
-    except WireError:
-        raise
-    except Exception as error:
-        raise WireError(f"wire: expected what `pack` returns: {_error_summary(error)}") from None
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
     """Return the ticket id in packed bytes, or `None` without one; only the header is read.
 
     Raises:
-        WireError: if the header is none.
+        WireError: if the header is invalid.
 
     Example:
         >>> ticket_of(pack(Receipt(True, "", version=3), ticket="7f0c"))
         '7f0c'
     """
     view = _as_byte_view(data)
-    try:
+    with _as_wire_errors():
         return _TensorReader(view).metadata.get("ticket")
-    except WireError:
-        raise
-    except Exception as error:
-        raise WireError(f"wire: expected what `pack` returns: {_error_summary(error)}") from None
-
-
-@dataclass(frozen=True)
-class _EncodedTensor:
-    """A serialized tensor: its header fields, its bytes, and their encoding if it is not the identity."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Sequence[int]
-    data: Any
-    encoding: list[Any] | None = None
 
 
 class _TensorWriter:
@@ -212,38 +169,33 @@ class _TensorWriter:
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout
-        self._used_names: set[str] = set()
-        self.tensors: list[tuple[str, str | None, Tensor]] = []
+        self.tensors: dict[str, tuple[str | None, Tensor]] = {}
         self.has_leaf_names = False
 
     def add_tensor(self, tensor: Tensor, path: tuple[str | int, ...]) -> Any:
         """Return the reference to a tensor in the metadata."""
         field = str(path[0])
-        _check_stored("/".join(map(str, path)), tensor)
+        name = tensor_file.unique_name(path, self.tensors)
+        try:
+            require_dense(name, tensor)
+        except ArgumentError as error:
+            raise _wire_error(str(error)) from None
         if self._layout is None or field not in SPLIT_FIELDS:
-            name = "/".join(map(str, path))
-            while name in self._used_names:
-                name += "'"
-            self._add(name, None, tensor)
+            self.tensors[name] = None, tensor
             return name
         size = self._layout.size
         rows = tensor[None] if field != "points" else tensor
+        got = f"got {tuple(tensor.shape)}"
         if rows.ndim != 2 or rows.shape[1] != size or not self._layout.leaves:
-            raise ArgumentError(
-                f"{field}: expected points of {size} numbers, as `spec` says, got {_shape_tuple(tensor)}"
-            )
+            raise ArgumentError(f"{field}: expected points of {size} numbers, as `spec` says, {got}")
         if not len(rows):
-            raise ArgumentError(f"{field}: expected one or more, got {_shape_tuple(tensor)}")
+            raise ArgumentError(f"{field}: expected one or more, {got}")
         for i, row in enumerate(rows.detach()):
             before = f"points/{i}" if field == "points" else field
             for leaf, piece in zip(self._layout.leaves, row.split(self._layout.sizes), strict=True):
-                self._add(f"{before}/{leaf.name}", leaf.name, piece.view(leaf.shape))
+                self.tensors[f"{before}/{leaf.name}"] = leaf.name, piece.view(leaf.shape)
         self.has_leaf_names = True
         return [field, list(tensor.shape)]
-
-    def _add(self, name: str, leaf: str | None, tensor: Tensor) -> None:
-        self._used_names.add(name)
-        self.tensors.append((name, leaf, tensor))
 
 
 class _TensorReader:
@@ -253,26 +205,17 @@ class _TensorReader:
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 or length > len(view) - 8:
             raise ValueError("its header is longer than the data")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")
-        head = bytes(view[8 : 8 + length])
-        _check_size(head, ValueError)
-        lines = _parse_json(head.decode())
-        self.metadata: dict[str, str] = lines.pop("__metadata__")
-        if self.metadata.get("format") != FORMAT or not all(type(text) is str for text in self.metadata.values()):
-            raise ValueError("its metadata are not those of this package")
-        if self.metadata["version"] != VERSION:
-            told = f"is of version {self.metadata['version'][:20]!r}, and this package reads {VERSION}"
-            raise WireError(f"wire: {told}")
+        self.metadata, entries = tensor_file.parse_header(view[8 : 8 + length], is_bounded=True)
+        if self.metadata["version"] != tensor_file.VERSION:
+            found = self.metadata["version"][:20]
+            raise _wire_error(f"is of version {found!r}, and this package reads {tensor_file.VERSION}")
         self.kind = self.metadata["kind"]
         self._body = np.frombuffer(view, np.uint8)[8 + length :]
-        self.unread_entries = {name: _HeaderEntry(line) for name, line in lines.items()}
-        follow = offsets(lines)
-        if (follow[-1][1] if follow else 0) != len(self._body):
+        if sum(entry.num_bytes for entry in entries) != len(self._body):
             raise ValueError("its entries do not cover the data after the header")
-        coded = self.json_value("coded") if "coded" in self.metadata else {}
-        for name, code in coded.items():
-            self.unread_entries[name].apply_encoding(code)
+        if any(entry.memory > MAX_COMPRESSION_RATIO * entry.num_bytes for entry in entries):
+            raise _wire_error(f"expected tensors at most {MAX_COMPRESSION_RATIO} times as large as their bytes")
+        self.unread_entries = {entry.name: entry for entry in entries}
         self.leaves: list[str] = self.json_value("leaves") if "leaves" in self.metadata else []
         if type(self.leaves) is not list or len(set(self.leaves)) < len(self.leaves):
             raise ValueError("invalid leaves")
@@ -282,10 +225,7 @@ class _TensorReader:
 
     def json_value(self, name: str) -> Any:
         """Return the metadata of a name, parsed as JSON."""
-        found = self.metadata[name]
-        # Here as well: in the header they may be written as escapes.
-        _check_values(found, ValueError)
-        return _parse_json(found)
+        return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
         """Return a referenced tensor, or points whose leaves are referenced."""
@@ -293,7 +233,7 @@ class _TensorReader:
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
         field, shape = reference
-        sizes = _parse_shape(shape)
+        sizes = tensor_file.parse_shape(shape)
         count = sizes[0] if field == "points" else 1
         # Without names of leaves any count of points would have its entries.
         if field not in SPLIT_FIELDS or not self.leaves or count * len(self.leaves) > len(self.unread_entries):
@@ -301,149 +241,55 @@ class _TensorReader:
         before = [f"points/{i}" for i in range(count)] if field == "points" else [field]
         rows = [self.unread_entries.pop(f"{row}/{leaf}") for row in before for leaf in self.leaves]
         if self._layout and [entry.shape for entry in rows] != count * [leaf.shape for leaf in self._layout.leaves]:
-            raise WireError("wire: layout: expected the shapes of the tensors as in `spec`")
-        if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != sum(entry.size for entry in rows):
+            raise _wire_error("layout: expected the shapes of the tensors as in `spec`")
+        size = sum(math.prod(entry.shape) for entry in rows)
+        if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != size:
             raise ValueError("points that do not match their entries")
         return self._assemble(rows, sizes)
 
-    def _assemble(self, rows: list["_HeaderEntry"], shape: tuple[int, ...]) -> Tensor:
+    def _assemble(self, rows: list[tensor_file.TensorEntry], shape: Sequence[int]) -> Tensor:
         """Assemble a tensor from these entries."""
-        raw = in_huge_pages(torch.empty(sum(entry.nbytes for entry in rows), dtype=torch.uint8, device="cpu"))
+        raw = in_huge_pages(torch.empty(sum(entry.memory for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
         for entry in rows:
-            came = self._body[entry.begin : entry.end]
-            if entry.compressed:
-                _decompress(came, place[start : start + entry.nbytes], entry.dtype.itemsize)
+            stored = self._body[entry.begin : entry.begin + entry.num_bytes]
+            if entry.is_compressed:
+                decompress_planes(stored, place[start : start + entry.memory], entry.dtype.itemsize)
             else:
-                place[start : start + entry.nbytes] = came
-            start += entry.nbytes
+                place[start : start + entry.memory] = stored
+            start += entry.memory
         if rows[0].dtype is torch.bool and place.max(initial=0) > 1:
             raise ValueError("an invalid boolean")
         return raw.view(rows[0].dtype).reshape(shape)
 
 
-class _HeaderEntry:
-    """An entry of the header."""
-
-    def __init__(self, line: Mapping[str, Any]) -> None:
-        if set(line) != {"dtype", "shape", "data_offsets"}:
-            raise ValueError("a line with other fields")
-        self.dtype = DTYPE_BY_NAME[line["dtype"]]
-        self.shape = _parse_shape(line["shape"])
-        self.begin, self.end = line["data_offsets"]
-        if type(self.begin) is not int or type(self.end) is not int or not 0 <= self.begin <= self.end:
-            raise ValueError("an entry with a negative length")
-        self.compressed = False
-        self._check_length(self.end - self.begin)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes in memory."""
-        return self.size * self.dtype.itemsize
-
-    def apply_encoding(self, encoding: Any) -> None:
-        """Interpret the bytes as numbers of another dtype, optionally compressed."""
-        name, shape, self.compressed = encoding
-        if self.dtype is not torch.uint8 or type(self.compressed) is not bool:
-            raise ValueError("an invalid encoding")
-        self.dtype = parse_dtype(name)
-        self.shape = _parse_shape(shape)
-        length = self.end - self.begin
-        if not self.compressed:
-            self._check_length(length)
-        elif self.nbytes > MAX_COMPRESSION_RATIO * length:
-            raise WireError(f"wire: expected tensors at most {MAX_COMPRESSION_RATIO} times as large as their bytes")
-
-    def _check_length(self, length: int) -> None:
-        if self.nbytes != length:
-            raise ValueError("an entry whose shape is not that of its bytes")
-
-
-DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
-
 def _encode_tensor(
     name: str, leaf: str | None, tensor: Tensor, compress: bool, error: float, curved: set[str]
-) -> _EncodedTensor:
-    """Serialize an entry, rounded and compressed if requested."""
-    shape = list(tensor.shape)
+) -> tuple[tensor_file.TensorEntry, Any]:
+    """Return an entry and its bytes, rounded and compressed if requested."""
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
-        tensor = _round_to_grid(tensor.detach(), error)
-    data = tensor_bytes(tensor)
-    told = [str(tensor.dtype).removeprefix("torch."), shape]
+        tensor = round_to_grid(tensor.detach(), error)
+    data: Any = tensor_file.tensor_bytes(tensor)
+    is_compressed = False
     if (compress or error) and data.nbytes >= MIN_COMPRESSED_BYTES:
-        smaller = _compress(data, tensor.dtype.itemsize)
-        if len(smaller) < data.nbytes:
-            return _EncodedTensor(name, torch.uint8, [len(smaller)], smaller, [*told, True])
-    if tensor.dtype not in SAFETENSORS_DTYPES:
-        return _EncodedTensor(name, torch.uint8, [data.nbytes], data, [*told, False])
-    return _EncodedTensor(name, tensor.dtype, shape, data)
+        smaller = compress_planes(data, tensor.dtype.itemsize)
+        is_compressed = len(smaller) < data.nbytes
+        data = smaller if is_compressed else data
+    return tensor_file.TensorEntry(name, tensor.dtype, tensor.shape, len(data), is_compressed), data
 
 
-def _round_to_grid(x: Tensor, error: float) -> Tensor:
-    """Round to multiples of a power of two: exact in floating point, so that the bound holds to the last bit."""
-    if not x.is_floating_point() or x.itemsize == 1:
-        return x
-    step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
-    wide = x if x.itemsize > 2 else x.float()
-    near = (wide / step).round_().mul_(step).to(x.dtype)
-    return torch.where(near.isfinite(), near, x)
-
-
-def _compress(data: memoryview, width: int) -> bytes:
-    """Compress the bytes by their position in a number, padded if that saves a minimum share of them."""
-    planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
-    made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
-    return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
-
-
-def _decompress(data: np.ndarray, out: np.ndarray, width: int) -> None:
-    """Undo `_compress` in pieces, after checking the announced number of bytes."""
-    zstandard = _import_zstandard(_wire_error)
-    if zstandard.frame_content_size(data.data) != len(out):
-        raise ValueError("a compressed entry of another size")
-    planes = out.reshape(-1, width).T
-    count = len(planes[0])
-    piece = np.empty(min(count, CHUNK_BYTES), np.uint8)
-    with zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).stream_reader(data.data) as reader:
-        for plane in planes:
-            for start in range(0, count, CHUNK_BYTES):
-                part = piece[: count - start]
-                if reader.readinto(part.data) != len(part):
-                    raise ValueError("a compressed entry of another size")
-                plane[start : start + CHUNK_BYTES] = part
-
-
-def _import_zstandard(error: Callable[[str], Exception]) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise error("compress: expected zstandard to be installed: pip install 'manifoldagg[wire]'") from None
-    return zstandard
-
-
-def _to_fields(value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
+def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
     """Return the fields by name, as plain values; a ticket includes the fields of its message."""
+    source = value.message if isinstance(value, Ticket) else value
+    found = {field.name: getattr(source, field.name) for field in fields(source)}
     if isinstance(value, Ticket):
-        own = {"id": value.id, "start_version": _to_builtin(value.version)}
-        return _check_packed_fields(own, TICKET_FIELDS) | _to_fields(value.message)
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
-    for name in found.keys() - {"client_state"}:
-        found[name] = _to_builtin(found[name])
-    return _check_packed_fields(found, FIELDS_BY_TYPE[type(value)])
-
-
-def _check_packed_fields(content: dict[str, Any], expected: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+        found |= {"id": value.id, "start_version": value.version}
+    found = {name: part if name == "client_state" else _to_builtin(part) for name, part in found.items()}
     try:
-        return _check_fields(content, expected)
+        return _check_fields(kind, found)
     except ValueError as error:
-        raise WireError(f"wire: {error}") from None
+        raise _wire_error(str(error)) from None
 
 
 def _to_builtin(value: Any) -> Any:
@@ -457,37 +303,32 @@ def _to_builtin(value: Any) -> Any:
 
 def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
     """Return the value with these fields, each of which must be of its type."""
-    if kind == "ticket":
-        own = _check_fields({name: content.pop(name) for name in TICKET_FIELDS}, TICKET_FIELDS)
-        return Ticket(own["id"], own["start_version"], _from_fields("message", content, space), space)
-    made = _check_fields(content, FIELDS_BY_TYPE[KINDS[kind]])
+    made = _check_fields(kind, content)
     for name in SPLIT_FIELDS:
         given = made.get(name)
-        if given is not None and (given.ndim < 1 + (name == "points") or _has_other_size(given, space)):
-            raise WireError(f"wire: {name}: expected points of the space, got shape {tuple(given.shape)}")
+        if given is None:
+            continue
+        if given.ndim < 1 + (name == "points") or (space is not None and given.shape[-1] != space.layout.size):
+            raise _wire_error(f"{name}: expected points of the space, got shape {tuple(given.shape)}")
     if kind == "payload" and made["base"] is not None and made["base"].shape != made["points"].shape[1:]:
-        raise WireError("wire: base: expected the shape of a point")
+        raise _wire_error("base: expected the shape of a point")
+    if kind == "ticket":
+        return Ticket(made.pop("id"), made.pop("start_version"), Message(**made), space)
     return KINDS[kind](**made)
 
 
-def _has_other_size(points: Tensor, space: ParameterSpace | None) -> bool:
-    return space is not None and points.shape[-1] != space.layout.size
-
-
-def _check_fields(content: Any, expected: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+def _check_fields(kind: str, content: Any) -> dict[str, Any]:
+    expected = FIELDS[kind]
     if type(content) is not dict or content.keys() != expected.keys():
         raise ValueError("a value with other fields")
     for name, fits in expected.items():
-        if not fits(content[name]):
+        value = content[name]
+        if not (type(value) is fits if isinstance(fits, type) else fits(value)):
             raise ValueError(f"{name}: expected another type")
     return content
 
 
-def _has_type(kind: type) -> Callable[[Any], bool]:
-    return lambda x: type(x) is kind
-
-
-def _is_floating_tensor(x: Any) -> bool:
+def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -495,48 +336,35 @@ def _is_number(x: Any) -> bool:
     return type(x) in (int, float)
 
 
-def _is_mapping_of(predicate: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_dict_of(predicate: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: type(x) is dict and all(type(name) is str and predicate(part) for name, part in x.items())
 
 
-_is_tensor_mapping = _is_mapping_of(lambda x: isinstance(x, Tensor))
-RECEIPT_FIELDS = {
-    "accepted": _has_type(bool),
-    "reason": _has_type(str),
-    "version": _has_type(int),
-    "staleness": _has_type(int),
-}
-RECEIPT_FIELDS |= dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number)
-RECEIPT_FIELDS |= dict.fromkeys(("buffered", "clipped"), _has_type(bool))
-EXTRA_FIELDS = {"tensors": _is_tensor_mapping, "numbers": _is_mapping_of(_is_number), "buffers": _is_tensor_mapping}
+_is_tensor_dict = _is_dict_of(lambda x: isinstance(x, Tensor))
+EXTRA_FIELDS = {"tensors": _is_tensor_dict, "numbers": _is_dict_of(_is_number), "buffers": _is_tensor_dict}
 MESSAGE_FIELDS = {
-    "start": _is_floating_tensor,
+    "start": _is_floating,
     "requested_buffers": lambda x: type(x) is tuple and all(type(name) is str for name in x),
-    **EXTRA_FIELDS,
+    "version": lambda x: x is None or (type(x) is int and x >= 0),
 }
-MESSAGE_FIELDS |= {"version": lambda x: x is None or (type(x) is int and x >= 0)}
-PAYLOAD_FIELDS = {
-    "points": _is_floating_tensor,
-    "samples": _has_type(int),
-    "client_state": lambda x: True,
-    **EXTRA_FIELDS,
+PAYLOAD_FIELDS = {"points": _is_floating, "base": lambda x: x is None or _is_floating(x), "samples": int}
+RECEIPT_FIELDS = {"accepted": bool, "reason": str, "version": int, "staleness": int, "buffered": bool, "clipped": bool}
+FIELDS: dict[str, dict[str, Any]] = {
+    "message": {**MESSAGE_FIELDS, **EXTRA_FIELDS},
+    "payload": {**PAYLOAD_FIELDS, **EXTRA_FIELDS, "client_state": lambda x: True},
+    "receipt": {**RECEIPT_FIELDS, **dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number)},
+    "ticket": {**MESSAGE_FIELDS, **EXTRA_FIELDS, "id": str, "start_version": int},
 }
-PAYLOAD_FIELDS |= {"base": lambda x: x is None or _is_floating_tensor(x)}
-FIELDS_BY_TYPE: dict[type, Mapping[str, Callable[[Any], bool]]] = {
-    Message: MESSAGE_FIELDS,
-    Payload: PAYLOAD_FIELDS,
-    Receipt: RECEIPT_FIELDS,
-}
-TICKET_FIELDS = {"id": _has_type(str), "start_version": _has_type(int)}
+"""The fields of each kind of value, with their types or predicates."""
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
     """Check that the layout equals the other side's, as far as it is stated."""
     names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
-        raise WireError(f"wire: layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")
+        raise _wire_error(f"layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")
     if digest is not None and digest != layout_digest(space.layout, space.adapters):
-        raise WireError("wire: layout: expected names, shapes, dtypes and order of the tensors as in `spec`")
+        raise _wire_error("layout: expected names, shapes, dtypes and order of the tensors as in `spec`")
 
 
 def _wire_error(reason: str) -> WireError:
@@ -556,59 +384,17 @@ def _as_byte_view(data: Any) -> memoryview:
         raise ArgumentError("data: expected bytes, got a memoryview that was released") from None
     try:
         return view.cast("B")
-    except (TypeError, ValueError):  # those that do not lie one after another, are none, or of another machine's order
+    except (TypeError, ValueError):  # The bytes are not contiguous, or of another byte order.
         return memoryview(view.tobytes())
 
 
-def _check_size(head: bytes, error: Callable[[str], Exception]) -> None:
-    """Check that a header can be parsed with little memory."""
-    if len(head) > MAX_HEADER_BYTES:
-        raise error(f"a header of more than {MAX_HEADER_BYTES} bytes")
-    _check_values(head.decode("latin-1"), error)
-
-
-def _check_values(text: str, error: Callable[[str], Exception]) -> None:
-    if sum(map(text.count, "[{,")) > MAX_HEADER_VALUES:
-        raise error(f"a header of more than {MAX_HEADER_VALUES} values")
-
-
-def _check_stored(name: str, tensor: Tensor) -> None:
+@contextmanager
+def _as_wire_errors() -> Iterator[None]:
+    """Raise any exception as a `WireError` of one line and limited length."""
     try:
-        require_dense(name, tensor)
-    except ArgumentError as error:
-        raise _wire_error(str(error)) from None
-
-
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a duplicate name")
-    return found
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _parse_shape(shape: Any) -> tuple[int, ...]:
-    if (
-        type(shape) is not list
-        or len(shape) > MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
-    ):
-        raise ValueError("an invalid shape")
-    return tuple(shape)
-
-
-def _shape_tuple(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _error_summary(error: Exception) -> str:
-    """Return a one-line summary of an error of limited length."""
-    text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return repr(text[:200])[1:-1]
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise _wire_error(f"expected what `pack` returns: {repr(text[:200])[1:-1]}") from None

@@ -31,7 +31,7 @@ BUILD = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.tx
 HOOK = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
 APART = {"dev", "flower", "triton"}
 """Extras that the oldest environment does without."""
-TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt")
+TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt", "safetensors")
 SAME = ("pytest", "hypothesis", "beartype", "click")
 """Of what the gate has where all else is the oldest: newer ones warn of what older packages call; as does pyparsing 3.3."""
 KERNELS = ("tests/kernels/backends/test_cpu.py", "tests/kernels/backends/test_selection.py")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from manifoldagg import tensor_file
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import new_table
@@ -22,12 +22,9 @@ from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.server.durability import checkpoint, log_format
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, read_payload, scan
-from manifoldagg.federated.server.durability.tensor_file import BLANK_CHECKSUM, HEADER_PREFIX
-from manifoldagg.federated.server.durability.tree_codec import decode, offsets
 
-__all__ = ["Summary", "inspect_command", "read_tree"]
+__all__ = ["Summary", "inspect_command"]
 
-CHUNK_BYTES = 2**20
 MAX_LISTED = 5
 """The number of rejections and of client names that are listed."""
 
@@ -217,46 +214,12 @@ def _records(segments: Sequence[Segment], summary: Summary) -> Iterator[StoredRe
 def _read_head(path: Path, file: BufferedReader, summary: Summary) -> tuple[str, dict[str, Any]]:
     """Read the tensor file that a file starts with, add it to a summary, and return its kind and its tree."""
     try:
-        metadata, tree = read_tree(file)
+        metadata, tree = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    summary.formats.add(str(metadata["format"]))
+    summary.formats.add(str(metadata["version"]))
     summary.num_bytes += os.fstat(file.fileno()).st_size
     return metadata["kind"], tree
-
-
-def read_tree(file: BufferedReader) -> tuple[dict[str, Any], Any]:
-    """Read a tensor file without its tensors, whose places have their dtypes and shapes as strings.
-
-    Returns:
-        The metadata, and the tree.
-
-    Raises:
-        CheckpointError: if the file was not written by this package or is corrupted.
-    """
-    size = os.fstat(file.fileno()).st_size
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if file.peek(len(HEADER_PREFIX))[: len(HEADER_PREFIX)] != HEADER_PREFIX or length > size:
-        raise CheckpointError("was not written by this package, or its header is corrupted")
-    header = file.read(length)
-    told, rest = header[len(HEADER_PREFIX) :][: len(BLANK_CHECKSUM)], header[len(HEADER_PREFIX) + len(BLANK_CHECKSUM) :]
-    checksum = zlib.crc32(start + HEADER_PREFIX + BLANK_CHECKSUM + rest)
-    text = b""
-    try:
-        entries = json.loads(header)
-        metadata = entries.pop("__metadata__")
-        for begin, end, name in offsets(entries):
-            for at in range(begin, end, CHUNK_BYTES):
-                chunk = file.read(min(CHUNK_BYTES, end - at))
-                checksum = zlib.crc32(chunk, checksum)
-                text += chunk if name == "tree" else b""
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"its header is corrupted: {error}") from None
-    if b"%08x" % checksum != told:
-        raise CheckpointError("is corrupted: its checksum is another one")
-    describe: Any = "{0[1]} {0[2]}".format
-    return metadata, decode(json.loads(text), describe)
 
 
 def _table(first: str, second: str, lines: Any) -> Table:

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -16,23 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from manifoldagg import tensor_file
+from manifoldagg._io import FileLock
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.simulation.cost import Evaluation
 from manifoldagg.simulation.run import RunResult
 from manifoldagg.simulation.run_metadata import check_compatible, versions
 from manifoldagg.simulation.trace import TaskRecord
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = ["ComparisonProgress", "LearnedCurve", "remove"]
 
 CHECKPOINT_SECONDS = 30.0
 """The interval of the snapshots of a run."""
 OWN_FILES = re.compile(
-    r"(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
+    r"\.?(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
 )
 
 
@@ -71,7 +67,7 @@ class ComparisonProgress:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
-                held.callback(os.close, _lock_folder(folder))
+                held.callback(_lock_folder(folder).close)
                 if not resume:
                     _clear(folder)
                 path = folder / "settings"
@@ -179,19 +175,14 @@ def _check_own_files(folder: Path) -> None:
 
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name != "lock":
+        if path.is_dir():  # the draft of a killed process
+            shutil.rmtree(path)
+        elif path.name != "lock":
             path.unlink()
 
 
-def _lock_folder(folder: Path) -> int:
-    """The lock of a folder, held until it is closed; the system takes it from who was killed."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ArgumentError(f"folder: another process is at the comparison in {folder}") from None
-        except OSError:
-            pass  # this file system does not know
-    return lock
+def _lock_folder(folder: Path) -> FileLock:
+    try:
+        return FileLock(folder / "lock")
+    except BlockingIOError:
+        raise ArgumentError(f"folder: another process is at the comparison in {folder}") from None

@@ -9,11 +9,11 @@ from manifoldagg import __version__
 from manifoldagg._io import atomic_write
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.simulation.federated_dataset import FederatedDataset
 from manifoldagg.simulation.run import Method
 from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.stable_repr import stable_repr
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["TuningCache", "cache_key", "cache_path"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import single_threaded
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["checksum", "reduce_by_factory"]
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from manifoldagg.federated.server.durability import tensor_file
+from manifoldagg import tensor_file
 
 __all__ = ["Resumable"]
 

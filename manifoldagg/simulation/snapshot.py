@@ -11,10 +11,10 @@ import torch
 from immutables import Map
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Message, Rule, Server, Ticket
 from manifoldagg.federated.pytrees import Tree, copy_tensor
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.types import ClientState

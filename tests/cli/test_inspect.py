@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from manifoldagg import tensor_file
 from manifoldagg.cli import inspect
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Durability, Payload, Server, UpdateLimits
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.manifolds import Flat
 
 COMMAND = [sys.executable, "-W", "error", "-m", "manifoldagg", "inspect"]
@@ -112,15 +112,15 @@ def test_a_large_model_is_not_loaded(tmp_path):
     tensor_file.save(tmp_path / "large", "server", {"model": torch.zeros(2**24)})
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open(tmp_path / "large", "rb") as file:
-        metadata, tree = inspect.read_tree(file)
-    assert (metadata["kind"], tree) == ("server", {"model": "float32 [16777216]"})
+        metadata, tree = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
+    assert (metadata["kind"], tree) == ("server", {"model": "torch.float32 [16777216]"})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 32 * 1024
 
 
 def ends(path):
     """Where the records of a segment start, and its end."""
     with open(path, "rb") as file:
-        _, header = inspect.read_tree(file)
+        _, header = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
         segment = inspect.Segment(path, header, file.tell())
     records, _, _ = inspect.scan(segment)
     return [segment.offset] + [record.payload_offset + record.payload_length for record in records]

@@ -4,7 +4,7 @@ import errno
 import os
 from contextlib import suppress
 
-CALLS = ("open", "fstat", "write", "lseek", "fsync", "link", "replace", "unlink", "close")
+CALLS = ("open", "fstat", "write", "lseek", "fsync", "link", "replace", "unlink", "mkdir", "rmdir", "close")
 """What is counted, in the order in which it comes. Everything else goes to the system as it is."""
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated import Payload, Server, ServerLimits
 from manifoldagg.federated.rules import FedBuff, FedOrtho
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.integrations.monitoring import to_logging, to_prometheus, to_tensorboard
 from manifoldagg.manifolds import Flat
 

@@ -13,9 +13,9 @@ from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Durability, rules
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.events import Accepted, CheckpointFailed, Dispatched, Rejected
 from manifoldagg.integrations.flower import Asynchronous
 from manifoldagg.integrations.flower.reporting import MAX_LISTED_NODES, RunReport

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError, DivergenceError
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.progress_dir import ComparisonProgress, remove
@@ -18,7 +19,6 @@ from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.server import server as server_module
 from manifoldagg.federated.server.durability import checkpoint as checkpoints
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     AvailabilityChange,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from immutables import Map
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PendingBuffers, buffers_from_tree, buffers_to_tree
@@ -22,7 +23,6 @@ from manifoldagg.federated.server.aggregate import (
     inferred_space,
 )
 from manifoldagg.federated.server.dispatch import make_message
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.spill import SpilledTree

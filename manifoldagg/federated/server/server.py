@@ -29,7 +29,6 @@ from manifoldagg.federated.server.durability.recovery import JournalReplay, reco
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
-from manifoldagg.federated.server.durability.tensor_file import check_path
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
@@ -45,6 +44,7 @@ from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.buffer_policies import BufferPolicy
 from manifoldagg.manifolds.layout import Entry
 from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.tensor_file import check_path
 
 __all__ = ["Server"]
 

@@ -11,9 +11,9 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from manifoldagg.errors import WireError
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds.model_io import as_tensors
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
 

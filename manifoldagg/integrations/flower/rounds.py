@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
-from manifoldagg.federated.server.durability import tensor_file
+from manifoldagg import tensor_file
 
 __all__ = ["Rounds"]
 

@@ -14,9 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from manifoldagg._io import write_all
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
 from manifoldagg.federated.server.durability.spill import open_unlinked
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["SharedTensorStore", "StoredTensor", "TensorNotFound", "TensorRef", "deserialize", "serialize"]
 

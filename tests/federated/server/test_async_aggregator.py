@@ -31,8 +31,8 @@ from manifoldagg.manifolds import ParameterSpace, Sphere
 from tests.federated.fingerprint import Gathers
 from tests.federated.rules import test_golden
 from tests.federated.rules.test_golden import BEYOND, POLICIES, network, policies, trained
-from tests.federated.server.durability.test_tensor_file import alike
 from tests.support import seeds
+from tests.test_tensor_file import alike
 
 
 class Waits(Gathers):

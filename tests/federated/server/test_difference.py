@@ -12,9 +12,9 @@ from manifoldagg import UpdateInfo, aggregate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, FedOrtho
 from manifoldagg.manifolds import ParameterSpace, Sphere
-from tests.federated.server.durability.test_tensor_file import alike
 from tests.federated.server.test_aggregate import arrays, states
 from tests.support import seeds
+from tests.test_tensor_file import alike
 
 RULES = [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5, threshold=0.0), FedAdam(cohort=1), FedBuff(1)]
 

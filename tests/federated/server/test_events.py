@@ -11,10 +11,10 @@ import threading
 import pytest
 import torch
 
+from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Payload, Server, ServerLimits, UpdateLimits
 from manifoldagg.federated.rules import FedOrtho
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.events import (
     Accepted,
     CheckpointFailed,

@@ -16,12 +16,12 @@ import torch
 from immutables import Map
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr, warn_caller
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, buffers_from_tree, buffers_to_tree
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import Tree, has_structure
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.fingerprint import (
     fingerprint,
     first_difference,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["fingerprint", "first_difference", "import_path", "qualified_name", "rule_difference"]
 

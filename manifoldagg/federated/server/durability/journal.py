@@ -19,13 +19,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manifoldagg import tensor_file
+from manifoldagg._io import close_with
 from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability import tensor_file
 from manifoldagg.federated.server.durability.log_format import KIND, encode_record, os_errors, pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
-from manifoldagg.federated.server.durability.raw_io import close_with
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
 from manifoldagg.federated.types import Payload

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manifoldagg import tensor_file
+from manifoldagg._json_tree import decode, encode
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.tree_codec import decode, encode
 from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
 

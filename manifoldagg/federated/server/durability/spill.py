@@ -15,10 +15,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from manifoldagg._io import write_all
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError, SpillError
 from manifoldagg.federated.pytrees import Tree, size_of, tensors, tree_map
-from manifoldagg.federated.server.durability.raw_io import tensor_bytes, write_all
+from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["Spill", "SpilledTree", "open_unlinked"]
 

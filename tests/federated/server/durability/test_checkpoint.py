@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from manifoldagg import _io, tensor_file
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated import CheckpointPolicy, InitialModel, Payload, Server, UpdateLimits
 from manifoldagg.federated.pytrees import tensors
 from manifoldagg.federated.rules import AsyncBezier, FedAdam, FedAsync, FedBuff, Momentum, Private
 from manifoldagg.federated.server import update_processor
-from manifoldagg.federated.server.durability import checkpoint, tensor_file
+from manifoldagg.federated.server.durability import checkpoint
 from manifoldagg.kernels import set_backend
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.faults import each
@@ -584,7 +585,8 @@ def test_a_fault_at_any_call_of_a_save_leaves_the_older_server(tmp_path, monkeyp
     def run(disk):
         (tmp_path / FILE).write_bytes(old)
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_file, "os", disk)
+            for module in (_io, tensor_file):
+                patch.setattr(module, "os", disk)
             life.server.save(tmp_path / FILE)
 
     for disk, call, error in each(run, faults=(errno.ENOSPC, "torn")):

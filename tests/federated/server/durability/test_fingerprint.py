@@ -16,9 +16,9 @@ from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedAdam, FedAsync, FedBuff
 from manifoldagg.federated.schedules import Cosine, Cyclic
 from manifoldagg.federated.server.durability.fingerprint import fingerprint, first_difference
-from manifoldagg.federated.server.durability.tensor_file import load, save
 from manifoldagg.federated.staleness import Hinge, Polynomial
 from manifoldagg.manifolds import Flat, ParameterSpace, PoincareBall, Product, Sphere, Stiefel
+from manifoldagg.tensor_file import load, save
 from tests.federated.fingerprint import Gathers
 from tests.federated.rules.registered import golden
 

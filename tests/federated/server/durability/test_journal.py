@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from manifoldagg import _io, tensor_file
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import (
@@ -32,7 +33,7 @@ from manifoldagg.federated import (
 )
 from manifoldagg.federated import limits as limits_module
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedBuff, Momentum
-from manifoldagg.federated.server.durability import journal, log_format, raw_io, recovery, tensor_file
+from manifoldagg.federated.server.durability import journal, log_format, recovery
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.faults import Disk, Killed, each
 from tests.federated.fingerprint import Adds, Gathers
@@ -201,7 +202,7 @@ def seen():
 @contextmanager
 def disked(monkeypatch, disk):
     with monkeypatch.context() as patch:
-        for module in (journal, log_format, raw_io, recovery, tensor_file):
+        for module in (journal, log_format, _io, recovery, tensor_file):
             patch.setattr(module, "os", disk)
         yield
 
@@ -266,7 +267,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as
         shutil.copytree(left, folder)
         # What is open stays so until the process is buried.
         with disked(monkeypatch, disk), monkeypatch.context() as patch:
-            patch.setattr(raw_io, "_close", lambda file: None)
+            patch.setattr(_io, "_close", lambda file: None)
             try:
                 back(folder, script.server)
             finally:

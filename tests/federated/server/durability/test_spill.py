@@ -23,9 +23,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg import _io, tensor_file
 from manifoldagg.errors import ArgumentError, SpillError
 from manifoldagg.federated import pytrees
-from manifoldagg.federated.server.durability import raw_io
 from manifoldagg.federated.server.durability import spill as module
 from manifoldagg.federated.server.durability.spill import Spill
 from tests.federated.fingerprint import bits
@@ -524,7 +524,7 @@ class Interrupted(BaseException):
     """What a signal handler raises."""
 
 
-TRACED = (module.__file__, raw_io.__file__, pytrees.__file__)
+TRACED = (module.__file__, _io.__file__, tensor_file.__file__, pytrees.__file__)
 
 
 @cache

@@ -4,8 +4,6 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
 import zlib
 from collections import OrderedDict, namedtuple
 
@@ -17,13 +15,17 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from manifoldagg import _io, tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated.server.durability import tensor_file
-from manifoldagg.federated.server.durability.tensor_file import load, save
+from manifoldagg.tensor_file import dumps, load, save, with_length
 from tests.federated.faults import Disk, each
 
-OLD = {"model": torch.arange(5.0), "clients": {"a": [1, 2.5, None], 7: (math.inf, b"x")}}
-NEW = {"model": torch.arange(9.0), "clients": {}}
+OLD = {
+    "model": torch.arange(5.0),
+    "momentum": torch.arange(10, dtype=torch.float64),
+    "clients": {"a": [1, 2.5, None], 7: (math.inf, b"x")},
+}
+NEW = {"model": torch.arange(9.0), "momentum": torch.arange(3, dtype=torch.int16), "clients": {}}
 
 
 def alike(a, b):
@@ -131,6 +133,14 @@ def test_large_tensors_are_written_in_pieces(tmp_path):
     assert torch.equal(back({"x": x}, tmp_path / "x")["x"], x)
 
 
+def test_trees_of_many_values_come_back(tmp_path):
+    clients = {
+        f"ward-{i}": {"when": 0.1 * i, "receipt": (i, "", math.nan), i: [None, {"$": True}]} for i in range(2000)
+    }
+    tree = {"clients": clients, "large": [*range(10_000)], 5: {-(2**70): -math.inf}}
+    assert alike(back(tree, tmp_path / "x"), tree)
+
+
 def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
     found = back([np.float32(0.5), np.float64("inf"), np.int64(3), np.bool_(True)], tmp_path / "x")
     assert alike(found, [0.5, math.inf, 3, True])
@@ -141,14 +151,28 @@ def test_a_file_is_one_of_safetensors(tmp_path):
         tmp_path / "x", "sums", {"b": torch.ones(3, dtype=torch.bool), "f": torch.arange(2.0), "c": torch.ones(1) * 1j}
     )
     loaded = load_file(tmp_path / "x")
-    assert torch.equal(loaded["0"], torch.ones(3, dtype=torch.bool))
-    assert torch.equal(loaded["1"], torch.arange(2.0))
-    assert torch.equal(loaded["2"].view(torch.complex64), torch.ones(1) * 1j)
-    assert json.loads(bytes(loaded["tree"].numpy()))["dict"][0] == ["b", {"tensor": [0, "bool", [3], "cpu"]}]
+    assert torch.equal(loaded["b"], torch.ones(3, dtype=torch.bool))
+    assert torch.equal(loaded["f"], torch.arange(2.0))
+    assert torch.equal(loaded["c"].view(torch.complex64), torch.ones(1) * 1j)
     with safe_open(tmp_path / "x", "pt") as file:
         metadata = file.metadata()
-    assert (metadata["format"], metadata["kind"]) == ("1", "sums")
+    assert json.loads(metadata["tree"]) == {name: {"$tensor": name} for name in "bfc"}
+    assert json.loads(metadata["coded"]) == {"c": ["complex64", [1], False]}
+    assert (metadata["format"], metadata["version"], metadata["kind"]) == ("manifoldagg", "1", "sums")
     assert len(metadata["checksum"]) == 8
+
+
+def test_tensors_whose_paths_have_one_name_are_stored_under_several(tmp_path):
+    x = torch.arange(4.0)
+    tree = {"a": {"b": x[0], "1": x[1], 1: x[2]}, "a/b": x[3], "__metadata__": x, "tree": x}
+    assert alike(back(tree, tmp_path / "x"), tree)
+    assert {"a/b", "a/b'", "a/1", "a/1'", "__metadata__'", "tree"} == {*load_file(tmp_path / "x")}
+    assert alike(back(x, tmp_path / "x"), x)
+
+
+def test_keys_that_begin_like_a_tag_come_back(tmp_path):
+    tree = {"$tuple": [1], "x": {"$float": "nan"}, "y": {"$": 1, "z": {}}, "": {"a": 1, "$b": 2}}
+    assert alike(back(tree, tmp_path / "x"), tree)
 
 
 class Named(torch.Tensor):
@@ -236,12 +260,26 @@ def test_every_altered_byte_is_noticed(tmp_path, mask):
         load(tmp_path / "x", "tree")
 
 
-def resigned(path, old, new):
-    """The file with `old` replaced by `new`, of the same length, and a checksum that fits."""
-    content = path.read_bytes().replace(old, new)
-    start = 8 + len(tensor_file.HEADER_PREFIX)
-    content = content[:start] + b"00000000" + content[start + 8 :]
-    path.write_bytes(content[:start] + b"%08x" % zlib.crc32(content) + content[start + 8 :])
+def signed(header, data):
+    """A file with this header and a checksum that fits."""
+    header["__metadata__"]["checksum"] = "00000000"
+    content = bytearray(with_length(json.dumps(header, separators=(",", ":")).encode()) + data)
+    start = 8 + tensor_file.CHECKSUM.start
+    content[start : start + 8] = b"%08x" % zlib.crc32(content)
+    return bytes(content)
+
+
+def forged(content, change):
+    """A file whose header was changed by a function, with a checksum that fits."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header, header["__metadata__"])
+    return signed(header, content[8 + length :])
+
+
+def load_bytes(path, content, kind):
+    path.write_bytes(content)
+    return load(path, kind)
 
 
 def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
@@ -249,9 +287,9 @@ def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
     save(path, "clock", OLD)
     with pytest.raises(CheckpointError, match=r"x: holds a clock, expected a server$"):
         load(path, "server")
-    resigned(path, b'"format":"1"', b'"format":"2"')
-    with pytest.raises(CheckpointError, match="has format 2, and this version of the package reads 1"):
-        load(path, "clock")
+    assert alike(load_bytes(path, forged(path.read_bytes(), lambda header, metadata: None), "clock"), OLD)
+    with pytest.raises(CheckpointError, match="has version 2 of the format, and this version of the package reads 1"):
+        load_bytes(path, forged(path.read_bytes(), lambda header, metadata: metadata.update(version="2")), "clock")
     torch.save({"x": torch.ones(2)}, path)
     with pytest.raises(CheckpointError, match="was not written by this package"):
         load(path, "clock")
@@ -260,25 +298,93 @@ def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
         load(path, "clock")
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'"float32"', b'"float99"'),
-        (b'"float32"', b'"Tensor" '),
-        (b'{"tensor": [0', b'{"tensor": [3'),
-        (b'{"tuple"', b'{"tupel"'),
-        (b"[5]", b"[6]"),
-        (b'{"list": [1,', b'{"list": {1,'),
-        (b'"eA=="', b'"eA=!"'),
-        (b'"cpu"', b'"cow"'),
-    ],
-)
-def test_a_forged_tree_is_refused(tmp_path, old, new):
-    save(tmp_path / "x", "tree", OLD)
-    assert old in (tmp_path / "x").read_bytes()
-    resigned(tmp_path / "x", old, new)
-    with pytest.raises(CheckpointError, match="was not written by this package|is altered"):
-        load(tmp_path / "x", "tree")
+FORGED = {
+    "an unknown dtype": lambda header, metadata: header["model"].update(dtype="F99"),
+    "another length": lambda header, metadata: header["model"].update(shape=[6]),
+    "an unknown encoding": lambda header, metadata: metadata.update(coded='{"model": ["float99", [5], false]}'),
+    "an encoding of numbers": lambda header, metadata: metadata.update(coded='{"model": ["float32", [5], false]}'),
+    "an encoding without an entry": lambda header, metadata: metadata.update(
+        coded='{"other": ["float32", [5], false]}'
+    ),
+    "an unknown name": lambda header, metadata: metadata.update(tree='{"$tensor": "other"}'),
+    "a tensor twice": lambda header, metadata: metadata.update(tree='[{"$tensor": "model"}, {"$tensor": "model"}]'),
+    "an unknown tag": lambda header, metadata: metadata.update(tree='{"$tupel": [1]}'),
+    "two tags": lambda header, metadata: metadata.update(tree='{"$tuple": [1], "$float": "1"}'),
+    "an invalid key": lambda header, metadata: metadata.update(tree='{"$dict": [[1.5, 1]]}'),
+    "a key twice": lambda header, metadata: metadata.update(tree='{"$dict": [[1, 1], [1, 1]]}'),
+    "no JSON": lambda header, metadata: metadata.update(tree="{"),
+    "no bytes": lambda header, metadata: metadata.update(tree='{"$bytes": "eA=!"}'),
+    "no number": lambda header, metadata: metadata.update(tree='{"$float": "x"}'),
+    "an unknown device": lambda header, metadata: metadata.update(tree='{"$tensor": ["model", "cow"]}'),
+    "no tree": lambda header, metadata: metadata.pop("tree"),
+    "no format": lambda header, metadata: metadata.pop("format"),
+    "metadata that are no text": lambda header, metadata: metadata.update(kind=1),
+    "a hole": lambda header, metadata: header["model"].update(data_offsets=[4, 24]),
+    "a negative length": lambda header, metadata: header["model"].update(data_offsets=[0, -20]),
+    "another field": lambda header, metadata: header["model"].update(more=1),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_tree_is_refused(tmp_path, name):
+    content = bytes(dumps("tree", {"model": torch.arange(5.0)}))
+    assert alike(load_bytes(tmp_path / "x", content, "tree"), {"model": torch.arange(5.0)})
+    with pytest.raises(CheckpointError, match="was not written by this package|is altered|is truncated"):
+        load_bytes(tmp_path / "x", forged(content, FORGED[name]), "tree")
+
+
+def test_a_device_that_is_missing_is_replaced_by_the_cpu(tmp_path):
+    content = bytes(dumps("tree", torch.ones(5)))
+    assert torch.equal(load_bytes(tmp_path / "x", content, "tree"), torch.ones(5))
+
+    def elsewhere(header, metadata):
+        metadata["tree"] = '{"$tensor": ["", "cuda:63"]}'
+
+    found = load_bytes(tmp_path / "x", forged(content, elsewhere), "tree")
+    assert found.device.type == "cpu"
+    assert torch.equal(found, torch.ones(5))
+
+
+def structure(path):
+    with open(path, "rb") as file:
+        return tensor_file.load_structure(file, path.stat().st_size)
+
+
+def test_the_structure_is_read_without_the_tensors(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    tree = {"model": torch.zeros(10**6), "z": [torch.ones(2, 3) * 1j, torch.ones(0)], "sums": (1, b"x")}
+    save(path, "server", tree)
+    counts = []
+    read = tensor_file._read_exactly
+
+    def counted(file, count):
+        counts.append(count)
+        return read(file, count)
+
+    monkeypatch.setattr(tensor_file, "_read_exactly", counted)
+    metadata, found = structure(path)
+    assert (metadata["kind"], metadata["version"]) == ("server", "1")
+    assert found == {
+        "model": "torch.float32 [1000000]",
+        "z": ["torch.complex64 [2, 3]", "torch.float32 [0]"],
+        "sums": (1, b"x"),
+    }
+    assert max(counts) == _io.CHUNK_BYTES
+    assert sum(counts) > 4 * 10**6
+    content = bytearray(path.read_bytes())
+    with open(path, "ab") as file:
+        file.write(b"more")
+    assert structure(path) == (metadata, found)
+    for place in (100, 5000, len(content) - 1):
+        content[place] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is altered"):
+            structure(path)
+        content[place] ^= 1
+    for length in (0, 7, 100, 5000, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            structure(path)
 
 
 def test_errors_name_the_older_file_and_do_not_read_it(tmp_path):
@@ -314,7 +420,8 @@ def saved(folder, monkeypatch, keep):
             save(folder / "x", "tree", i, keep=keep)
         save(folder / "x", "tree", OLD, keep=keep)
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_file, "os", disk)
+            for module in (_io, tensor_file):
+                patch.setattr(module, "os", disk)
             save(folder / "x", "tree", NEW, keep=keep)
 
     return run
@@ -329,7 +436,7 @@ def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monk
         now = load(tmp_path / "x", "tree")
         seen.add((call, disk.fault, alike(now, NEW)))
         assert alike(now, OLD) or alike(now, NEW)
-        if not disk.dead and call not in ("unlink", "close"):
+        if not disk.dead and call != "close":
             assert {*os.listdir(tmp_path)} <= names, (disk.at, call)
         # The next one goes through, and leaves no trace of this one.
         save(tmp_path / "x", "tree", NEW, keep=keep)
@@ -339,7 +446,14 @@ def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monk
             load(tmp_path / name, "tree")
     assert {("write", errno.ENOSPC, False), ("fsync", errno.EACCES, False), ("replace", errno.EACCES, False)} <= seen
     assert {("write", "short", True), ("write", "torn", False), ("replace", "killed", False)} <= seen
-    assert {call for call, *_ in seen} >= {"open", "write", "fsync", "replace", *(["link"] if keep > 1 else [])}
+    assert {call for call, *_ in seen} >= {
+        "mkdir",
+        "open",
+        "write",
+        "fsync",
+        "replace",
+        *(["link"] if keep > 1 else []),
+    }
 
 
 def test_an_interrupt_leaves_the_older_file(tmp_path, monkeypatch):
@@ -366,51 +480,3 @@ def test_what_is_on_the_disk_before_the_name_is_there_too(tmp_path, monkeypatch,
     assert ("fsync", file) in log[last:done]
     assert "fsync" in [name for name, *_ in log[done:]]
     assert [given for name, *given in disk.log[done:] if name == "open"] == [[tmp_path, os.O_RDONLY | os.O_DIRECTORY]]
-
-
-HOLD = """
-import fcntl, os, sys
-file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_files_that_the_killed_left_go_and_those_of_the_living_stay(tmp_path):
-    path = tmp_path / "x"
-    name = tensor_file._temp_name(path)
-    held = subprocess.Popen([sys.executable, "-c", HOLD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert held.stdout.readline() == b"held\n"
-        save(path, "tree", OLD)
-        assert sorted(tmp_path.iterdir()) == [path, name]
-    finally:
-        held.kill()
-        held.communicate()
-    others = [tmp_path / f"y.{'0' * 16}.tmp", tmp_path / "x.mine.tmp"]
-    for other in others:
-        other.touch()
-    with tensor_file._temp_file(path) as (mine, _):
-        save(path, "tree", OLD)
-        assert {*tmp_path.iterdir()} == {path, mine, *others}
-    save(path, "tree", OLD)
-    assert {*tmp_path.iterdir()} == {path, *others}
-
-
-def test_who_sweeps_first_costs_a_new_name_and_no_file(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    claim = tensor_file._flock
-    made = []
-
-    def late(file, *, blocking):
-        if blocking and len(made) < 3:
-            made.append(file)
-            tensor_file._remove_stale(path)
-        return claim(file, blocking=blocking)
-
-    monkeypatch.setattr(tensor_file, "_flock", late)
-    save(path, "tree", OLD)
-    assert len(made) == 3
-    assert [*tmp_path.iterdir()] == [path]
-    assert alike(load(path, "tree"), OLD)

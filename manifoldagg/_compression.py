@@ -1,0 +1,63 @@
+"""Compression of tensors: the bytes of numbers sorted by their significance, and rounding within an error bound."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError, WireError
+
+__all__ = ["MAX_COMPRESSION_RATIO", "compress_planes", "decompress_planes", "round_to_grid"]
+
+MAX_COMPRESSION_RATIO = 100
+"""The largest ratio of the sizes of a tensor in memory and in a message. Smaller compressed data are padded."""
+CHUNK_BYTES = 2**20
+"""The number of bytes that are decompressed at a time."""
+MAX_ZSTD_WINDOW = 2**23
+"""The memory of the decompressor for earlier bytes."""
+COMPRESSION_LEVEL = 1
+"""Higher levels of zstandard take longer and do not make weights smaller."""
+
+
+def round_to_grid(x: Tensor, error: float) -> Tensor:
+    """Round to multiples of a power of two: exact in floating point, so that the bound holds to the last bit."""
+    if not x.is_floating_point() or x.itemsize == 1:
+        return x
+    step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
+    wide = x if x.itemsize > 2 else x.float()
+    near = (wide / step).round_().mul_(step).to(x.dtype)
+    return torch.where(near.isfinite(), near, x)
+
+
+def compress_planes(data: memoryview, width: int) -> bytes:
+    """Compress the bytes by their position in a number, padded if that saves a minimum share of them."""
+    planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
+    made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
+    return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
+
+
+def decompress_planes(data: np.ndarray, out: np.ndarray, width: int) -> None:
+    """Undo `compress_planes` in pieces, after checking the announced number of bytes."""
+    zstandard = _import_zstandard(WireError, "wire: ")
+    if zstandard.frame_content_size(data.data) != len(out):
+        raise ValueError("a compressed entry of another size")
+    planes = out.reshape(-1, width).T
+    count = len(planes[0])
+    piece = np.empty(min(count, CHUNK_BYTES), np.uint8)
+    with zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).stream_reader(data.data) as reader:
+        for plane in planes:
+            for start in range(0, count, CHUNK_BYTES):
+                part = piece[: count - start]
+                if reader.readinto(part.data) != len(part):
+                    raise ValueError("a compressed entry of another size")
+                plane[start : start + CHUNK_BYTES] = part
+
+
+def _import_zstandard(error: type[Exception], prefix: str = "") -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise error(f"{prefix}compress: expected zstandard to be installed: pip install 'manifoldagg[wire]'") from None
+    return zstandard

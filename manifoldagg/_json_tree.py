@@ -1,0 +1,208 @@
+"""Trees of plain values and tensors as standard JSON.
+
+A value that JSON does not have is an object with one name that begins with `$`. The names are `$tuple`, `$bytes` (in
+base64), `$float` (not finite), `$dict` (pairs of keys and values, if keys are integers or begin with `$`) and `$tensor`
+(a reference, which the caller chooses).
+"""
+
+import json
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["TreePath", "check_bounds", "decode", "encode", "parse_json"]
+
+MAX_DIMENSIONS = 64
+"""The largest number of dimensions of a tensor, as in torch."""
+MAX_BLOCKING_VALUES = 2**12
+"""The largest number of values that are written as JSON without letting other threads run."""
+
+# Limits of data from an untrusted source (`is_bounded`).
+MAX_HEADER_BYTES = 2**24
+MAX_HEADER_VALUES = 2**20
+"""The largest number of brackets and commas in JSON, and therefore of values."""
+MAX_DEPTH = 64
+MAX_KEY = 2**60
+"""Larger integers are not their own hashes, and converting many digits takes quadratic time."""
+MAX_INT_KEYS = 2**12
+"""The largest number of integer keys of one dict. Integers can be chosen to collide, which takes quadratic time."""
+
+TreePath = tuple[str | int, ...]
+"""The keys and indices on the way from the root of a tree to a value."""
+
+
+def encode(
+    tree: Any,
+    tensor_ref: Callable[[Tensor, TreePath], Any],
+    make_error: Callable[[str], Exception],
+    *,
+    is_bounded: bool = False,
+) -> str:
+    """Encode a tree as JSON.
+
+    Args:
+        tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
+        tensor_ref: returns the reference to a tensor, given the tensor and its path in the tree.
+        make_error: returns the exception to raise for a value of another type, given its message.
+        is_bounded: reject trees that `decode` rejects from an untrusted source.
+
+    Example:
+        >>> encode({"m": [torch.ones(2), (3, math.inf)], "n": {1: b""}}, lambda tensor, path: len(tensor), ValueError)
+        '{"m": [{"$tensor": 2}, {"$tuple": [3, {"$float": "inf"}]}], "n": {"$dict": [[1, {"$bytes": ""}]]}}'
+    """
+    encoder = _Encoder(tensor_ref, make_error, is_bounded)
+    try:
+        node = encoder.node(tree)
+        if encoder.num_values <= MAX_BLOCKING_VALUES:
+            return json.dumps(node)
+        # `dumps` is faster, but blocks all other threads until it returns.
+        return "".join(json.JSONEncoder().iterencode(node))
+    except RecursionError:
+        raise make_error("cannot be saved: it is nested too deeply, or contains itself") from None
+
+
+@dataclass
+class _Encoder:
+    """Conversion of a tree to values that `json` writes."""
+
+    tensor_ref: Callable[[Tensor, TreePath], Any]
+    make_error: Callable[[str], Exception]
+    is_bounded: bool
+    path: list[str | int] = field(default_factory=list)
+    num_values: int = 0
+
+    def node(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, int):
+            return self._integer(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": float.__repr__(value)}
+        if isinstance(value, bytes):
+            return {"$bytes": b64encode(value).decode()}
+        if isinstance(value, Tensor):
+            return {"$tensor": self._tensor(value)}
+        kind = type(value)
+        if kind is list or kind is tuple:
+            items = [self._child(i, item) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind is not dict:
+            raise self._type_error(f"a {kind.__name__}")
+        if all(type(key) is str and key[:1] != "$" for key in value):
+            return {key: self._child(key, item) for key, item in value.items()}
+        self._check_keys(value)
+        return {"$dict": [[key, self._child(key, item)] for key, item in value.items()]}
+
+    def _child(self, name: str | int, value: Any) -> Any:
+        self.num_values += 1
+        self.path.append(name)
+        if self.is_bounded and len(self.path) > MAX_DEPTH:
+            raise self.make_error(f"cannot be saved: it has more than {MAX_DEPTH} nested branches")
+        node = self.node(value)
+        self.path.pop()
+        return node
+
+    def _integer(self, value: int) -> int:
+        try:
+            int.__repr__(value)
+        except ValueError:  # Python limits the number of digits that it converts.
+            raise self._type_error("an integer of thousands of digits") from None
+        return value
+
+    def _check_keys(self, branches: dict[Any, Any]) -> None:
+        numbers = [key for key in branches if not isinstance(key, str)]
+        for key in numbers:
+            if not isinstance(key, int) or isinstance(key, bool) or (self.is_bounded and abs(key) >= MAX_KEY):
+                raise self._type_error(f"a dict with the key {key!r}")
+            self._integer(key)
+        if self.is_bounded and len(numbers) > MAX_INT_KEYS:
+            raise self._type_error(f"a dict with more than {MAX_INT_KEYS} integers as keys")
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.ndim > MAX_DIMENSIONS:
+            raise self._type_error(f"a {type(tensor).__name__} that is not dense ({tensor.layout}, {tensor.device})")
+        return self.tensor_ref(tensor, tuple(self.path))
+
+    def _type_error(self, what: str) -> Exception:
+        where = "".join(f"[{name!r}]" for name in self.path) or "the tree"
+        return self.make_error(
+            f"{where}: expected dicts (by strings or integers), lists, tuples, dense tensors, numbers, strings, bytes "
+            f"or None; {what} cannot be saved"
+        )
+
+
+def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = False, depth: int = 0) -> Any:
+    """Decode the tree of a parsed JSON value; an invalid value raises an exception.
+
+    Args:
+        node: the value that `json` has parsed.
+        load_tensor: returns the tensor of a reference.
+        is_bounded: reject deep nesting, and large or many integer keys, as an untrusted source may send.
+        depth: of the node in the tree.
+    """
+    kind = type(node)
+    if kind is not dict and kind is not list:
+        return node
+    if is_bounded and depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} nested branches")
+    child = partial(decode, load_tensor=load_tensor, is_bounded=is_bounded, depth=depth + 1)
+    if kind is list:
+        return [child(item) for item in node]
+    if not next(iter(node), "").startswith("$"):
+        return {key: child(item) for key, item in node.items()}
+    ((tag, content),) = node.items()
+    if tag == "$tensor":
+        return load_tensor(content)
+    if tag == "$tuple":
+        return tuple([child(item) for item in content])
+    if tag == "$bytes":
+        return b64decode(content, validate=True)
+    if tag == "$float":
+        # `math.nan` is one object, which is equal to itself in a tuple, as in receipts.
+        return math.nan if math.isnan(float(content)) else float(content)
+    if tag != "$dict" or not all(type(key) in (str, int) for key, _ in content):
+        raise ValueError(f"an unknown tag {tag}, or an invalid key")
+    if is_bounded:
+        numbers = [key for key, _ in content if type(key) is int]
+        if len(numbers) > MAX_INT_KEYS or not all(-MAX_KEY < key < MAX_KEY for key in numbers):
+            raise ValueError(f"a dict with more than {MAX_INT_KEYS} integers as keys, or with larger ones")
+    branches = {key: child(item) for key, item in content}
+    if len(branches) < len(content):
+        raise ValueError("a duplicate key")
+    return branches
+
+
+def parse_json(text: str, *, is_bounded: bool = False) -> Any:
+    """Return a JSON value without duplicate names and non-finite numbers; other text raises an exception."""
+    if is_bounded:
+        check_bounds(text)
+    return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
+
+
+def _reject_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a duplicate name")
+    return found
+
+
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def check_bounds(text: str) -> None:
+    """Raise a `ValueError` if JSON from an untrusted source is too large to be parsed."""
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")
+    if sum(map(text.count, "[{,")) > MAX_HEADER_VALUES:
+        raise ValueError(f"a header of more than {MAX_HEADER_VALUES} values")

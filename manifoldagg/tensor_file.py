@@ -1,0 +1,378 @@
+"""Tensor files: trees of plain values and tensors, as safetensors files with JSON metadata.
+
+The entries of a file are its tensors, under their paths in the tree. The metadata are the version of this format, the
+kind of the tree, the tree as JSON, the encodings of entries that a safetensors reader may not know, and in a file a
+checksum of all its bytes. Reading a file never executes anything.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from io import BufferedReader
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifoldagg._io import CHUNK_BYTES, atomic_write, check_path, older_files, write_all
+from manifoldagg._json_tree import MAX_DIMENSIONS, TreePath, check_bounds, decode, encode, parse_json
+from manifoldagg._validation import check_count, short_repr
+from manifoldagg.errors import ArgumentError, CheckpointError
+
+__all__ = [
+    "TensorEntry",
+    "check_path",
+    "dumps",
+    "load",
+    "load_from",
+    "load_structure",
+    "make_header",
+    "parse_header",
+    "parse_shape",
+    "save",
+    "tensor_bytes",
+    "unique_name",
+    "with_length",
+]
+
+FORMAT = "manifoldagg"
+VERSION = "1"
+HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
+"""How the header of a file begins. Eight hexadecimal digits follow. They are zeros while the checksum is computed."""
+BLANK_CHECKSUM = b"00000000"
+CHECKSUM = slice(len(HEADER_PREFIX), len(HEADER_PREFIX) + len(BLANK_CHECKSUM))
+DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
+DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""The dtypes that every safetensors reader knows. Other dtypes are stored as bytes."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorEntry(NamedTuple):
+    """A tensor in a file: its dtype and shape in memory, and the number and position of its bytes in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    num_bytes: int
+    is_compressed: bool = False
+    begin: int = 0
+
+    @property
+    def memory(self) -> int:
+        """The number of bytes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype in the header."""
+        return torch.uint8 if self.is_compressed or self.dtype not in DTYPE_NAMES else self.dtype
+
+
+def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
+    """Write a tree to a file, which only the user of the process can read, and replace an existing file.
+
+    The file is renamed after it is complete and synced to the disk. If the process is killed or the machine stops,
+    either the older or the new file exists. An error leaves the older file and no other; if only the sync of the folder
+    fails, the new file remains.
+
+    Args:
+        path: of the file, in a folder that exists. A link is followed.
+        kind: what the tree is; `load` checks it.
+        tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
+            It must not change meanwhile. Tensors that share memory are written one by one.
+        keep: how many files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
+
+    Raises:
+        ArgumentError: if there is no such folder.
+        CheckpointError: naming a value of another type in the tree, or with the system error.
+
+    Cost: one pass over the tensors, no second copy of them in memory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder + "/one", "sums", {"ward-7": [torch.ones(2), math.inf], 7: (1, None)})
+        ...     load(folder + "/one", "sums")
+        {'ward-7': [tensor([1., 1.]), inf], 7: (1, None)}
+    """
+    place = check_path(path)
+    check_count("keep", keep)
+    parts = _serialize(kind, tree)
+    try:
+        _atomic_write(place, parts, keep)
+    except OSError as error:
+        raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
+
+
+def dumps(kind: str, tree: Any) -> bytearray:
+    """Return the bytes of the file that `save` would write, for `load_from`; raises errors as `save` does."""
+    data = bytearray().join(_serialize(kind, tree))
+    data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % zlib.crc32(data)
+    return data
+
+
+def load(path: str | Path, kind: str) -> Any:
+    """Return the tree that `save` wrote. Tensors return to their devices if these are available, else to the CPU.
+
+    Raises:
+        CheckpointError: if the file does not exist, is truncated or altered, was not written by `save`, has another
+            version of the format, or holds another kind. The message names an older file next to it, which is not read.
+    """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
+    try:
+        with open(path, "rb") as file:
+            return load_from(file, kind, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    except CheckpointError as error:
+        why = str(error)
+    older = older_files(Path(path))
+    raise CheckpointError(f"{path}: {why}" + (f"; an older one is {older[0]}" if older else ""))
+
+
+def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Any:
+    """Return the tree that starts at the position of an open file, and advance the file past it.
+
+    Args:
+        file: to read.
+        kind: what it must hold.
+        size: the number of bytes from this position on.
+        allow_trailing: whether other bytes may follow.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    metadata, found = _read(file, size, allow_trailing)
+    if metadata.get("kind") != kind:
+        raise CheckpointError(f"holds a {metadata.get('kind')}, expected a {kind}")
+
+    def tensor(reference: Any) -> Tensor:
+        name, device = reference if type(reference) is list else (reference, "cpu")
+        entry, data = found.pop(name)
+        return data.view(entry.dtype).reshape(entry.shape).to(_available_device(torch.device(device)))
+
+    return _decode_tree(metadata, tensor)
+
+
+def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
+    """Return the metadata and the tree of a file in constant memory, with dtypes and shapes in place of tensors.
+
+    Args:
+        file: to read. It is advanced past the tree.
+        size: the number of bytes from its position on. Other bytes may follow the tree.
+
+    Raises:
+        CheckpointError: as `load`, for a file of any kind.
+    """
+    metadata, found = _read(file, size, allow_trailing=True, retains_data=False)
+
+    def description(reference: Any) -> Any:
+        entry, _ = found[reference[0] if type(reference) is list else reference]
+        return f"{entry.dtype} {list(entry.shape)}"
+
+    return metadata, _decode_tree(metadata, description)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the values of a tensor as contiguous bytes: a copy only if they are not contiguous in CPU memory.
+
+    Example:
+        >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)).hex()
+        '01000200'
+    """
+    line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # A tensor of at most one number is contiguous for any stride, but only stride 1 permits a view of its bytes.
+    return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def unique_name(path: TreePath, used: Container[str]) -> str:
+    """Return an unused name of an entry, for the tensor at a path."""
+    name = "/".join(map(str, path))
+    while name in used or name == "__metadata__":
+        name += "'"
+    return name
+
+
+def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
+    """Return the header of a file, after its length. The bytes of the entries follow it in their order.
+
+    Raises:
+        ValueError: if `is_bounded` and `parse_header` would reject the header from an untrusted source.
+    """
+    lines: dict[str, Any] = {}
+    coded = {}
+    begin = 0
+    for entry in entries:
+        shape, end = list(entry.shape), begin + entry.num_bytes
+        if entry.stored_dtype is not entry.dtype or entry.is_compressed:
+            coded[entry.name] = [str(entry.dtype).removeprefix("torch."), shape, entry.is_compressed]
+            shape = [entry.num_bytes]
+        lines[entry.name] = {"dtype": DTYPE_NAMES[entry.stored_dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    metadata = {**metadata, "format": FORMAT, "version": VERSION}
+    if coded:
+        metadata["coded"] = json.dumps(coded)
+    text = json.dumps({"__metadata__": metadata, **lines}, separators=(",", ":"))
+    if is_bounded:
+        check_bounds(text)
+    return with_length(text.encode())
+
+
+def with_length(header: bytes) -> bytes:
+    """Return a header prefixed with its length, and padded so that the bytes of tensors begin at a multiple of 8."""
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
+    """Return the metadata of a header, and its entries in the order of their bytes.
+
+    An invalid header raises an exception. The bytes of an entry begin where those of the entry before end, and their
+    number is that of the dtype and the shape, unless they are compressed.
+
+    Example:
+        >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})
+        >>> parse_header(header[8:])[1]
+        [TensorEntry(name='w', dtype=torch.complex64, shape=(2,), num_bytes=16, is_compressed=False, begin=0)]
+    """
+    lines = parse_json(str(header, "utf-8"), is_bounded=is_bounded)
+    metadata = lines.pop("__metadata__")
+    if metadata.get("format") != FORMAT or not all(type(text) is str for text in metadata.values()):
+        raise ValueError("its metadata are not those of this package")
+    coded = parse_json(metadata.get("coded", "{}"), is_bounded=is_bounded)
+    entries = []
+    position = 0
+    for name, line in sorted(lines.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = line["data_offsets"]
+        if len(line) != 3 or type(begin) is not int or type(end) is not int or begin > end:
+            raise ValueError("an entry with other fields or a negative length")
+        if begin != position:
+            raise ValueError("its entries are not contiguous")
+        entry = TensorEntry(name, DTYPES[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
+        _check_length(entry)
+        if name in coded:
+            dtype, shape, is_compressed = coded.pop(name)
+            if entry.dtype is not torch.uint8 or type(is_compressed) is not bool:
+                raise ValueError("an invalid encoding")
+            entry = TensorEntry(name, _parse_dtype(dtype), parse_shape(shape), end - begin, is_compressed, begin)
+            _check_length(entry)
+        entries.append(entry)
+        position = end
+    if coded:
+        raise ValueError("an encoding without an entry")
+    return metadata, entries
+
+
+def _check_length(entry: TensorEntry) -> None:
+    if not entry.is_compressed and entry.memory != entry.num_bytes:
+        raise ValueError("an entry whose shape is not that of its bytes")
+
+
+def parse_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape in JSON as a tuple; an invalid shape raises a `ValueError`."""
+    if type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 2**62 for n in shape):
+        return tuple(shape)
+    raise ValueError("an invalid shape")
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    # The dtypes of quantised tensors begin with q.
+    if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
+        raise ValueError(f"unknown dtype {name}")
+    return dtype
+
+
+def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
+    """Yield the parts of a file with a blank checksum."""
+    tensors: dict[str, Tensor] = {}
+
+    def add(tensor: Tensor, path: TreePath) -> Any:
+        name = unique_name(path, tensors)
+        tensors[name] = tensor
+        return name if tensor.device.type == "cpu" else [name, str(tensor.device)]
+
+    text = encode(tree, add, CheckpointError)
+    metadata = {"checksum": BLANK_CHECKSUM.decode(), "kind": kind, "tree": text}
+    listed = [TensorEntry(name, x.dtype, x.shape, x.numel() * x.itemsize) for name, x in tensors.items()]
+    # Readers require that an entry begins at a multiple of the size of its numbers.
+    listed.sort(key=lambda entry: -entry.stored_dtype.itemsize)
+    head = memoryview(make_header(listed, metadata))
+    return chain([head], (tensor_bytes(tensors[entry.name]) for entry in listed))
+
+
+def _atomic_write(path: Path, parts: Iterator[memoryview], keep: int) -> None:
+    with atomic_write(path, keep=keep, is_synced=True) as draft:
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            checksum = 0
+            for part in parts:
+                checksum = write_all(partial(os.write, file), part, checksum)
+            os.lseek(file, 8 + CHECKSUM.start, os.SEEK_SET)
+            write_all(partial(os.write, file), memoryview(b"%08x" % checksum), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _read(
+    file: BufferedReader, size: int, allow_trailing: bool, retains_data: bool = True
+) -> tuple[dict[str, str], dict[str, tuple[TensorEntry, Tensor]]]:
+    """Read the header and the data of a file, and return the metadata and the entries with their bytes."""
+    start = file.read(8 + len(HEADER_PREFIX))
+    if not HEADER_PREFIX.startswith(start[8:]):
+        raise CheckpointError("was not written by this package")
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 + len(HEADER_PREFIX) or size < 8 + length:
+        raise CheckpointError(f"is truncated: it has {size} bytes")
+    try:
+        header = start[8:] + bytes(_read_exactly(file, length - len(HEADER_PREFIX)).numpy())
+        metadata, entries = parse_header(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"is altered: {error}") from None
+    missing = 8 + length + sum(entry.num_bytes for entry in entries) - size
+    if missing > 0 or (missing and not allow_trailing):
+        what = "truncated" if missing > 0 else "altered"
+        raise CheckpointError(f"is {what}: it has {size} bytes, expected {size + missing}")
+    checksum = zlib.crc32(start[:8] + HEADER_PREFIX + BLANK_CHECKSUM + header[CHECKSUM.stop :])
+    found = {}
+    for entry in entries:
+        count = entry.num_bytes if retains_data else CHUNK_BYTES
+        for begin in range(0, max(entry.num_bytes, 1), max(count, 1)):
+            data = _read_exactly(file, min(count, entry.num_bytes - begin))
+            checksum = zlib.crc32(data.numpy().data, checksum)
+        found[entry.name] = entry, data
+    if b"%08x" % checksum != header[CHECKSUM]:
+        raise CheckpointError("is altered: its checksum is another one")
+    version = metadata.get("version")
+    if version != VERSION:
+        raise CheckpointError(f"has version {version} of the format, and this version of the package reads {VERSION}")
+    return metadata, found
+
+
+def _decode_tree(metadata: Mapping[str, str], load_tensor: Callable[[Any], Any]) -> Any:
+    try:
+        return decode(json.loads(metadata["tree"]), load_tensor)
+    except Exception as error:  # The checksum is valid, so another program wrote the file.
+        raise CheckpointError(f"was not written by this package: {error!r}") from None
+
+
+def _read_exactly(file: BufferedReader, count: int) -> Tensor:
+    """Read exactly this number of bytes into new memory."""
+    data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
+    if file.readinto(data.numpy().data) != count:
+        raise CheckpointError("is altered: it ends before its header says")
+    return data
+
+
+def _available_device(device: torch.device) -> torch.device:
+    """Return the device if it is available, else the CPU."""
+    kind = getattr(torch, device.type, None)
+    there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
+    return device if there else torch.device("cpu")
