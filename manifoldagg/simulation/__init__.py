@@ -29,11 +29,9 @@ from manifoldagg.simulation.partitions import (
     natural_partition,
     shards_partition,
 )
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.run import Method, RunResult, run
-from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
-from manifoldagg.simulation.trace import TaskRecord, read_trace, write_trace
+from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler, Scheduler
+from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord, read_trace, write_trace
 
 __all__ = [
     "AvailabilityChange",

@@ -15,8 +15,7 @@ from manifoldagg.simulation.delays import Delay, Delays
 from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from manifoldagg.simulation.event_loop import EventLoop
 from manifoldagg.simulation.federated_dataset import FederatedDataset
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerLike
+from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerLike
 
 __all__ = ["build_event_loop"]
 
