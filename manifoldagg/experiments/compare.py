@@ -27,18 +27,17 @@ from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.engine import UpdateEvent
-from manifoldagg.simulation.event_loop import DispatchEvent
+from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
+from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
 from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
 from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run import TASK_COSTS, Method, RunResult, check_method, run
 from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
 from manifoldagg.simulation.spec_parser import error_context
 from manifoldagg.simulation.stable_repr import stable_repr
 from manifoldagg.simulation.trace import TaskRecord
-from manifoldagg.simulation.workload import build_event_loop
 
 __all__ = ["Comparison", "Landscape", "compare"]
 LANDSCAPE_AFTER = 0.5

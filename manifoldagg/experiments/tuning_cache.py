@@ -11,7 +11,7 @@ from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.raw_io import tensor_bytes
 from manifoldagg.simulation.federated_dataset import FederatedDataset
-from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.stable_repr import stable_repr
 

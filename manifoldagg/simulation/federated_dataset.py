@@ -22,7 +22,7 @@ from manifoldagg.simulation.partitions import Partition
 __all__ = ["FederatedDataset", "TaskId", "check_federation"]
 
 SPLIT_STREAM, BATCH_STREAM = 0, 2
-"""Independent streams of random numbers under one seed; others are in `workload` and
+"""Independent streams of random numbers under one seed; others are in `event_loop` and
 `federated.clients.determinism`."""
 
 

@@ -14,7 +14,7 @@ from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
 from manifoldagg.kernels import set_backend
 from manifoldagg.kernels.backends import selection
-from manifoldagg.simulation.executors.client_task import ClientTask, GradientCounter, run_task
+from manifoldagg.simulation.client_task import ClientTask, GradientCounter, run_task
 from manifoldagg.simulation.executors.shared_tensors import (
     SharedTensorStore,
     StoredTensor,
