@@ -29,7 +29,7 @@ from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
 from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
-from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
+from manifoldagg.simulation.executors import ExecutorLike, shared_executor
 from manifoldagg.simulation.federated_dataset import FederatedDataset
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.partitions import Partition

@@ -82,10 +82,7 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
         made = make()
     if not isinstance(made, LabelledDataset):
         raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
-    # A data set of a user's module must not be modified.
-    made = replace(made, model=made.model if model is None else _model_factory(model, made.signature))
-    object.__setattr__(made, "factory", partial(load_dataset, source, model))
-    return made
+    return made if model is None else replace(made, model=_model_factory(model, made.signature))
 
 
 def digits() -> LabelledDataset:

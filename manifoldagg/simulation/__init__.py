@@ -17,7 +17,7 @@ from manifoldagg.simulation.delays import (
 from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from manifoldagg.simulation.engine import UpdateEvent, run
 from manifoldagg.simulation.evaluation import gini, theil
-from manifoldagg.simulation.executors.executor import RestartingExecutor, processes
+from manifoldagg.simulation.executors import RestartingExecutor, processes
 from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.method import Method, RunResult

@@ -22,13 +22,13 @@ from manifoldagg.simulation.cost import Cost, Evaluation
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop, build_event_loop
-from manifoldagg.simulation.executors.executor import ExecutorLike
-from manifoldagg.simulation.executors.task_runner import TaskRunner
+from manifoldagg.simulation.executors import ExecutorLike
 from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.lookahead import Lookahead
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.run_metadata import run_metadata
 from manifoldagg.simulation.schedulers import SchedulerLike
+from manifoldagg.simulation.task_runner import TaskRunner
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["TASK_COSTS", "Simulator", "UpdateEvent", "run"]
