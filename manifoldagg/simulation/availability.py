@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -127,6 +128,11 @@ class AvailabilityTrace(Generic[C]):
         if client not in self._available:
             raise ArgumentError(f"client: {client!r} does not take part at {self.now:g} s")
         self._scheduler.dispatch(client, work)
+
+    def peek(self) -> float:
+        """Return the time of the next completion or availability change, or infinity."""
+        change = self._changes[self._num_applied : self._num_applied + 1]
+        return min(self._scheduler.peek(), *(c.time for c in change), inf)
 
     def next(self) -> Completion | AvailabilityChange[C]:
         """Return the next completion or availability change.

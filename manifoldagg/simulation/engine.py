@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from immutables import Map
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import CheckpointPolicy, Message, Payload, Server, Ticket
 from manifoldagg.federated.server.durability.fingerprint import fingerprint
@@ -56,7 +57,8 @@ class Simulator:
         method: the method, bound to the clients.
         event_loop: the order of dispatches and completions.
         metadata: all settings that determine the run.
-        num_updates: the number of updates of the run.
+        num_updates: the number of updates of the run; `None` for no limit.
+        duration: the virtual time of the run; infinity for no limit.
         task_cost: one of `TASK_COSTS`.
         executor: the executor of the client tasks.
         loaded: the checkpoint of an interrupted run, to resume from.
@@ -76,7 +78,8 @@ class Simulator:
         event_loop: EventLoop,
         metadata: Mapping[str, Any],
         *,
-        num_updates: int,
+        num_updates: int | None,
+        duration: float,
         task_cost: str,
         executor: ExecutorLike,
         loaded: LoadedRun | None,
@@ -88,7 +91,9 @@ class Simulator:
         self._event_loop = event_loop
         self._on_update = on_update
         self._num_steps = getattr(method.trainer, "num_steps", None) if task_cost == "trainer" else None
-        self._lookahead = Lookahead(event_loop, num_updates, self._work)
+        self._num_updates = inf if num_updates is None else num_updates
+        self._duration = duration
+        self._lookahead = Lookahead(event_loop, self._is_over, self._work)
         self._last_message: Message
         # Messages of one version share their equal tensors.
         self._version = -1
@@ -122,6 +127,11 @@ class Simulator:
     def seconds(self) -> float:
         """The wall-clock seconds so far, without evaluation."""
         return time.perf_counter() - self._started - self.evaluation_log.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends before the next event."""
+        return self._is_over(self._event_loop)
 
     def advance(self) -> bool:
         """Process the next event and return whether it was an update."""
@@ -208,6 +218,11 @@ class Simulator:
         self._event_loop.acknowledge(accepted)
         self._lookahead.on_completion(event.task_id, accepted)
 
+    def _is_over(self, event_loop: EventLoop) -> bool:
+        if event_loop.num_completed >= self._num_updates:
+            return True
+        return self._duration < inf and event_loop.peek() > self._duration
+
     def _work(self, client: int) -> float:
         """The work of a task that the client would receive now."""
         length = self._federation.num_batches(client)
@@ -240,7 +255,8 @@ def run(
     federation: FederatedDataset,
     method: Method,
     *,
-    num_updates: int,
+    num_updates: int | None = None,
+    duration: float | None = None,
     scheduler: SchedulerLike = None,
     delays: Delays = None,
     availability: Availability = None,
@@ -254,7 +270,7 @@ def run(
     checkpoint: CheckpointPolicy | None = None,
     resume: bool = False,
 ) -> RunResult:
-    """Train in virtual time until the server has received `num_updates` updates.
+    """Train in virtual time until the server has received `num_updates` updates, or `duration` has passed.
 
     Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
     next k when these have answered; or as the rule draws or routes them.
@@ -262,7 +278,9 @@ def run(
     Args:
         federation: who holds what.
         method: a rule and its trainer.
-        num_updates: the number of updates, accepted or not.
+        num_updates: the number of updates, accepted or not. It may be omitted if `duration` is given.
+        duration: the virtual time in seconds. The run ends before the first event that is later, also if no client has
+            a task any more.
         scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
             one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
             given.
@@ -308,7 +326,12 @@ def run(
         >>> found.evaluated_at, found.staleness
         ([0, 3, 6], [0, 0, 0, 0, 0, 0])
     """
-    check_count("num_updates", num_updates)
+    if num_updates is None and duration is None:
+        raise ArgumentError("num_updates, duration: expected at least one of them")
+    if num_updates is not None:
+        check_count("num_updates", num_updates)
+    if duration is not None:
+        duration = check_number("duration", duration, above=0)
     check_count("eval_every", eval_every)
     check_choice("task_cost", task_cost, TASK_COSTS)
     for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
@@ -326,6 +349,7 @@ def run(
         federation,
         method,
         num_updates=num_updates,
+        duration=duration,
         scheduler=scheduler,
         delays=delays,
         availability=availability,
@@ -350,6 +374,7 @@ def run(
         loop,
         metadata,
         num_updates=num_updates,
+        duration=inf if duration is None else duration,
         task_cost=task_cost,
         executor=executor,
         loaded=loaded,
@@ -357,6 +382,12 @@ def run(
     )
     # It retains all tensors of the file.
     del loaded
+
+    def evaluate() -> None:
+        row = simulator.evaluate()
+        if log is not None:
+            log(row)
+
     if progress is not None:
         for _ in range(simulator.cost.updates):
             progress()
@@ -364,16 +395,17 @@ def run(
         for row in simulator.evaluation_log.evaluations:
             log(row)
     with simulator.task_runner, RunCheckpointer(checkpoint, simulator.cost.updates) as checkpointer:
-        while simulator.cost.updates < num_updates:
+        while not simulator.is_over:
             checkpointer.maybe_write(simulator.snapshot)
             if not simulator.advance():
                 continue
-            if simulator.cost.updates % eval_every == 0 or simulator.cost.updates == num_updates:
-                row = simulator.evaluate()
-                if log is not None:
-                    log(row)
+            updates = simulator.cost.updates
+            if updates % eval_every == 0 or updates == num_updates:
+                evaluate()
             if progress is not None:
                 progress()
+        if simulator.evaluation_log.evaluations[-1].updates < simulator.cost.updates:
+            evaluate()
     return RunResult(
         simulator.evaluation_log.evaluations,
         simulator.event_log.trace,

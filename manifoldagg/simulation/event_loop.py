@@ -131,6 +131,10 @@ class EventLoop:
         """The virtual time in seconds."""
         return self._scheduler.now
 
+    def peek(self) -> float:
+        """Return the time of the next event, or infinity; a change of availability counts as an event."""
+        return self.now if self._dispatch_queue else self._availability.peek()
+
     def next(self) -> SimulationEvent:
         """Return the next event.
 

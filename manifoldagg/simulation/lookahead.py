@@ -24,13 +24,15 @@ class Lookahead:
 
     Args:
         event_loop: the event loop, before its first event.
-        num_updates: the number of updates of the run.
+        is_over: returns whether the run ends before the next event of such an event loop.
         task_cost: returns the work of a client without an earlier task.
     """
 
-    def __init__(self, event_loop: EventLoop, num_updates: int, task_cost: Callable[[int], float]) -> None:
+    def __init__(
+        self, event_loop: EventLoop, is_over: Callable[[EventLoop], bool], task_cost: Callable[[int], float]
+    ) -> None:
         self._event_loop = event_loop
-        self._num_updates = num_updates
+        self._is_over = is_over
         self._task_cost = task_cost
         self._last_work: dict[int, float] = {}
         self._in_flight: dict[TaskId, None] = {}
@@ -86,7 +88,7 @@ class Lookahead:
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
         """Process the next event of the copy, with this work or acceptance or the assumed one; `None` at the end."""
         ahead = self._copy
-        if ahead is None or (ahead.pending_event is None and ahead.num_completed >= self._num_updates):
+        if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):
             return None
         self._cost += 1
         try:
