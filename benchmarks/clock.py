@@ -27,10 +27,8 @@ from manifoldagg.simulation.delays import (
 )
 from manifoldagg.simulation.empirical_delays import Empirical
 from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import ReplayScheduler
-from manifoldagg.simulation.schedulers import Completion, IndependentClients
-from manifoldagg.simulation.trace import TaskRecord
+from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler
+from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord
 
 DELAYS: dict[str, Delay] = {
     "constant": Deterministic(10.0),

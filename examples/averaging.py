@@ -30,7 +30,7 @@ from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Message, Outcome, Update, clients
 from manifoldagg.manifolds import Manifold, Sphere, distance, geodesic
 from manifoldagg.simulation import FederatedDataset, dirichlet_partition
-from manifoldagg.simulation.priority import PriorityScheduler
+from manifoldagg.simulation.schedulers import PriorityScheduler
 
 CLIENTS = 10
 CYCLE = 8

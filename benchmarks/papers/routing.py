@@ -45,8 +45,7 @@ from manifoldagg.simulation import (
     iid_partition,
     run,
 )
-from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent
-from manifoldagg.simulation.workload import build_event_loop
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, build_event_loop
 
 VALIDATION = (100, 101)
 START = 0.04

@@ -25,7 +25,7 @@ from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.run_report import environment_info
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.simulation import FederatedDataset, processes, registry
-from manifoldagg.simulation.executors.executor import shared_executor
+from manifoldagg.simulation.executors import shared_executor
 
 HERE = Path(__file__).parent
 SCENARIO = ("scheduler", "delays", "availability")

@@ -20,7 +20,7 @@ from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.run_report import read_report
 from manifoldagg.experiments.tuning import with_rate
 from manifoldagg.simulation import registry
-from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.run_metadata import referenced_files, versions
 from manifoldagg.simulation.spec_parser import Spec, error_context, parse_literal, parse_spec
 from manifoldagg.simulation.stable_repr import stable_repr

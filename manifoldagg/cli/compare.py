@@ -32,7 +32,7 @@ from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
 from manifoldagg.experiments.run_report import check_destination, read_report, write_report
 from manifoldagg.experiments.tuning import Tuning
-from manifoldagg.simulation.executors.executor import processes
+from manifoldagg.simulation.executors import processes
 from manifoldagg.simulation.stable_repr import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
@@ -170,6 +170,13 @@ def compare_command(
     only: Annotated[
         list[str] | None, typer.Option(help="The tables of --config to run, separated by commas; may be repeated.")
     ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            help="End each run after this virtual time in seconds, if it has fewer updates than --updates.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Compare methods in virtual time, on equal terms.
 
@@ -220,6 +227,7 @@ def compare_command(
         "task_cost": task_cost,
         "concurrency": concurrency,
         "eval_every": eval_every,
+        **({} if duration is None else {"duration": duration}),
     }
     first = max(Tuning.seeds[0], seeds)
     apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None

@@ -27,18 +27,17 @@ from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.engine import UpdateEvent
-from manifoldagg.simulation.event_loop import DispatchEvent
-from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
+from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
+from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
+from manifoldagg.simulation.executors import ExecutorLike, shared_executor
 from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run import TASK_COSTS, Method, RunResult, check_method, run
 from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
 from manifoldagg.simulation.spec_parser import error_context
 from manifoldagg.simulation.stable_repr import stable_repr
 from manifoldagg.simulation.trace import TaskRecord
-from manifoldagg.simulation.workload import build_event_loop
 
 __all__ = ["Comparison", "Landscape", "compare"]
 LANDSCAPE_AFTER = 0.5
@@ -137,6 +136,7 @@ def compare(
     tuning: Tuning | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
+    duration: float | None = None,
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
 
@@ -167,6 +167,7 @@ def compare(
             to remove; what another comparison left there is removed.
         resume: resume from `folder`, if there is something: a comparison that was interrupted at any point
             finds what it would have found, bit for bit.
+        duration: the virtual time in seconds after which each run ends, if it has fewer than `num_updates` updates.
 
     Raises:
         ArgumentError: naming the argument that does not fit.
@@ -231,6 +232,7 @@ def compare(
             "task_cost": task_cost,
             "concurrency": concurrency,
             "eval_every": eval_every,
+            **({} if duration is None else {"duration": duration}),
             "tuning": tried,
             "methods": {
                 method.name: {"rule": stable_repr(method.rule), "trainer": stable_repr(method.trainer)}
@@ -260,6 +262,7 @@ def compare(
                     federation,
                     method,
                     num_updates=num_updates,
+                    duration=duration,
                     **scenario,
                     task_cost=task_cost,
                     concurrency=concurrency,
@@ -381,7 +384,7 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
     final = [row.accuracy for row in last]
     best = [max(run_.accuracy) for run_ in runs]
     reached = [rounds for run_ in runs if (rounds := run_.updates_to(target)) is not None]
-    late = [x for run_ in runs for x in run_.staleness]
+    late = [x for run_ in runs for x in run_.staleness] or [0]
     return {
         "final_mean": statistics.fmean(final),
         "final_sd": _standard_deviation(final),

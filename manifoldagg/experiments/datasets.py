@@ -1,6 +1,7 @@
 """Registry of data sets, each with a suitable model; they are read from local files and never downloaded."""
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,10 +83,33 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
         made = make()
     if not isinstance(made, LabelledDataset):
         raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
-    # A data set of a user's module must not be modified.
-    made = replace(made, model=made.model if model is None else _model_factory(model, made.signature))
-    object.__setattr__(made, "factory", partial(load_dataset, source, model))
+    if model is not None:
+        return replace(made, model=_model_factory(model, made.signature))
+    try:
+        pickle.dumps(made.model)
+    except Exception:  # a lambda, for instance
+        return replace(made, model=_ModelOfDataset(source, made.model))
     return made
+
+
+class _ModelOfDataset:
+    """A model factory that cannot be pickled. Another process loads the data set again to obtain it."""
+
+    def __init__(self, source: str | Callable[[], LabelledDataset], model: Callable[[], nn.Module]) -> None:
+        self._source = source
+        self._model = model
+        # The name in the metadata of a run.
+        self.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
+
+    def __call__(self) -> nn.Module:
+        return self._model()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_model, (self._source,)
+
+
+def _load_model(source: str | Callable[[], LabelledDataset]) -> Callable[[], nn.Module]:
+    return load_dataset(source).model
 
 
 def digits() -> LabelledDataset:

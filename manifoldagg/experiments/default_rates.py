@@ -7,7 +7,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.experiments.registry import methods, parse_methods
 from manifoldagg.experiments.tuning import find_rate, with_rate
 from manifoldagg.federated.stability import is_synchronous, stability_limit, updates_per_step
-from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.method import Method
 
 __all__ = ["methods_with_scaled_rates"]
 

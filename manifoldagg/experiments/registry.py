@@ -19,7 +19,7 @@ from manifoldagg.corrections import Correction
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness
 from manifoldagg.federated import clients as trainers
-from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.spec_parser import (
     MODULE_NAME,
     OptionReaders,

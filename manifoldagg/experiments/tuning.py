@@ -18,9 +18,10 @@ from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.delays import Delays
-from manifoldagg.simulation.executors.executor import ExecutorLike, shared_executor
+from manifoldagg.simulation.engine import run
+from manifoldagg.simulation.executors import ExecutorLike, shared_executor
 from manifoldagg.simulation.federated_dataset import FederatedDataset, check_federation
-from manifoldagg.simulation.run import Method, RunResult, check_method, run
+from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.schedulers import SchedulerFactory
 from manifoldagg.simulation.spec_parser import error_context
 

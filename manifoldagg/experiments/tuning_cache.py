@@ -10,7 +10,7 @@ from manifoldagg._io import atomic_write
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.federated_dataset import FederatedDataset
-from manifoldagg.simulation.run import Method
+from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.stable_repr import stable_repr
 from manifoldagg.tensor_file import tensor_bytes

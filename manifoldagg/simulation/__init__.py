@@ -1,6 +1,7 @@
 """Discrete-event simulation of federated learning: a virtual clock, delays, schedulers, traces and runs."""
 
 from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
+from manifoldagg.simulation.client_task import ClientTask, run_task
 from manifoldagg.simulation.clock import VirtualClock
 from manifoldagg.simulation.cost import Evaluation
 from manifoldagg.simulation.dataset import Batches, LabelledDataset
@@ -14,12 +15,12 @@ from manifoldagg.simulation.delays import (
     Uniform,
 )
 from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
-from manifoldagg.simulation.engine import UpdateEvent
-from manifoldagg.simulation.executors.client_task import ClientTask, run_task
-from manifoldagg.simulation.executors.executor import RestartingExecutor, processes
-from manifoldagg.simulation.fairness import gini, theil
+from manifoldagg.simulation.engine import UpdateEvent, run
+from manifoldagg.simulation.evaluation import gini, theil
+from manifoldagg.simulation.executors import RestartingExecutor, processes
 from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.method import Method, RunResult
 from manifoldagg.simulation.partitions import (
     Partition,
     cyclic_partition,
@@ -29,11 +30,8 @@ from manifoldagg.simulation.partitions import (
     natural_partition,
     shards_partition,
 )
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import ReplayScheduler
-from manifoldagg.simulation.run import Method, RunResult, run
-from manifoldagg.simulation.schedulers import Completion, IndependentClients, Scheduler
-from manifoldagg.simulation.trace import TaskRecord, read_trace, write_trace
+from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler, Scheduler
+from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord, read_trace, write_trace
 
 __all__ = [
     "AvailabilityChange",

@@ -3,8 +3,9 @@
 import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
 from manifoldagg.simulation.delays import Delay, set_fields
-from manifoldagg.simulation.resumable import Resumable
 from manifoldagg.simulation.schedulers import Completion, Scheduler, normalize_client, parse_client
 
 __all__ = ["Availability", "AvailabilityChange", "AvailabilityFactory", "AvailabilityTrace", "churn", "read_changes"]
@@ -50,7 +50,7 @@ class AvailabilityChange(Generic[C]):
         return self
 
 
-class AvailabilityTrace(Resumable, Generic[C]):
+class AvailabilityTrace(Generic[C]):
     """A scheduler with changes of client availability.
 
     `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
@@ -80,8 +80,6 @@ class AvailabilityTrace(Resumable, Generic[C]):
         >>> crowd.next().kind, sorted(crowd.available)
         ('join', ['b'])
     """
-
-    kind: ClassVar[str] = "availability"
 
     def __init__(
         self, scheduler: Scheduler[C], changes: Iterable[AvailabilityChange[C]], *, available: Iterable[C] = ()
@@ -131,6 +129,11 @@ class AvailabilityTrace(Resumable, Generic[C]):
             raise ArgumentError(f"client: {client!r} does not take part at {self.now:g} s")
         self._scheduler.dispatch(client, work)
 
+    def peek(self) -> float:
+        """Return the time of the next completion or availability change, or infinity."""
+        change = self._changes[self._num_applied : self._num_applied + 1]
+        return min(self._scheduler.peek(), *(c.time for c in change), inf)
+
     def next(self) -> Completion | AvailabilityChange[C]:
         """Return the next completion or availability change.
 
@@ -144,41 +147,6 @@ class AvailabilityTrace(Resumable, Generic[C]):
         self._num_applied += 1
         _apply(change, self._available)
         return replace(change, lost_tasks=self._scheduler.cancel(change.client)) if change.kind == "fail" else change
-
-    def state(self) -> dict[str, Any]:
-        """Return the complete dynamic state as a JSON-compatible tree."""
-        return {"settings": self._settings(), "done": self._num_applied, "scheduler": self._scheduler.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a `state`, bit for bit; the constructor's arguments must be equal.
-
-        Raises:
-            ArgumentError: if `state` is not a state of this object; all stays as it was.
-        """
-        try:
-            settings = state["settings"]
-            done = state["done"]
-            inner = state["scheduler"]
-            fits = settings == self._settings() and type(done) is int and 0 <= done <= len(self._changes)
-            now = check_number("now", inner["clock"]["now"])
-            # In order of time: those up to now are done, and no others.
-            fits = fits and all(change.time <= now for change in self._changes[:done][-1:])
-            fits = fits and all(change.time >= now for change in self._changes[done:][:1])
-        except (KeyError, TypeError, ArgumentError):
-            fits = False
-        if not fits:
-            raise ArgumentError("state: expected the state of an availability trace with the same clients and changes")
-        self._scheduler.restore(inner)
-        self._num_applied = done
-        self._available = set(self._initial)
-        for change in self._changes[:done]:
-            _apply(change, self._available)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "available": sorted(self._initial, key=lambda client: (str(type(client)), client)),
-            "changes": [[change.time, change.client, change.kind] for change in self._changes],
-        }
 
 
 def churn(

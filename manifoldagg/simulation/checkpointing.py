@@ -1,18 +1,282 @@
-"""Checkpointing of a run: snapshots that are written at an interval, and when an exception ends the run."""
+"""Checkpoints of a run: its complete state between two events, which is written to a file and resumed."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
-from manifoldagg.errors import CheckpointError
-from manifoldagg.federated import CheckpointPolicy
-from manifoldagg.federated.server.durability.checkpoint import CheckpointWriter
-from manifoldagg.simulation.snapshot import RunSnapshot
+import torch
+from immutables import Map
+from torch import Tensor
 
-__all__ = ["RunCheckpointer"]
+from manifoldagg import tensor_file
+from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.federated import CheckpointPolicy, Message, Rule, Server, Ticket
+from manifoldagg.federated.pytrees import Tree, copy_tensor
+from manifoldagg.federated.server.durability.checkpoint import CheckpointWriter, LoadedCheckpoint, ServerSnapshot
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.types import ClientState
+from manifoldagg.manifolds import Manifold
+from manifoldagg.simulation.client_task import bitwise_equal
+from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.evaluation import EvaluationLog
+from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
+from manifoldagg.simulation.federated_dataset import TaskId
+from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.run_metadata import check_compatible
+from manifoldagg.simulation.trace import TaskRecord
+
+__all__ = ["EventLog", "LoadedRun", "RunCheckpointer", "RunSnapshot"]
 
 INTERVAL_FACTOR = 20
 """If only seconds determine when to write, writing takes at most one part in this many of the time."""
+KIND = "run"
+
+
+@dataclass
+class EventLog:
+    """The recorded events of a run, which determine its event loop together with the seed.
+
+    Attributes:
+        work: of each task that was given.
+        trace: the task of each update.
+        accepted: whether its update was.
+        num_events: of all kinds.
+    """
+
+    work: list[float] = field(default_factory=list)
+    trace: list[TaskRecord[int]] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    num_events: int = 0
+
+
+class RunSnapshot(NamedTuple):
+    """The state of a run between two events, taken in constant time: its data are replaced or only appended to.
+
+    Attributes:
+        metadata: what the run follows from.
+        server: all that it knows.
+        tickets: the tickets that are out.
+        client_states: the client state after the last update of each client.
+        cost: so far.
+        event_log: of which what came later does not count,
+        num_events: nor these,
+        num_dispatched: nor tasks.
+        evaluation_log: likewise,
+        num_evaluations: so many.
+        client_accuracy: accuracies of the best model.
+        seconds: of wall-clock time, evaluation apart.
+        evaluation_seconds: likewise, of evaluation.
+    """
+
+    metadata: Mapping[str, Any]
+    server: ServerSnapshot
+    tickets: PersistentOrderedMap[TaskId, Ticket]
+    client_states: Map[int, ClientState]
+    cost: Cost
+    event_log: EventLog
+    num_events: int
+    num_dispatched: int
+    evaluation_log: EvaluationLog
+    num_evaluations: int
+    client_accuracy: list[float]
+    seconds: float
+    evaluation_seconds: float
+
+    @property
+    def updates(self) -> int:
+        """The number of updates."""
+        return self.cost.updates
+
+    def tree(self) -> Tree:
+        """Return the snapshot as plain values and tensors.
+
+        Raises:
+            CheckpointError: naming what of the rule has no name.
+        """
+        server = self.server.tree()
+        pool = _TensorPool(_models_by_version(server))
+        answers = self.cost.updates
+        trace = self.event_log.trace[:answers]
+        return {
+            "metadata": dict(self.metadata),
+            "server": server,
+            "tickets": [
+                (*key, ticket.id, ticket.version, pool.encode_message(ticket.version, ticket.message))
+                for key, ticket in self.tickets.items()
+            ],
+            "tensors": pool.tensors,
+            "client_states": dict(self.client_states),
+            "cost": asdict(self.cost),
+            "num_events": self.num_events,
+            "work": torch.tensor(self.event_log.work[: self.num_dispatched], dtype=torch.float64),
+            "clients": torch.tensor([task.client for task in trace], dtype=torch.int64),
+            "times": torch.tensor([task.finished for task in trace], dtype=torch.float64),
+            "staleness": torch.tensor([task.staleness for task in trace], dtype=torch.int64),
+            "accepted": torch.tensor(self.event_log.accepted[:answers], dtype=torch.bool),
+            "evaluations": [asdict(row) for row in self.evaluation_log.evaluations[: self.num_evaluations]],
+            "client_accuracy": self.client_accuracy,
+            "seconds": self.seconds,
+            "evaluation_seconds": self.evaluation_seconds,
+        }
+
+    def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
+        """Write the snapshot to a file, and record the duration.
+
+        Raises:
+            CheckpointError: naming what cannot be saved, or with what the system says.
+        """
+        begun = time.perf_counter()
+        tensor_file.save(path, KIND, self.tree(), keep=keep)
+        note(seconds=time.perf_counter() - begun)
+
+
+class LoadedRun:
+    """A snapshot of a run as read from its file.
+
+    Args:
+        path: of the file.
+        metadata: what the run to be resumed follows from.
+
+    Attributes:
+        spent: by then.
+        rows: of the evaluations.
+        by_client: accuracies of the best model.
+        seconds: of wall-clock time, evaluation apart.
+        evaluation_seconds: likewise, of evaluation.
+
+    Raises:
+        CheckpointError: if the file is truncated, altered or none of a run, or of another one, naming the difference.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self._path = path
+        self._tree: dict[str, Any] = tensor_file.load(path, KIND)
+        check_compatible(path, self._tree["metadata"], metadata)
+        self.cost = Cost(**self._tree["cost"])
+        self.evaluations = [Evaluation(**row) for row in self._tree["evaluations"]]
+        self.client_accuracy: list[float] = self._tree["client_accuracy"]
+        self.seconds: float = self._tree["seconds"]
+        self.evaluation_seconds: float = self._tree["evaluation_seconds"]
+
+    def server(self, space: Manifold, rule: Rule) -> Server:
+        """Restore the server.
+
+        Raises:
+            CheckpointError: if space or rule are others, naming the first difference.
+        """
+        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
+
+    def client_states(self) -> Map[int, ClientState]:
+        """Return the client states."""
+        return Map(self._tree["client_states"])
+
+    def tickets(self, space: Manifold) -> PersistentOrderedMap[TaskId, Ticket]:
+        """Return the tickets that were in flight, in order."""
+        models = _models_by_version(self._tree["server"])
+        # The server overwrites a model that is no longer referenced.
+        own: dict[int, Tensor] = {}
+        out: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
+        for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["tickets"]:
+            if start is None and version not in own:
+                own[version] = copy_tensor(models[version])
+            message = Message(
+                own[version] if start is None else self._tree["tensors"][start],
+                {name: self._tree["tensors"][place] for name, place in tensors.items()},
+                numbers,
+                {name: self._tree["tensors"][place] for name, place in buffers.items()},
+                asked,
+                version,
+            )
+            out = out.set(TaskId(client, nth), Ticket(name, version, message, space))
+        return out
+
+    def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
+        """Advance a new event loop and its lookahead to the snapshot.
+
+        Raises:
+            CheckpointError: if it goes otherwise than it went.
+        """
+        tree = self._tree
+        given = deque(tree["work"].tolist())
+        answers = deque(
+            zip(*(tree[name].tolist() for name in ("clients", "times", "staleness", "accepted")), strict=True)
+        )
+        ledger = EventLog(num_events=tree["num_events"])
+        out: set[TaskId] = set()
+        try:
+            for _ in range(ledger.num_events):
+                event = event_loop.next()
+                if isinstance(event, DispatchEvent):
+                    work = given.popleft()
+                    ledger.work.append(work)
+                    key = event_loop.submit(event.client, work)
+                    lookahead.on_dispatch(key, work)
+                    out.add(key)
+                elif isinstance(event, DropoutEvent):
+                    lookahead.on_dropout(event.task_ids)
+                    out.difference_update(event.task_ids)
+                else:
+                    client, finished, late, accepted = answers.popleft()
+                    if (event.task_id.client, event.completion.time) != (client, finished):
+                        raise ArgumentError(
+                            f"update {len(ledger.trace) + 1} was of client {client} at {finished:g} s, and is now of "
+                            f"{event.task_id.client} at {event.completion.time:g} s"
+                        )
+                    ledger.trace.append(TaskRecord.from_completion(event.completion, late))
+                    ledger.accepted.append(accepted)
+                    event_loop.acknowledge(accepted)
+                    lookahead.on_completion(event.task_id, accepted)
+                    out.remove(event.task_id)
+            if given or answers or out != {TaskId(client, nth) for client, nth, *_ in tree["tickets"]}:
+                raise ArgumentError("other clients are dispatched to")
+        except (ArgumentError, IndexError) as error:
+            raise CheckpointError(
+                f"{self._path}: the scheduler or the availability differs from the saved run: {error}"
+            ) from error
+        return ledger
+
+
+class _TensorPool:
+    """Tensors of messages, each written once, however many refer to it; and none that the server keeps.
+
+    Args:
+        models: of the server, by version.
+    """
+
+    def __init__(self, models: Mapping[int, Tensor]) -> None:
+        self._models = models
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+        self._start_is_model: dict[int, bool] = {}
+
+    def encode_message(self, version: int, message: Message) -> Tree:
+        """A message in plain values; its start is none where it is the server's model of that version."""
+        start = message.start
+        if id(start) not in self._start_is_model:
+            self._start_is_model[id(start)] = bitwise_equal(self._models[version], start)
+        return (
+            None if self._start_is_model[id(start)] else self._index(start),
+            {name: self._index(tensor) for name, tensor in message.tensors.items()},
+            dict(message.numbers),
+            {name: self._index(tensor) for name, tensor in message.buffers.items()},
+            message.requested_buffers,
+        )
+
+    def _index(self, tensor: Tensor) -> int:
+        place = self._indices.setdefault(id(tensor), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(tensor)
+        return place
+
+
+def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The models that a server has written down, by version."""
+    kept = {key[1]: tree for key, tree in server["stored_trees"] if key[0] == "version"}
+    return {**kept, server["version"]: server["model"]}
 
 
 class RunCheckpointer:

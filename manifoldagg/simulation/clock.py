@@ -3,20 +3,19 @@
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.simulation.resumable import Resumable
 
 __all__ = ["VirtualClock", "check_generator"]
 
 T = TypeVar("T")
 
 
-class VirtualClock(Resumable, Generic[T]):
+class VirtualClock(Generic[T]):
     """A heap of events in virtual time, with one random generator.
 
     Args:
@@ -31,8 +30,6 @@ class VirtualClock(Resumable, Generic[T]):
         >>> [clock.next() for _ in range(3)]
         [(1.0, 'early'), (1.0, 'tie'), (2.0, 'late')]
     """
-
-    kind: ClassVar[str] = "clock"
 
     def __init__(self, generator: np.random.Generator | None = None) -> None:
         self.generator = check_generator(np.random.default_rng(0) if generator is None else generator)
@@ -58,7 +55,7 @@ class VirtualClock(Resumable, Generic[T]):
 
         Args:
             time: `next` returns exactly this number.
-            event: anything; a number, a string or a flat tuple of them where `state` is asked for.
+            event: anything.
             order: among events at one time; by default, how many events were scheduled before.
 
         Returns:
@@ -122,55 +119,6 @@ class VirtualClock(Resumable, Generic[T]):
         self._compact()
         return [entry[3] for entry in sorted(gone, key=_sort_key)]
 
-    def state(self) -> dict[str, Any]:
-        """Return the complete dynamic state as a JSON-compatible tree; `restore` reads it."""
-        self._compact()
-        events = [
-            [time, order, count, list(event) if isinstance(event, tuple) else event]
-            for time, order, count, event in sorted(self._events, key=_sort_key)
-        ]
-        generator = _to_plain(self.generator.bit_generator.state)
-        return {"now": self.now, "scheduled": self._scheduled, "events": events, "generator": generator}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a `state`, bit for bit.
-
-        Raises:
-            ArgumentError: if `state` is none of a clock with the same kind of generator; the clock stays as it was.
-        """
-        try:
-            now = check_number("now", state["now"], at_least=0)
-            scheduled = check_count("scheduled", state["scheduled"], at_least=0)
-            events: list[tuple[float, int, int, Any]] = [
-                (
-                    check_number("time", time, at_least=now),
-                    check_count("order", order, at_least=0),
-                    check_count("event_id", count, at_least=0),
-                    tuple(event) if isinstance(event, list) else event,
-                )
-                for time, order, count, event in state["events"]
-            ]
-            if any(event[2] >= scheduled for event in events) or len({event[2] for event in events}) < len(events):
-                raise ValueError("events are not counted once each")
-            # A twin takes the state first: half of a bad one must not reach the real generator.
-            twin = type(self.generator.bit_generator)()
-            twin.state = state["generator"]
-            # Positions in a buffer are taken as they are, and read from there.
-            given = _to_plain(twin.state)
-            position = given.get("buffer_pos", given["state"].get("pos", 0))
-            end = _BUFFER_SIZES.get(given["bit_generator"])
-            if given != state["generator"] or (end is not None and not 0 <= position <= end):
-                raise ValueError("the generator cannot have this state")
-        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
-            raise ArgumentError(
-                f"state: expected the state of a clock with the same kind of generator, got {error!r}"
-            ) from None
-        self.generator.bit_generator.state = twin.state
-        self.now = now
-        self._scheduled = scheduled
-        self._events = sorted(events, key=_sort_key)
-        self._pending = {event[2] for event in events}
-
     def _pop_cancelled(self) -> None:
         """Drop cancelled events in front of the first one that happens."""
         while self._events and self._events[0][2] not in self._pending:
@@ -196,13 +144,3 @@ def check_generator(generator: np.random.Generator) -> np.random.Generator:
 
 def _sort_key(entry: tuple[float, int, int, Any]) -> tuple[float, int, int]:
     return entry[:3]
-
-
-_BUFFER_SIZES = {"MT19937": 624, "Philox": 4}
-
-
-def _to_plain(tree: Any) -> Any:
-    """Arrays as lists, throughout a tree of dictionaries."""
-    if isinstance(tree, dict):
-        return {key: _to_plain(value) for key, value in tree.items()}
-    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree

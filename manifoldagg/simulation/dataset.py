@@ -1,9 +1,8 @@
 """Data sets: samples with labels, the model that learns them, and minibatches."""
 
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_instance
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.lazy_pickle import checksum, reduce_by_factory
+from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["Batches", "LabelledDataset", "check_dataset"]
+__all__ = ["Batches", "LabelledDataset", "check_dataset", "checksum"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,6 @@ class LabelledDataset:
 
     Raises:
         ArgumentError: if these have other shapes or dtypes.
-
-    One that [`load_dataset`][manifoldagg.experiments.load_dataset] made goes to other processes by name: they make it
-    for themselves.
     """
 
     name: str
@@ -62,7 +58,6 @@ class LabelledDataset:
     target: float
     user_ids: Tensor | None = None
     test_mask: Tensor | None = None
-    factory: "Callable[[], LabelledDataset] | None" = field(init=False, default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return format_result(self, name=self.name, inputs=self.inputs, labels=self.labels, target=self.target)
@@ -85,9 +80,6 @@ class LabelledDataset:
         """The input and output shapes of a model, inferred from the samples."""
         tokens = 0 if self.inputs.is_floating_point() else int(self.inputs.max()) + 1
         return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reduce_by_factory(self, self.factory, attrgetter("checksum"))
 
     @property
     def checksum(self) -> int:
@@ -141,3 +133,16 @@ class Batches:
         order = torch.from_numpy(self.generator.permutation(self.samples))
         for index in order.split(self.size):
             yield self.inputs[index], self.labels[index]
+
+
+def checksum(*parts: Tensor | np.ndarray) -> int:
+    """Return a checksum of all values.
+
+    Example:
+        >>> checksum(np.ones(2), np.zeros(1)) == checksum(np.array([1.0, 1.0, 0.0]))
+        True
+    """
+    value = 0
+    for part in parts:
+        value = zlib.crc32(tensor_bytes(part) if isinstance(part, Tensor) else part.tobytes(), value)
+    return value

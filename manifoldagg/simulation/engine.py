@@ -1,23 +1,42 @@
-"""The simulator of a run, which processes one event at a time."""
+"""The simulation engine: one loop over events, which dispatch tasks to clients and complete them at the server."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
-from manifoldagg.errors import DivergenceError
-from manifoldagg.federated import Message, Payload, Server
+from immutables import Map
+from torch import Tensor
+
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
+from manifoldagg.errors import ArgumentError, DivergenceError
+from manifoldagg.federated import CheckpointPolicy, Message, Payload, Server, ServerLimits, Ticket
+from manifoldagg.federated.server.durability.fingerprint import fingerprint
+from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.checkpointing import EventLog, LoadedRun, RunCheckpointer, RunSnapshot
+from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.evaluation import EvaluationLog
-from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop
-from manifoldagg.simulation.executors.task_runner import TaskRunner
-from manifoldagg.simulation.federated_dataset import TaskId
-from manifoldagg.simulation.in_flight import InFlightTasks
+from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop, build_event_loop
+from manifoldagg.simulation.executors import ExecutorLike
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.lookahead import Lookahead
-from manifoldagg.simulation.snapshot import EventLog, RunSnapshot
+from manifoldagg.simulation.method import Method, RunResult, check_method
+from manifoldagg.simulation.run_metadata import run_metadata
+from manifoldagg.simulation.schedulers import SchedulerLike
+from manifoldagg.simulation.task_runner import TaskRunner
 from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Simulator", "UpdateEvent"]
+__all__ = ["TASK_COSTS", "Simulator", "UpdateEvent", "run"]
+
+TASK_COSTS = ("fixed", "trainer")
+SERVER_LIMITS = ServerLimits(history_size=0, receipt_cache_size=0)
+"""Limits that disable storage for readers and repeated requests, which a simulation does not need."""
 
 
 @dataclass(frozen=True)
@@ -30,46 +49,93 @@ class UpdateEvent:
     payload: Payload
 
 
-@dataclass
 class Simulator:
-    """A simulated run that stops between two events.
+    """A simulated run, which can stop between any two events.
+
+    Args:
+        federation: the federated data set.
+        method: the method, bound to the clients.
+        event_loop: the order of dispatches and completions.
+        metadata: all settings that determine the run.
+        num_updates: the number of updates of the run; `None` for no limit.
+        duration: the virtual time of the run; infinity for no limit.
+        task_cost: one of `TASK_COSTS`.
+        executor: the executor of the client tasks.
+        loaded: the checkpoint of an interrupted run, to resume from.
+        on_update: called with each update.
 
     Attributes:
-        metadata: what it follows from.
-        event_loop: the order of dispatches and completions.
-        task_cost: what a client is given, if it is asked now.
-        lookahead: receives all inputs of the event loop.
-        server: applies the updates.
-        in_flight: the tickets that are out.
-        task_runner: who trains.
-        evaluation_log: the evaluations.
-        event_log: what happened.
-        cost: so far.
-        started: when, in seconds of the wall clock, as if it had never been interrupted.
-        on_update: called with each update.
+        cost: the cost so far.
+        event_log: the events so far.
+        evaluation_log: the evaluations so far.
+        task_runner: trains the clients.
     """
 
-    metadata: Mapping[str, Any]
-    event_loop: EventLoop
-    task_cost: Callable[[int], float]
-    lookahead: Lookahead
-    server: Server
-    in_flight: InFlightTasks
-    task_runner: TaskRunner
-    evaluation_log: EvaluationLog
-    event_log: EventLog
-    cost: Cost
-    started: float
-    on_update: Callable[[UpdateEvent], None] | None
+    def __init__(
+        self,
+        federation: FederatedDataset,
+        method: Method,
+        event_loop: EventLoop,
+        metadata: Mapping[str, Any],
+        *,
+        num_updates: int | None,
+        duration: float,
+        task_cost: str,
+        executor: ExecutorLike,
+        loaded: LoadedRun | None,
+        on_update: Callable[[UpdateEvent], None] | None,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._federation = federation
+        self._metadata = metadata
+        self._event_loop = event_loop
+        self._on_update = on_update
+        self._num_steps = getattr(method.trainer, "num_steps", None) if task_cost == "trainer" else None
+        self._num_updates = inf if num_updates is None else num_updates
+        self._duration = duration
+        self._lookahead = Lookahead(event_loop, self._is_over, self._work)
+        self._last_message: Message
+        # Messages of one version share their equal tensors.
+        self._version = -1
+        self._shared: dict[str, Tensor] = {}
+        self.evaluation_log = EvaluationLog(federation)
+        model = federation.model()
+        rule: Any = method.rule
+        client_states: Map[int, Any] = Map()
+        # The maps are persistent, so that a snapshot takes constant time.
+        self._tickets: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
+        if loaded is None:
+            sizes = {client: len(federation.train[client]) for client in federation.trainable_clients}
+            self._server = Server.of(model, rule, weights=sizes, limits=SERVER_LIMITS)
+            self.event_log = EventLog()
+            self.cost = Cost()
+            self.evaluation_log.record(self._server, self.cost)
+        else:
+            self._server = loaded.server(ParameterSpace.of(model), rule)
+            self._tickets = loaded.tickets(self._server.space)
+            self.event_log = loaded.replay(event_loop, self._lookahead)
+            self.cost = loaded.cost
+            self.evaluation_log.restore(loaded.evaluations, loaded.client_accuracy, loaded.evaluation_seconds)
+            client_states = loaded.client_states()
+            self._started -= loaded.seconds + loaded.evaluation_seconds
+        self.task_runner = TaskRunner(federation, method.trainer, executor, self._lookahead, client_states)
+        for task_id, ticket in self._tickets.items():
+            self._last_message = ticket.message
+            self.task_runner.submit(task_id, ticket.message)
 
     @property
     def seconds(self) -> float:
         """The wall-clock seconds so far, without evaluation."""
-        return time.perf_counter() - self.started - self.evaluation_log.seconds
+        return time.perf_counter() - self._started - self.evaluation_log.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends before the next event."""
+        return self._is_over(self._event_loop)
 
     def advance(self) -> bool:
         """Process the next event and return whether it was an update."""
-        event = self.event_loop.next()
+        event = self._event_loop.next()
         self.event_log.num_events += 1
         if isinstance(event, DispatchEvent):
             self._dispatch(event.client)
@@ -83,15 +149,15 @@ class Simulator:
         """Append a row to the log: the metrics of the model, and the staleness since the last evaluation."""
         seen = self.evaluation_log.evaluations[-1].updates
         return self.evaluation_log.record(
-            self.server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
+            self._server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
         )
 
     def snapshot(self) -> RunSnapshot:
         """Return a snapshot of the complete state."""
         return RunSnapshot(
-            metadata=self.metadata,
-            server=self.server.snapshot(),
-            tickets=self.in_flight.tickets,
+            metadata=self._metadata,
+            server=self._server.snapshot(),
+            tickets=self._tickets,
             client_states=self.task_runner.client_states,
             cost=self.cost,
             event_log=self.event_log,
@@ -105,45 +171,245 @@ class Simulator:
         )
 
     def _dispatch(self, client: int) -> None:
-        ticket = self.in_flight.dispatch(client)
-        self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + ticket.message.nbytes)
-        units = self.task_cost(client)
-        key = self.event_loop.submit(client, units)
-        self.event_log.work.append(units)
-        self.lookahead.on_dispatch(key, units)
-        self.in_flight.add(key, ticket)
-        self.task_runner.submit(key, ticket.message)
+        """The server sends its model to a client, which begins to train."""
+        ticket = self._server.dispatch(client)
+        self._last_message = message = self._share_tensors(ticket)
+        self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + message.nbytes)
+        work = self._work(client)
+        task_id = self._event_loop.submit(client, work)
+        self.event_log.work.append(work)
+        self._lookahead.on_dispatch(task_id, work)
+        self._tickets = self._tickets.set(task_id, replace(ticket, message=message))
+        self.task_runner.submit(task_id, message)
 
     def _drop(self, task_ids: Sequence[TaskId]) -> None:
-        for key in task_ids:
-            self.server.drop(self.in_flight.pop(key))
-        self.lookahead.on_dropout(task_ids)
+        """The tasks of a client that failed are lost."""
+        for task_id in task_ids:
+            self._server.drop(self._pop_ticket(task_id))
+        self._lookahead.on_dropout(task_ids)
         self.task_runner.cancel(task_ids)
 
     def _complete(self, event: CompletionEvent) -> None:
-        ticket = self.in_flight.pop(event.task_id)
+        """A client has finished its training; the server receives the update, and accepts or rejects it."""
+        ticket = self._pop_ticket(event.task_id)
         trace = self.event_log.trace
-        trace.append(TaskRecord.from_completion(event.completion, self.server.version - ticket.version))
-        sent = 0
+        trace.append(TaskRecord.from_completion(event.completion, self._server.version - ticket.version))
+        bytes_up = 0
         try:
             payload = self.task_runner.result(event.task_id)
         except DivergenceError:
             accepted = False
         else:
-            sent = payload.nbytes
-            if self.on_update is not None:
-                self.on_update(UpdateEvent(len(trace), event.task_id.client, ticket.message, payload))
-            accepted = self.server.receive(ticket, payload).accepted
+            bytes_up = payload.nbytes
+            if self._on_update is not None:
+                self._on_update(UpdateEvent(len(trace), event.task_id.client, ticket.message, payload))
+            accepted = self._server.receive(ticket, payload).accepted
         if not accepted:
-            self.server.drop(ticket)
+            self._server.drop(ticket)
         self.event_log.accepted.append(accepted)
         self.cost = replace(
             self.cost,
             updates=len(trace),
             time=event.completion.time,
             gradients=self.cost.gradients + self.task_runner.num_gradients,
-            bytes_up=self.cost.bytes_up + sent,
+            bytes_up=self.cost.bytes_up + bytes_up,
             rejected=self.cost.rejected + (not accepted),
         )
-        self.event_loop.acknowledge(accepted)
-        self.lookahead.on_completion(event.task_id, accepted)
+        self._event_loop.acknowledge(accepted)
+        self._lookahead.on_completion(event.task_id, accepted)
+
+    def _is_over(self, event_loop: EventLoop) -> bool:
+        if event_loop.num_completed >= self._num_updates:
+            return True
+        return self._duration < inf and event_loop.peek() > self._duration
+
+    def _work(self, client: int) -> float:
+        """The work of a task that the client would receive now."""
+        length = self._federation.num_batches(client)
+        return float(length if self._num_steps is None else self._num_steps(self._last_message, length))
+
+    def _pop_ticket(self, task_id: TaskId) -> Ticket:
+        ticket = self._tickets[task_id]
+        self._tickets = self._tickets.remove(task_id)
+        return ticket
+
+    def _share_tensors(self, ticket: Ticket) -> Message:
+        if ticket.version != self._version:
+            self._version = ticket.version
+            self._shared = {}
+
+        def share(name: str, tensor: Tensor) -> Tensor:
+            first = self._shared.setdefault(name, tensor)
+            return first if first is tensor or bitwise_equal(first, tensor) else tensor
+
+        sent = ticket.message
+        return replace(
+            sent,
+            start=share("start", sent.start),
+            tensors={name: share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
+            buffers={name: share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
+        )
+
+
+def run(
+    federation: FederatedDataset,
+    method: Method,
+    *,
+    num_updates: int | None = None,
+    duration: float | None = None,
+    scheduler: SchedulerLike = None,
+    delays: Delays = None,
+    availability: Availability = None,
+    task_cost: str = "fixed",
+    concurrency: int | None = None,
+    eval_every: int = 1,
+    executor: ExecutorLike = None,
+    on_update: Callable[[UpdateEvent], None] | None = None,
+    progress: Callable[[], None] | None = None,
+    log: Callable[[Evaluation], None] | None = None,
+    checkpoint: CheckpointPolicy | None = None,
+    resume: bool = False,
+) -> RunResult:
+    """Train in virtual time until the server has received `num_updates` updates, or `duration` has passed.
+
+    Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
+    next k when these have answered; or as the rule draws or routes them.
+
+    Args:
+        federation: who holds what.
+        method: a rule and its trainer.
+        num_updates: the number of updates, accepted or not. It may be omitted if `duration` is given.
+        duration: the virtual time in seconds. The run ends before the first event that is later, also if no client has
+            a task any more.
+        scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
+            one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
+            given.
+        delays: of [`IndependentClients`][manifoldagg.simulation.IndependentClients] in place of a scheduler: one for
+            all, a mapping from clients, the path of measurements for
+            [`Empirical.from_csv`][manifoldagg.simulation.Empirical], of which each client gets those of some device, or
+            a function of clients and a generator.
+        availability: changes of who takes part, or a function of clients and a generator that makes them. Those of
+            clients without samples do not count.
+        task_cost: of a task: `"fixed"`, the client's minibatches, whatever a method makes of them, so that all methods
+            see one order of events; or `"trainer"`, the steps of its trainer, where that tells them.
+        concurrency: the number of tasks in flight, as many as clients by default; for a rule that draws
+            (`DeFedAvg`), how many are asked at first. A rule that waits for a cohort takes none.
+        eval_every: evaluate the model after so many updates; before the first and after the last in any case.
+        executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
+            [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here on demand.
+        on_update: called with each update, but not again with earlier ones if a run is resumed.
+        progress: called once for each update, including the earlier ones of a resumed run.
+        log: called with the row of each evaluation; likewise.
+        checkpoint: when to write snapshots concurrently, and where to; updates are what `updates`
+            counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
+            it takes no more than a twentieth of the time.
+        resume: resume from the checkpoint, if it exists, bit for bit: a run that was interrupted at any point finds
+            what it would have found. The events are replayed without training; trainers find their client state,
+            which is to be a tree of tensors and plain values. A run that was over ends as it did.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit; if no client has samples; if no client has a task any more
+            before the last update; and what trainers raise but for divergence.
+        CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
+            run, naming the first difference, or scheduler or availability go otherwise than they went.
+
+    Warns:
+        StabilityWarning: once, if the step of an average client is above the stability limit.
+
+    Example:
+        >>> from manifoldagg.federated import rules, clients
+        >>> from manifoldagg.experiments import load_dataset
+        >>> from manifoldagg.simulation import iid_partition
+        >>> federation = FederatedDataset.split(load_dataset("digits"), 6, partition=iid_partition, seed=0)
+        >>> method = Method("FedAvg", rules.FedAvg(cohort=3), clients.Local(epochs=1))
+        >>> found = run(federation, method, num_updates=6, eval_every=3)
+        >>> found.evaluated_at, found.staleness
+        ([0, 3, 6], [0, 0, 0, 0, 0, 0])
+    """
+    if num_updates is None and duration is None:
+        raise ArgumentError("num_updates, duration: expected at least one of them")
+    if num_updates is not None:
+        check_count("num_updates", num_updates)
+    if duration is not None:
+        duration = check_number("duration", duration, above=0)
+    check_count("eval_every", eval_every)
+    check_choice("task_cost", task_cost, TASK_COSTS)
+    for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
+        if told is not None and not callable(told):
+            raise ArgumentError(f"{name}: expected a function, got {short_repr(told)}")
+    check_method("method", method)
+    if resume and checkpoint is None:
+        raise ArgumentError("resume: expected a `checkpoint` to resume from")
+    clients = check_federation("federation", federation).trainable_clients
+    if not clients:
+        raise ArgumentError("federation: expected clients with samples, got no such client")
+    if not any(map(len, federation.held_out)):
+        raise ArgumentError("federation: expected clients with held-out samples, got none")
+    metadata = run_metadata(
+        federation,
+        method,
+        num_updates=num_updates,
+        duration=duration,
+        scheduler=scheduler,
+        delays=delays,
+        availability=availability,
+        task_cost=task_cost,
+        concurrency=concurrency,
+        eval_every=eval_every,
+    )
+    method = method.bind(clients)
+    rule: Any = method.rule
+    if checkpoint is not None:
+        # What a file cannot hold is told now.
+        fingerprint("rule", rule)
+    loop = build_event_loop(
+        federation, rule, scheduler=scheduler, delays=delays, availability=availability, concurrency=concurrency
+    )
+    loaded = None
+    if checkpoint is not None and resume and Path(checkpoint.path).exists():
+        loaded = LoadedRun(Path(checkpoint.path), metadata)
+    simulator = Simulator(
+        federation,
+        method,
+        loop,
+        metadata,
+        num_updates=num_updates,
+        duration=inf if duration is None else duration,
+        task_cost=task_cost,
+        executor=executor,
+        loaded=loaded,
+        on_update=on_update,
+    )
+    # It retains all tensors of the file.
+    del loaded
+
+    def evaluate() -> None:
+        row = simulator.evaluate()
+        if log is not None:
+            log(row)
+
+    if progress is not None:
+        for _ in range(simulator.cost.updates):
+            progress()
+    if log is not None:
+        for row in simulator.evaluation_log.evaluations:
+            log(row)
+    with simulator.task_runner, RunCheckpointer(checkpoint, simulator.cost.updates) as checkpointer:
+        while not simulator.is_over:
+            checkpointer.maybe_write(simulator.snapshot)
+            if not simulator.advance():
+                continue
+            updates = simulator.cost.updates
+            if updates % eval_every == 0 or updates == num_updates:
+                evaluate()
+            if progress is not None:
+                progress()
+        if simulator.evaluation_log.evaluations[-1].updates < simulator.cost.updates:
+            evaluate()
+    return RunResult(
+        simulator.evaluation_log.evaluations,
+        simulator.event_log.trace,
+        simulator.evaluation_log.client_accuracy,
+        simulator.seconds,
+        simulator.evaluation_log.seconds,
+    )

@@ -1,16 +1,32 @@
 """The event loop of a run: the order of dispatches and completions, independent of any model."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler
-from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace
-from manifoldagg.simulation.federated_dataset import TaskId
-from manifoldagg.simulation.schedulers import Completion, Scheduler
+import numpy as np
 
-__all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "SimulationEvent"]
+from manifoldagg._validation import short_repr
+from manifoldagg.errors import ArgumentError, ManifoldAggError
+from manifoldagg.federated import Rule
+from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler, sampler_for, shorten
+from manifoldagg.simulation.availability import Availability, AvailabilityChange, AvailabilityTrace
+from manifoldagg.simulation.delays import Delay, Delays
+from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.schedulers import (
+    Completion,
+    IndependentClients,
+    PriorityScheduler,
+    Scheduler,
+    SchedulerLike,
+)
+
+__all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "SimulationEvent", "build_event_loop"]
+
+SCHEDULER_STREAM, DELAY_STREAM, AVAILABILITY_STREAM, SAMPLING_STREAM = 1, 4, 5, 6
+"""Streams of random numbers under the seed of a federation, beside those in `federated_dataset`."""
 
 
 class DispatchEvent(NamedTuple):
@@ -115,6 +131,10 @@ class EventLoop:
         """The virtual time in seconds."""
         return self._scheduler.now
 
+    def peek(self) -> float:
+        """Return the time of the next event, or infinity; a change of availability counts as an event."""
+        return self.now if self._dispatch_queue else self._availability.peek()
+
     def next(self) -> SimulationEvent:
         """Return the next event.
 
@@ -200,3 +220,64 @@ class EventLoop:
         lost = tuple(TaskId(client, task.task_index) for task in self._dispatched.pop(client, ()))
         self._dispatch_queue.extend(self._sampler.on_dropout(client, len(lost), self.available))
         return lost
+
+
+def build_event_loop(
+    federation: FederatedDataset,
+    rule: Rule,
+    *,
+    scheduler: SchedulerLike = None,
+    delays: Delays = None,
+    availability: Availability = None,
+    concurrency: int | None = None,
+) -> EventLoop:
+    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
+
+    Raises:
+        ArgumentError: naming the one that does not fit, with the clients that it does not fit.
+    """
+    clients = federation.trainable_clients
+
+    def stream(name: int) -> np.random.Generator:
+        return np.random.default_rng([federation.seed, name])
+
+    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM))
+    if scheduler is not None and delays is not None:
+        raise ArgumentError("delays: expected either a scheduler or delays, got both")
+    if delays is not None:
+        made: object = IndependentClients(
+            _resolve_delays(delays, clients, stream(DELAY_STREAM)), stream(SCHEDULER_STREAM)
+        )
+    elif scheduler is None:
+        made = PriorityScheduler[int](len(clients), stream(SCHEDULER_STREAM))
+    else:
+        made = scheduler(clients, stream(SCHEDULER_STREAM)) if callable(scheduler) else scheduler
+    if not isinstance(made, Scheduler):
+        raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {short_repr(made)}")
+    changes = availability(clients, stream(AVAILABILITY_STREAM)) if callable(availability) else availability or ()
+    given: object = changes
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentError(
+            f"availability: expected AvailabilityChanges, or a function that makes them, got {short_repr(changes)}"
+        )
+    idle = set(range(len(federation.train))).difference(clients)
+    return EventLoop(
+        clients, who, made, [c for c in changes if not (isinstance(c, AvailabilityChange) and c.client in idle)]
+    )
+
+
+def _resolve_delays(
+    delays: Delays, clients: Sequence[int], generator: np.random.Generator
+) -> Mapping[int, Delay] | Delay:
+    """One delay for all, or one for each of them."""
+    if isinstance(delays, str | Path):
+        return assign_profiles(Empirical.from_csv(delays), clients, generator)
+    made = delays(clients, generator) if callable(delays) else delays
+    if isinstance(made, Delay):
+        return made
+    if not isinstance(made, Mapping):
+        raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {short_repr(made)}")
+    missing = [client for client in clients if client not in made]
+    if missing:
+        raise ArgumentError(f"delays: expected one for each client that takes part; missing for {shorten(missing)}")
+    return {client: made[client] for client in clients}

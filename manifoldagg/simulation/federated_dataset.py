@@ -1,11 +1,9 @@
 """Federated data sets: the split of a data set over clients, with seeded batches and generators."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,14 +13,13 @@ from manifoldagg._validation import check_count, check_instance, check_number, s
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import seeded_model, task_generator
 from manifoldagg.simulation import registry
-from manifoldagg.simulation.dataset import Batches, LabelledDataset, check_dataset
-from manifoldagg.simulation.lazy_pickle import checksum, reduce_by_factory
+from manifoldagg.simulation.dataset import Batches, LabelledDataset, check_dataset, checksum
 from manifoldagg.simulation.partitions import Partition
 
 __all__ = ["FederatedDataset", "TaskId", "check_federation"]
 
 SPLIT_STREAM, BATCH_STREAM = 0, 2
-"""Independent streams of random numbers under one seed; others are in `workload` and
+"""Independent streams of random numbers under one seed; others are in `event_loop` and
 `federated.clients.determinism`."""
 
 
@@ -48,8 +45,6 @@ class FederatedDataset:
         held_out: likewise, disjoint from `train`; together the test set.
         batch: samples a minibatch.
         seed: everything random in a run follows from it.
-
-    One that `split` made goes to other processes as that call, where what it was given can be pickled.
     """
 
     dataset: LabelledDataset
@@ -57,7 +52,6 @@ class FederatedDataset:
     held_out: list[np.ndarray]
     batch: int
     seed: int
-    factory: "Callable[[], FederatedDataset] | None" = field(init=False, default=None, repr=False, compare=False)
 
     @staticmethod
     def split(
@@ -132,29 +126,13 @@ class FederatedDataset:
                 else f"too few samples each to hold out a part of {validation or part_out:g} and train on the rest"
             )
             raise ArgumentError(f"clients: {clients} clients have {lack}")
-        made = FederatedDataset(
+        return FederatedDataset(
             dataset,
             train=[np.sort(part) for part in train],
             held_out=[np.sort(part) for part in held_out],
             batch=batch,
             seed=seed,
         )
-        origin = partial(
-            FederatedDataset.split,
-            dataset,
-            clients,
-            partition=partition,
-            seed=seed,
-            holdout=holdout,
-            validation=validation,
-            batch=batch,
-        )
-        # A change of it, as by `replace`, has none.
-        object.__setattr__(made, "factory", origin)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reduce_by_factory(self, self.factory, attrgetter("checksum"))
 
     @property
     def checksum(self) -> int:

@@ -2,7 +2,6 @@ r"""A closed Jackson network in virtual time: queues at clients with exponential
 
 import bisect
 from collections import deque
-from typing import Any
 
 import numpy as np
 
@@ -130,23 +129,3 @@ class JacksonNetwork(Scheduler[int]):
     def _drop_client(self, client: int) -> None:
         super()._drop_client(client)
         self._queues.pop(client, None)
-
-    def _settings(self) -> dict[str, Any]:
-        return {"routing": self._routing, "rates": self._rates, "concurrency": self._concurrency}
-
-    def _queued_jobs(self) -> list[Job[int]]:
-        return [job for _, queue in sorted(self._queues.items()) for job in queue]
-
-    def _check_jobs(self, waiting: list[Job[int]], running: list[Job[int]], state: dict[str, Any]) -> None:
-        for client, work, *_ in waiting + running:
-            self._check_duration(client, work)
-        busy = [client for client, *_ in running]
-        if len(set(busy)) < len(busy) or not {client for client, *_ in waiting} <= set(busy):
-            raise ValueError("the clients with tasks are not those that work on one")
-        if len(waiting + running) > self._concurrency:
-            raise ValueError(f"more than {self._concurrency} tasks are in flight")
-
-    def _restore_jobs(self, waiting: list[Job[int]], running: list[Job[int]]) -> None:
-        self._queues = {}
-        for job in waiting:
-            self._enqueue(job)

@@ -24,9 +24,7 @@ from manifoldagg.simulation.delays import Delay, DelayFactory, Delays, Determini
 from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.priority import PriorityScheduler
-from manifoldagg.simulation.replay import ReplayScheduler
-from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerFactory
+from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
 from manifoldagg.simulation.spec_parser import (
     MODULE_NAME,
     OptionReaders,
@@ -42,7 +40,7 @@ from manifoldagg.simulation.spec_parser import (
     reader,
     user_object,
 )
-from manifoldagg.simulation.trace import read_trace
+from manifoldagg.simulation.trace import ReplayScheduler, read_trace
 
 __all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
 

@@ -1,7 +1,8 @@
 """Schedulers: the order and the times of task completions."""
 
-from abc import abstractmethod
-from collections import Counter
+import bisect
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -11,12 +12,12 @@ from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.simulation.clock import VirtualClock, check_generator
 from manifoldagg.simulation.delays import MAX_PROBABILITY, Delay
-from manifoldagg.simulation.resumable import Resumable
 
 __all__ = [
     "Completion",
     "IndependentClients",
     "Job",
+    "PriorityScheduler",
     "Scheduler",
     "SchedulerFactory",
     "SchedulerLike",
@@ -56,11 +57,11 @@ class Completion(NamedTuple):
     relative_delay: int
 
 
-class Scheduler(Resumable, Generic[C]):
-    """Base class of all schedulers: the clock, the tasks in flight, and a state to resume from.
+class Scheduler(ABC, Generic[C]):
+    """Base class of all schedulers: the clock and the tasks in flight.
 
     Clients are integers or strings. Unless `allows_queueing`, a client has at most one task in flight. Ties in time are
-    broken in the order in which tasks were taken up.
+    broken in the order in which tasks start. A copy by `copy.deepcopy` continues with the same events.
 
     Args:
         generator: draws all that is random here, and nothing else may draw from it.
@@ -69,10 +70,7 @@ class Scheduler(Resumable, Generic[C]):
         ArgumentError: if `generator` is invalid.
     """
 
-    kind: ClassVar[str] = "scheduler"
     allows_queueing: ClassVar[bool] = False
-    starts_later: ClassVar[bool] = False
-    """Whether a task may be taken up later than it is put into the clock."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = check_generator(generator)
@@ -147,52 +145,6 @@ class Scheduler(Resumable, Generic[C]):
             self._drop_client(client)
         return lost
 
-    def state(self) -> dict[str, Any]:
-        """Return the complete dynamic state as a JSON-compatible tree."""
-        return {
-            "scheduler": type(self).__name__,
-            "settings": self._settings(),
-            "finished": self._num_finished,
-            "waiting": [list(job) for job in self._queued_jobs()],
-            "clock": self._clock.state(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a `state`, bit for bit; the constructor's arguments must be equal.
-
-        Raises:
-            ArgumentError: if `state` is not a state of such a scheduler; this one stays as it was.
-        """
-        try:
-            kind = state["scheduler"]
-            settings = state["settings"]
-            finished = state["finished"]
-            if (kind, settings) != (type(self).__name__, self._settings()):
-                raise ValueError(
-                    f"it is of {kind} with {settings}, not of {type(self).__name__} with {self._settings()}"
-                )
-            now = check_number("now", state["clock"]["now"])
-            check_count("finished", finished, at_least=0)
-            waiting = [_parse_job(entry, now, finished) for entry in state["waiting"]]
-            running = []
-            for time, _, _, (*entry, started) in state["clock"]["events"]:
-                running.append(_parse_job(entry, now, finished))
-                latest = check_number("time", time, at_least=now) if self.starts_later else now
-                check_number("started", started, at_least=running[-1][2], at_most=latest)
-            held = Counter(client for client, *_ in waiting + running)
-            if not self.allows_queueing and any(count > 1 for count in held.values()):
-                raise ValueError("a client has several tasks in flight")
-            self._check_jobs(waiting, running, state)
-            for client, work, *_ in waiting + running:
-                self._check_duration(client, work)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"state: expected the state of this scheduler, but {error}") from None
-        self._clock.restore(state["clock"])
-        self._num_finished = finished
-        self._client_counts = dict(held)
-        self._in_flight = held.total()
-        self._restore_jobs(waiting, running)
-
     def _make_job(self, client: C, work: float) -> Job[C]:
         """A task that is dispatched now, if its client can take it."""
         if type(client) is not int:
@@ -242,20 +194,6 @@ class Scheduler(Resumable, Generic[C]):
     def _drop_client(self, client: C) -> None:
         self._clock.cancel_where(lambda running: running[0] == client)
 
-    def _settings(self) -> dict[str, Any]:
-        return {}
-
-    def _queued_jobs(self) -> list[Job[C]]:
-        return []
-
-    def _check_jobs(self, waiting: list[Job[C]], running: list[Job[C]], state: dict[str, Any]) -> None:
-        """Raise a ValueError if these cannot be the tasks of a state."""
-        if waiting:
-            raise ValueError("no task waits here")
-
-    def _restore_jobs(self, waiting: list[Job[C]], running: list[Job[C]]) -> None:
-        """Take the tasks of a state; those that run are in the clock already."""
-
 
 class IndependentClients(Scheduler[C]):
     """Clients that work in parallel and independently, each with its delay distribution.
@@ -294,10 +232,6 @@ class IndependentClients(Scheduler[C]):
         self._running[client] = self._start(job, self._delay(client).draw(self._generator, work))
         self._count_in(client)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self._running = {client: count for _, _, count, (client, *_) in state["clock"]["events"]}
-
     def _delay(self, client: C) -> Delay:
         delay = self._delays.get(client, self._shared_delay)
         if delay is None:
@@ -310,6 +244,85 @@ class IndependentClients(Scheduler[C]):
 
     def _drop_client(self, client: C) -> None:
         self._clock.cancel(self._running[client])
+
+
+class PriorityScheduler(Scheduler[C]):
+    r"""A scheduler of a few workers that execute the tasks of many clients and prefer small tasks.
+
+    A client is pushed with key `work + k * now`, fixed at the push, and the queue is sorted by it. A worker
+    that becomes free takes position i of N with probability $(N - i) / \sum_{j \le N} j$, i from 0, before the
+    client that it just finished is pushed back. A task of `work` batches takes `work / speed` seconds.
+
+    Args:
+        clients: how many clients there are; sets the default speed $k \cdot$ clients / workers.
+        generator: draws the positions; nothing else does.
+        workers: how many tasks run at a time.
+        k: batches per second and client that waiting is worth.
+        speed: batches per second of one worker.
+
+    Raises:
+        ArgumentError: naming the argument that does not fit.
+
+    Source: Manifold B.0.1.
+
+    Example:
+        >>> import numpy as np
+        >>> scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
+        >>> scheduler.dispatch("small", work=1); scheduler.dispatch("large", work=5)
+        >>> sorted(scheduler.next().client for _ in range(2))
+        ['large', 'small']
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        generator: np.random.Generator,
+        *,
+        workers: int = 2,
+        k: float = 2.0,
+        speed: float | None = None,
+    ) -> None:
+        super().__init__(generator)
+        self._k = check_number("k", k, at_least=0)
+        self._workers = self._idle_workers = check_count("workers", workers)
+        default = k * check_count("clients", clients) / workers
+        self._speed = check_number("speed", default if speed is None else speed, above=0)
+        self._set_fast_bound(1 / self._speed)
+        # Keys, how many were pushed before, and the fields of jobs: one tuple each, since many wait.
+        self._queue: list[tuple[float, int, C, float, float, int]] = []
+        self._pushed = 0
+
+    def dispatch(self, client: C, work: float) -> None:
+        job = self._make_job(client, work)
+        self._push(job)
+        self._count_in(job[0])
+
+    def _max_seconds(self, client: C, work: float) -> float:
+        return work / self._speed
+
+    def _push(self, job: Job[C]) -> None:
+        _, work, dispatched, _ = job
+        bisect.insort(self._queue, (work + self._k * dispatched, self._pushed, *job))
+        self._pushed += 1
+
+    def _start_ready(self) -> None:
+        while self._idle_workers and self._queue:
+            job = self._queue.pop(self._draw(len(self._queue)))[2:]
+            self._start(job, job[1] / self._speed)
+            self._idle_workers -= 1
+
+    def _draw(self, length: int) -> int:
+        """Position i with probability proportional to length - i, by inverting triangular numbers exactly."""
+        ticket = int(self._generator.integers(length * (length + 1) // 2))
+        return length - 1 - (math.isqrt(8 * ticket + 1) - 1) // 2
+
+    def _on_finished(self, client: C) -> None:
+        self._idle_workers += 1
+        self._start_ready()
+
+    def _drop_client(self, client: C) -> None:
+        self._idle_workers += len(self._clock.cancel_where(lambda running: running[0] == client))
+        self._queue = [entry for entry in self._queue if entry[2] != client]
 
 
 def normalize_client(client: Any) -> Any:
@@ -331,18 +344,6 @@ def parse_client(text: str) -> int | str:
         return int(text) if str(int(text)) == text else text
     except ValueError:
         return text
-
-
-def _parse_job(entry: Any, now: float, finished: int) -> Job[Any]:
-    """A job out of a state."""
-    client, work, dispatched, before = entry
-    if type(client) not in (int, str):
-        raise ValueError(f"{client!r} is not a client")
-    check_number("work", work, at_least=0)
-    check_number("dispatched", dispatched, at_least=0, at_most=now)
-    if check_count("finished", before, at_least=0) > finished:
-        raise ValueError("a task was dispatched after more tasks had finished than there are")
-    return client, float(work), float(dispatched), before
 
 
 SchedulerFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Scheduler[int]]

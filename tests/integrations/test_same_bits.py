@@ -85,7 +85,7 @@ def simulated(of, asked, monkeypatch):
             super().__init__(*given, **named)
             servers.append(self)
 
-    monkeypatch.setattr(sys.modules["manifoldagg.simulation.run"], "Server", Kept)
+    monkeypatch.setattr(sys.modules["manifoldagg.simulation.engine"], "Server", Kept)
     found = run(of, asked, num_updates=ANSWERS)
     assert found.rejected == 0
     assert len(set(found.clients)) == CLIENTS

@@ -126,7 +126,7 @@ class History:
 def drive(workload, num_updates=40, accepts=lambda nth: True, work=steady, limit=None):
     """Drive an event loop for so many updates, or until no client has a task; with a `limit`, look ahead before each event."""
     loop = workload.event_loop()
-    lookahead = Lookahead(loop, num_updates, lambda client: work(client, 0))
+    lookahead = Lookahead(loop, lambda ahead: ahead.num_completed >= num_updates, lambda client: work(client, 0))
     seen = History([], [])
     out = {}
     given = Counter()

@@ -34,7 +34,7 @@ from manifoldagg.simulation import (
 )
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 from manifoldagg.simulation.evaluation import Evaluator
-from manifoldagg.simulation.executors.task_transport import execute_local
+from manifoldagg.simulation.task_transport import execute_local
 from tests.simulation.executors.runners import Posted, clouds
 from tests.simulation.test_run import clusters
 

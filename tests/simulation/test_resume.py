@@ -36,7 +36,7 @@ from manifoldagg.simulation import (
 from manifoldagg.simulation.checkpointing import INTERVAL_FACTOR, RunCheckpointer
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import EventLoop
-from manifoldagg.simulation.executors.task_runner import TaskRunner
+from manifoldagg.simulation.task_runner import TaskRunner
 from tests.simulation.executors import runners
 from tests.simulation.test_run import clusters
 

@@ -36,14 +36,16 @@ from tests.support import draw
 pytestmark = pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
 
 
+def tiny_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def clusters() -> LabelledDataset:
     """Three clouds of points in the plane: a task that a tiny model learns in a moment."""
     centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]])
     labels = torch.arange(3).repeat(40)
     inputs = centres[labels] + 0.4 * draw(0, 120, 2, dtype=torch.float32)
-    return LabelledDataset(
-        "clusters", inputs, labels, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), 0.9
-    )
+    return LabelledDataset("clusters", inputs, labels, tiny_model, 0.9)
 
 
 def dirichlet(concentration: float) -> Partition:

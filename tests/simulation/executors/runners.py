@@ -10,6 +10,7 @@ from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -287,3 +288,41 @@ class Fixed:
     def train(self, space, message, loss, batches, memory, *, generator):
         drawn = torch.rand(message.start.shape, generator=generator)
         return Payload((message.start + drawn)[None], 1)
+
+
+@dataclass(frozen=True)
+class Carries:
+    """Retains a part of the model in so many tensors, and returns the model with a small change."""
+
+    tensors: int
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        point = message.start
+        point += 1e-3 * torch.rand((), generator=generator) if memory is None else 1e-3 * memory[0][0]
+        return Payload(point[None], 1, client_state=list(point.clone().chunk(self.tensors)))
+
+
+def linear(parameters):
+    return nn.Linear(2, parameters // 3, bias=True)
+
+
+def wide(parameters):
+    """A federation of a model with so many parameters."""
+    made = clouds()
+    return FederatedDataset.split(
+        LabelledDataset("wide", made.inputs, made.labels, partial(linear, parameters), 0.9), 5, partition="iid", seed=0
+    )
+
+
+@dataclass(frozen=True)
+class DiesOnceSent:
+    """Kills its process once, directly after it has written a result into the pipe."""
+
+    file: str
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        if not Path(self.file).exists():
+            Path(self.file).touch()
+            put = SimpleQueue.put
+            SimpleQueue.put = lambda queue, obj: (put(queue, obj), os.kill(os.getpid(), signal.SIGKILL))
+        return Carries(3).train(space, message, loss, batches, memory, generator=generator)

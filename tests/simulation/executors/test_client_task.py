@@ -12,7 +12,7 @@ from manifoldagg.federated import Message, Payload, Server, clients, train_clien
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import ClientTask, FederatedDataset, TaskId, run_task
-from manifoldagg.simulation.executors.client_task import align_tensors
+from manifoldagg.simulation.client_task import align_tensors
 from tests.simulation.test_run import clusters, dirichlet
 from tests.support import draw
 

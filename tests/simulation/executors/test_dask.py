@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from manifoldagg.simulation import run
-from manifoldagg.simulation.executors.shared_tensors import SharedTensorStore
 from tests.simulation.executors.runners import METHODS, federation
 
 distributed = pytest.importorskip("distributed")
@@ -32,16 +31,3 @@ def test_a_cluster_gives_the_same_bits(client, method):
     )
     assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
     assert run(federation(), METHODS[method], num_updates=10, executor=client.get_executor) == expected
-
-
-def test_on_one_machine_models_are_read_where_they_lie(client, monkeypatch):
-    made = []
-
-    class Seen(SharedTensorStore):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr("manifoldagg.simulation.executors.task_transport.SharedTensorStore", Seen)
-    run(federation(), METHODS["fedasync"], num_updates=10, executor=client.get_executor())
-    assert [store.remote for store in made] == [False]

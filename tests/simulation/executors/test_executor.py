@@ -72,6 +72,25 @@ def test_a_task_whose_process_was_killed_is_done_again(tmp_path):
     assert (tmp_path / "died").exists()
 
 
+def test_a_task_whose_process_was_killed_before_its_result_was_received_is_done_again(tmp_path):
+    """The result is in the pipe, but its block of shared memory went with the process."""
+    of, file = runners.wide(300_000), tmp_path / "died"
+    given = {"num_updates": 6, "eval_every": 6}
+    expected = run(of, Method("dies", FedAsync(0.5), runners.Carries(3)), **given)
+    dies = Method("dies", FedAsync(0.5), runners.DiesOnceSent(str(file)))
+    assert run(of, dies, executor=processes(1), **given) == expected
+    assert file.exists()
+
+
+def test_a_trainer_that_writes_in_place_leaves_the_tensors_of_this_process_unchanged(pool):
+    of, method = runners.wide(300_000), Method("writes", FedAsync(0.5), runners.Carries(3))
+    starts, others = [], []
+    run(of, method, num_updates=6, eval_every=6, on_update=lambda event: starts.append(event.message.start))
+    run(of, method, num_updates=6, eval_every=6, on_update=lambda e: others.append(e.message.start), executor=pool)
+    assert all(map(torch.equal, starts, others))
+    assert not any(start.is_shared() for start in others)
+
+
 @pytest.mark.soak
 def test_a_task_that_kills_every_process_is_told_by_its_client():
     of = federation()

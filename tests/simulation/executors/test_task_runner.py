@@ -1,12 +1,9 @@
 """Task runners: the bits of a run do not depend on who trains, how many, or who is done first."""
 
-import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +12,9 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.experiments import load_dataset
-from manifoldagg.federated import Message, Payload
 from manifoldagg.federated.rules import FedAsync
-from manifoldagg.simulation import Exponential, FederatedDataset, IndependentClients, Method, TaskId, iid_partition, run
-from manifoldagg.simulation.executors import shared_tensors
-from manifoldagg.simulation.executors.task_runner import TaskRunner
-from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult
-from tests.federated.server.durability.spilled import open_files
+from manifoldagg.simulation import Exponential, IndependentClients, Method, TaskId, run
+from manifoldagg.simulation.task_runner import TaskRunner
 from tests.simulation.executors import runners
 from tests.simulation.executors.runners import METHODS, WORKLOADS, Breaks, Listed, Posted, Shuffled, federation
 
@@ -176,112 +169,6 @@ def test_an_answer_out_of_turn_is_refused():
         assert runner.result(TaskId(0, 0)).samples > 0
 
 
-class Echo:
-    """Sends back what it got."""
-
-    def train(self, space, message, loss, batches, memory, *, generator):
-        return Payload(message.start[None], 1, {"t": message.tensors["t"]}, client_state=memory)
-
-
-def envelope(parameters, client_state=None):
-    tensors = {"t": torch.arange(parameters, dtype=torch.float32)}
-    return TaskEnvelope(
-        RunContext(federation(), Echo()), TaskId(0, 0), Message(torch.ones(parameters), tensors), client_state
-    )
-
-
-def test_an_errand_is_small_whatever_the_model():
-    sizes = [len(pickle.dumps(envelope(count, {"m": torch.ones(count)}))) for count in (1000, 1_000_000)]
-    assert sizes[1] < 4096
-    assert abs(sizes[0] - sizes[1]) < 64
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="other systems send all tensors by value")
-def test_a_model_is_in_one_unlinked_file_until_the_last_task_is_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_tensors, "SHARED_MEMORY_DIR", str(tmp_path))
-    one = envelope(1000)
-    pickle.dumps(one)
-    before = open_files(tmp_path)
-    other = TaskEnvelope(one._context, TaskId(1, 0), one._parts[1], None)
-    pickle.dumps(other)
-    assert open_files(tmp_path) == before
-    # The context, the model and the tensor `t`.
-    assert len(before) == 3
-    assert list(tmp_path.iterdir()) == []
-    del one, other
-    assert open_files(tmp_path) == []
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="other systems send all tensors by value")
-def test_a_reference_finds_its_own_file_only():
-    """On another machine, or after the file was closed, the path may belong to any file."""
-    store = shared_tensors.SharedTensorStore()
-    stored = store.put(torch.arange(1000.0))
-    ref = store.reference(stored)
-    assert ref.data is None
-    assert torch.equal(ref.load(), stored.tensor)
-    path, _, token = ref.name.partition("#")
-    reading, writing = os.pipe()
-    with open(__file__, "rb") as other:
-        for wrong in (f"/proc/self/fd/{other.fileno()}", f"/proc/self/fd/{reading}", "/proc/self/fd/99999"):
-            with pytest.raises(shared_tensors.TensorNotFound):
-                ref._replace(name=f"{wrong}#{token}").load()
-    os.close(reading)
-    os.close(writing)
-    with pytest.raises(shared_tensors.TensorNotFound):
-        ref._replace(name=f"{path}#{'0' * len(token)}").load()
-    del stored
-    with pytest.raises(shared_tensors.TensorNotFound):
-        ref.load()
-
-
-def test_a_store_opens_a_limited_number_of_files(monkeypatch):
-    monkeypatch.setattr(shared_tensors, "MAX_FILES", 3)
-    store = shared_tensors.SharedTensorStore()
-    stored = [store.put(torch.full((1000,), float(i))) for i in range(5)]
-    refs = [store.reference(each) for each in stored]
-    assert [ref.data is None for ref in refs][3:] == [False, False]
-    assert all(torch.equal(ref.load(), each.tensor) for ref, each in zip(refs, stored, strict=True))
-    if Path("/proc/self/fd").exists():
-        assert [ref.data is None for ref in refs] == [True] * 3 + [False] * 2
-
-
-@pytest.mark.parametrize("method", ["fedasync", "orthofl"])
-def test_a_worker_that_does_not_find_a_model_gets_it_by_value(alone, monkeypatch, method):
-    monkeypatch.setattr(shared_tensors, "MIN_SHARED_BYTES", 16)
-    asked = []
-
-    def absent(name, target):
-        asked.append(name)
-        raise FileNotFoundError(name)
-
-    monkeypatch.setattr(shared_tensors, "_read_into", absent)
-    executor = Posted(0, 2)
-    assert same(trained(method, "plain", executor), alone[method, "plain"])
-    executor.shutdown()
-    # Only what was sent before anybody knew.
-    assert 1 <= len(asked) <= 4
-
-
-def test_where_no_file_can_be_written_all_goes_by_value(alone, monkeypatch):
-    monkeypatch.setattr(shared_tensors, "MIN_SHARED_BYTES", 16)
-    monkeypatch.setattr(shared_tensors.SharedTensorStore, "_write", lambda self, tensor: None)
-    executor = Posted(0, 2)
-    assert same(trained("orthofl", "plain", executor), alone["orthofl", "plain"])
-    executor.shutdown()
-
-
-def test_what_came_by_value_is_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(shared_tensors, "MAX_CACHED_BYTES", 100)
-    received = shared_tensors._ReceivedValues()
-    for name in "abc":
-        received.get_or_store(name, bytes(40))
-    assert [received.get_or_store(name, None) is not None for name in "abc"] == [False, True, True]
-    received.get_or_store("d", bytes(400))
-    assert received.get_or_store("d", None) == bytes(400)
-    assert received.get_or_store("c", None) is None
-
-
 @pytest.mark.parametrize("kind", [Shuffled, Posted])
 def test_what_training_raises_comes_out_as_it_was(kind):
     of = federation()
@@ -302,55 +189,6 @@ def test_what_training_raises_comes_out_as_it_was(kind):
     executor.shutdown()
 
 
-class Odd(Exception):
-    """An error that cannot be pickled."""
-
-    def __init__(self, a, b):
-        super().__init__(f"{a} and {b}")
-        self.call = lambda: a
-
-
-def test_an_error_that_cannot_travel_is_told():
-    back = pickle.loads(pickle.dumps(TaskResult(error=Odd(1, 2))))
-    assert isinstance(back.error, RuntimeError)
-    assert "1 and 2" in str(back.error)
-    assert back.from_training
-
-
-def local_task():
-    made = runners.clouds()
-    return FederatedDataset.split(
-        runners.LabelledDataset("local", made.inputs, made.labels, lambda: runners.model(), 0.9),
-        5,
-        partition=iid_partition,
-        seed=0,
-    )
-
-
-def test_a_federation_that_cannot_be_sent_is_refused_with_what_to_do():
-    method = Method("plain", FedAsync(0.5), runners.LOCAL)
-    executor = Posted(0, 2)
-    words = "executor: the federation or the trainer cannot be sent to another process: split a `dataset` of a function"
-    with pytest.raises(ArgumentError, match=words):
-        run(local_task(), method, num_updates=3, executor=executor)
-    executor.shutdown()
-    with ThreadPoolExecutor(2) as pool:
-        assert run(local_task(), method, num_updates=3, executor=pool) == run(local_task(), method, num_updates=3)
-
-
-def drawn_anew():
-    made = runners.clouds()
-    return replace(made, inputs=torch.randn(made.inputs.shape))
-
-
-def test_a_task_that_is_other_data_each_time_is_refused():
-    of = FederatedDataset.split(load_dataset(drawn_anew), 5, partition=iid_partition, seed=0)
-    executor = Posted(0, 2)
-    with pytest.raises(ArgumentError, match="executor: a worker cannot make .*other data"):
-        run(of, Method("plain", FedAsync(0.5), runners.LOCAL), num_updates=3, executor=executor)
-    executor.shutdown()
-
-
 def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads():
     before = torch.get_num_threads()
     made = []
@@ -362,19 +200,6 @@ def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads()
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one.inputs, made[0].inputs) for one in made)
-
-
-def test_a_federation_travels_as_what_made_it():
-    of = federation()
-    data = pickle.dumps(of)
-    assert len(data) < 1024
-    back = pickle.loads(data)
-    assert torch.equal(back.dataset.inputs, of.dataset.inputs)
-    assert all((a == b).all() for a, b in zip(back.train + back.held_out, of.train + of.held_out, strict=True))
-    changed = replace(of, seed=7)
-    assert pickle.loads(pickle.dumps(changed)).seed == 7
-    relabelled = replace(of.dataset, labels=torch.zeros(120, dtype=torch.int64))
-    assert not pickle.loads(pickle.dumps(relabelled)).labels.any()
 
 
 def test_an_executor_that_breaks_is_made_again_and_the_bits_are_the_same(alone):

@@ -16,7 +16,7 @@ from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 
-__all__ = ["ClientTask", "GradientCounter", "run_task"]
+__all__ = ["ClientTask", "GradientCounter", "bitwise_equal", "run_task"]
 
 ALIGNMENT = 64
 """Bytes to a multiple of which torch lays what it allocates."""
@@ -161,3 +161,15 @@ def _copy_message(message: Message) -> Message:
     """The message as its client's own: others have the same version."""
     tensors, buffers = _map_tensors(message.tensors, _copy), _map_tensors(message.buffers, _copy)
     return replace(message, start=_copy(message.start), tensors=tensors, buffers=buffers)
+
+
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are bitwise equal; positive and negative zero differ.
+
+    Example:
+        >>> bitwise_equal(torch.zeros(2), torch.zeros(2)), bitwise_equal(torch.zeros(2), -torch.zeros(2))
+        (True, False)
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

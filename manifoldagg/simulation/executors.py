@@ -1,4 +1,7 @@
-"""Executors: restarts after a failure, and pools of processes that end with their parent."""
+"""Executors: restarts after a failure, and pools of processes that end with their parent.
+
+All executors produce the same bits.
+"""
 
 import os
 import signal
@@ -8,15 +11,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing import connection, parent_process, resource_tracker
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.multiprocessing import get_context
 
 from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.executors.task_transport import TaskEnvelope, TaskResult, execute
+from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, TaskResult, execute, execute_scattered
 
 __all__ = ["ExecutorLike", "RestartingExecutor", "processes", "shared_executor"]
 
@@ -47,6 +52,8 @@ class RestartingExecutor:
             )
         self._factory = None if isinstance(source, Executor) else source
         self._executor = source if isinstance(source, Executor) else None
+        # The contexts on the workers of a Dask cluster.
+        self._scattered: WeakKeyDictionary[RunContext, Any] = WeakKeyDictionary()
         self.num_consecutive_failures = 0
         """How many executors have broken since one of them finished a task."""
 
@@ -62,7 +69,16 @@ class RestartingExecutor:
         Raises:
             RuntimeError: if it is broken, or takes no more work.
         """
-        return self._current().submit(execute, envelope)
+        executor = self._current()
+        client = _dask_client(executor)
+        if client is None:
+            return executor.submit(execute, envelope)
+        context = self._scattered.get(envelope.context)
+        if context is None:
+            context = client.scatter(envelope.context.packed, broadcast=True, hash=False)
+            self._scattered[envelope.context] = context
+        parts = client.scatter(envelope.parts, hash=False)
+        return executor.submit(execute_scattered, envelope.context.key, context, parts)
 
     def restart(self, error: BaseException, client: int) -> None:
         """Replace the executor, which failed with `error` during a task of `client`.
@@ -72,6 +88,11 @@ class RestartingExecutor:
         """
         self.num_consecutive_failures += 1
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._scattered.clear()
+        recovers = self._factory is None and _dask_client(self._executor) is not None
+        if recovers and self.num_consecutive_failures <= MAX_RESTARTS:
+            # The cluster replaces its workers, but not the tensors that were scattered to them.
+            return
         if self._factory is None:
             raise ArgumentError(
                 f"executor: it broke ({told}); pass a factory of executors, and its tasks are repeated"
@@ -135,6 +156,12 @@ def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
         return
     with RestartingExecutor(executor) as workers:
         yield workers
+
+
+def _dask_client(executor: object) -> Any:
+    """Return the client of a Dask cluster whose executor it is; otherwise `None`."""
+    client = getattr(executor, "_client", None)
+    return client if hasattr(client, "scatter") else None
 
 
 def _has_cancelled_work(manager: threading.Thread) -> bool:

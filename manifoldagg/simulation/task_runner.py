@@ -12,9 +12,10 @@ from immutables import Map
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
-from manifoldagg.simulation.executors.executor import ExecutorLike, RestartingExecutor
-from manifoldagg.simulation.executors.task_transport import RunContext, TaskEnvelope, TaskResult, execute_local
+from manifoldagg.simulation.client_task import ClientTask
+from manifoldagg.simulation.executors import ExecutorLike, RestartingExecutor
 from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, TaskResult, execute_local
 
 __all__ = ["TaskOrder", "TaskRunner"]
 
@@ -37,7 +38,7 @@ class _PendingTask:
 
     Attributes:
         message: from the server.
-        by_value: whether its envelope must bring all by value.
+        with_context: whether its envelope must contain the context of the run.
         client_state: what it started from, once it was sent.
         future: what the executor returned for its envelope.
         outcome: what came of it.
@@ -46,14 +47,12 @@ class _PendingTask:
     def __init__(self, task_id: TaskId, message: Message) -> None:
         self.task_id = task_id
         self.message = message
-        self.by_value = False
+        self.with_context = False
         self.reset()
 
     def reset(self) -> None:
         """As if it had never been sent."""
         self.client_state: ClientState = None
-        # What lies in the tensor store for it goes with it.
-        self.envelope: TaskEnvelope | None = None
         self.future: Future[TaskResult] | None = None
         self.result: TaskResult | None = None
 
@@ -187,7 +186,9 @@ class TaskRunner:
 
     def _run_local(self, task: _PendingTask) -> TaskResult:
         task.client_state = self._client_state_before(task)
-        task.result = execute_local(self._context.make_task(task.task_id, task.message, task.client_state))
+        task.result = execute_local(
+            ClientTask(self._context.federation, self._context.trainer, task.task_id, task.message, task.client_state)
+        )
         return task.result
 
     def _run_remote(self, task: _PendingTask, executor: RestartingExecutor) -> TaskResult:
@@ -218,11 +219,12 @@ class TaskRunner:
 
     def _send(self, task: _PendingTask, executor: RestartingExecutor) -> None:
         task.client_state = self._client_state_before(task)
-        task.envelope = TaskEnvelope(
-            self._context, task.task_id, task.message, task.client_state, by_value=task.by_value
-        )
         try:
-            task.future = executor.submit(task.envelope)
+            task.future = executor.submit(
+                TaskEnvelope(
+                    self._context, task.task_id, task.message, task.client_state, with_context=task.with_context
+                )
+            )
         except Exception as error:
             self._handle_broken_executor(error, task, executor)
             return
@@ -246,16 +248,12 @@ class TaskRunner:
                 continue
             outcome = future.result()
             executor.num_consecutive_failures = 0
-            if outcome.has_missing_tensors:
-                self._context.tensor_store.remote = task.by_value = True
+            if outcome.needs_context:
+                task.with_context = True
                 self._requeue(task)
-            elif outcome.error is not None and not outcome.from_training:
-                raise outcome.error
             else:
                 self._submitted.discard(task)
-                # It knows this by what it calls when it is done.
                 task.future = None
-                task.envelope = None
                 task.result = outcome
 
     def _handle_broken_executor(self, error: BaseException, task: _PendingTask, executor: RestartingExecutor) -> None:

@@ -1,0 +1,135 @@
+"""The method that a run executes, and the result of a run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_instance
+from manifoldagg.federated import Rule, Trainer
+from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.types import check_trainer
+from manifoldagg.simulation.cost import Evaluation, first_reaching
+from manifoldagg.simulation.evaluation import gini, theil
+from manifoldagg.simulation.trace import TaskRecord
+
+__all__ = ["Method", "RunResult", "check_method"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rule and its trainer, with a display name.
+
+    Attributes:
+        name: distinct among the methods of a comparison.
+        rule: or a function that makes one for the clients who take part, such as one with a routing of them.
+        trainer: what they do.
+        rate_field: where the rule has its global rate, such as `"rate"` or `"rule.rate"`, for who searches a better
+            one; `None` where it is to stay as it is.
+    """
+
+    name: str
+    rule: Rule | Callable[[Sequence[int]], Rule]
+    trainer: Trainer
+    rate_field: str | None = "rate"
+
+    def bind(self, clients: Sequence[int]) -> "Method":
+        """Return the method for these clients, with its rule built.
+
+        Raises:
+            ArgumentError: if the rule or the trainer is none.
+        """
+        made: Any = self.rule
+        if callable(made) and not hasattr(made, "step"):
+            made = made(clients)
+        check_trainer(self.trainer)
+        return replace(self, rule=check_rule(made))
+
+
+def check_method(name: str, method: object) -> Method:
+    """Return `method`, which must be a `Method` and not a name or a rule.
+
+    Raises:
+        ArgumentError: if it is invalid.
+
+    Example:
+        >>> check_method("method", "fedasync")
+        Traceback (most recent call last):
+            ...
+        manifoldagg.errors.ArgumentError: method: expected a Method, got 'fedasync'; write method('fedasync')
+    """
+    hint = f"method({method!r})" if isinstance(method, str) else "Method(name, rule, trainer)"
+    return check_instance(name, method, Method, hint)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run: the evaluations of the server's model, and the trace.
+
+    Attributes:
+        evaluations: the log, in order; the first is before update 1, the last after all updates.
+        trace: (updates), the task of each update, with its staleness as the server counts it.
+        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
+        seconds: the wall-clock time without evaluation.
+        evaluation_seconds: the wall-clock time of evaluation.
+    """
+
+    evaluations: list[Evaluation]
+    trace: list[TaskRecord[int]]
+    client_accuracy: list[float]
+    seconds: float = field(compare=False)
+    evaluation_seconds: float = field(compare=False)
+
+    def __repr__(self) -> str:
+        return format_result(
+            self,
+            updates=len(self.trace),
+            accuracy=self.evaluations[-1].accuracy if self.evaluations else None,
+            evaluations=len(self.evaluations),
+            seconds=self.seconds,
+        )
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The accuracy of each evaluation."""
+        return [row.accuracy for row in self.evaluations]
+
+    @property
+    def evaluated_at(self) -> list[int]:
+        """The number of updates at each evaluation."""
+        return [row.updates for row in self.evaluations]
+
+    @property
+    def clients(self) -> list[int]:
+        """The client of each update, (updates,)."""
+        return [task.client for task in self.trace]
+
+    @property
+    def staleness(self) -> list[int]:
+        """The staleness of each update in versions, (updates,)."""
+        return [task.staleness for task in self.trace]
+
+    @property
+    def times(self) -> list[float]:
+        """The virtual time of each update in seconds, (updates,)."""
+        return [task.finished for task in self.trace]
+
+    @property
+    def rejected(self) -> int:
+        """The number of updates that the server rejected or whose training diverged."""
+        return self.evaluations[-1].rejected
+
+    @property
+    def gini(self) -> float:
+        """The Gini index of the clients' accuracies."""
+        return gini(self.client_accuracy)
+
+    @property
+    def theil(self) -> float:
+        """The Theil index of the clients' accuracies."""
+        return theil(self.client_accuracy)
+
+    def updates_to(self, target: float) -> int | None:
+        """Return the number of updates up to the first accuracy of at least `target`, or `None`."""
+        row = first_reaching(self.evaluations, target)
+        return None if row is None else row.updates

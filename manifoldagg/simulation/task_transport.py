@@ -1,0 +1,336 @@
+"""Task transport: client tasks on their way to an executor, and their results on the way back."""
+
+import io
+import os
+import pickle
+import threading
+import traceback
+from collections import OrderedDict
+from functools import cached_property
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated import Message, Payload, Trainer
+from manifoldagg.federated.types import ClientState
+from manifoldagg.kernels import set_backend
+from manifoldagg.kernels.backends import selection
+from manifoldagg.simulation.client_task import ALIGNMENT, ClientTask, GradientCounter, run_task
+from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.tensor_file import tensor_bytes
+
+__all__ = ["Packed", "RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local", "execute_scattered"]
+
+MIN_SHARED_BYTES = 2**20
+"""Bytes from which a block is sent through shared memory; below, a pipe is faster."""
+MAX_CACHED_CONTEXTS = 4
+"""The number of contexts that a process retains; each contains a data set."""
+_SHARE_LOCK = threading.Lock()
+
+
+class Packed:
+    """A value for another process, whose tensors are packed in one block of memory.
+
+    `multiprocessing` sends a large block through torch's shared memory, and any other pickler sends bytes. The block is
+    a copy, since torch moves a tensor that it sends to shared memory, where the receiver could write it. One block
+    needs one file descriptor, however many tensors it has.
+
+    Args:
+        value: any value that can be pickled.
+        copies: whether the receiver copies the tensors out of the block, which releases the block.
+
+    Example:
+        >>> pickle.loads(pickle.dumps(Packed({"m": torch.ones(4)[1:], "count": 3}))).value
+        {'m': tensor([1., 1., 1.]), 'count': 3}
+    """
+
+    def __init__(self, value: Any, *, copies: bool = False) -> None:
+        self.value = value
+        self.copies = copies
+
+    @cached_property
+    def value(self) -> Any:
+        """The value; a receiver unpickles it here."""
+        data, block = self.parts
+        return _TensorUnpickler(io.BytesIO(data), block, self.copies).load()
+
+    @cached_property
+    def parts(self) -> tuple[bytes, Tensor]:
+        """The pickled value without its tensors, and the block of the tensors."""
+        file = io.BytesIO()
+        pickler = _TensorPickler(file)
+        pickler.dump(self.value)
+        return file.getvalue(), pickler.pack()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data, block = self.parts
+        return _receive, (data, bytes(tensor_bytes(block)), self.copies)
+
+
+def _reduce_through_shared_memory(packed: Packed) -> tuple[Any, ...]:
+    data, block = packed.parts
+    if block.nbytes < MIN_SHARED_BYTES:
+        return packed.__reduce__()
+    try:
+        with _SHARE_LOCK:
+            block.share_memory_()
+    except (RuntimeError, OSError):  # The shared memory or the file descriptors are exhausted.
+        return packed.__reduce__()
+    return _receive, (data, block, packed.copies)
+
+
+ForkingPickler.register(Packed, _reduce_through_shared_memory)
+
+
+def _receive(data: bytes, block: Tensor | bytes, copies: bool) -> Packed:
+    if isinstance(block, bytes):
+        received = torch.empty(len(block), dtype=torch.uint8)
+        tensor_bytes(received)[:] = block
+        block = received
+    packed = Packed.__new__(Packed)
+    packed.copies = copies
+    packed.parts = data, block
+    return packed
+
+
+class _TensorPickler(pickle.Pickler):
+    """A pickler that replaces each dense tensor by its place in a block."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self._tensors: list[tuple[int, Tensor]] = []
+        self._size = 0
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
+            return None
+        place = self._places.get(id(obj))
+        if place is None:
+            self._places[id(obj)] = place = (self._size, obj.dtype, tuple(obj.shape), obj.device)
+            self._tensors.append((self._size, obj.detach()))
+            self._size += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def pack(self) -> Tensor:
+        """Return the block of all tensors that were pickled."""
+        block = torch.empty(self._size, dtype=torch.uint8)
+        for start, tensor in self._tensors:
+            _view(block, start, tensor.dtype, tensor.shape).copy_(tensor)
+        return block
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, block: Tensor, copies: bool) -> None:
+        super().__init__(file)
+        self._block = block
+        self._copies = copies
+        self._tensors: dict[Any, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        if pid not in self._tensors:
+            start, dtype, shape, device = pid
+            tensor = _view(self._block, start, dtype, shape)
+            self._tensors[pid] = (tensor.clone() if self._copies else tensor).to(device)
+        return self._tensors[pid]
+
+
+def _view(block: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return block[start : start + size].view(dtype).view(shape)
+
+
+class _Environment(NamedTuple):
+    """The settings of a process that determine the bits of a task."""
+
+    dtype: torch.dtype
+    backend: str
+
+    @staticmethod
+    def current() -> "_Environment":
+        backend = selection.backend_for(torch.device("cpu")).__name__
+        return _Environment(torch.get_default_dtype(), str(backend.rpartition(".")[2]))
+
+    def activate(self) -> None:
+        """Apply the settings to this process."""
+        now = _Environment.current()
+        if now.dtype is not self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if now.backend != self.backend:
+            set_backend(self.backend)
+
+
+class RunContext:
+    """The data that all tasks of a run share. A process receives and unpickles it once.
+
+    Args:
+        federation: the federated data set.
+        trainer: the trainer of the clients.
+    """
+
+    def __init__(self, federation: FederatedDataset, trainer: Trainer) -> None:
+        self.federation = federation
+        self.trainer = trainer
+        self.key = os.urandom(16)
+        """The name of the context in the caches of other processes."""
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The context for another process.
+
+        Raises:
+            ArgumentError: if the federation or the trainer cannot be pickled.
+        """
+        packed = Packed((_Environment.current(), self.federation, self.trainer))
+        try:
+            packed.parts  # noqa: B018
+        except Exception as error:
+            raise ArgumentError(
+                "executor: the federation or the trainer cannot be sent to another process: use a model and a trainer "
+                f"that can be pickled, such as a function of a module, or an executor of threads ({error})"
+            ) from error
+        return packed
+
+
+class TaskEnvelope:
+    """A task for an executor. It is pickled without the context of its run, which a process receives on request.
+
+    Args:
+        context: the context of the run.
+        task_id: the identifier of the task.
+        message: the message of the server.
+        client_state: the client state after the client's previous task.
+        with_context: whether the context is pickled with the task.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        task_id: TaskId,
+        message: Message,
+        client_state: ClientState,
+        *,
+        with_context: bool = False,
+    ) -> None:
+        self.context = context
+        self.parts = Packed((task_id, message, client_state))
+        self._with_context = with_context
+
+    def open_task(self) -> ClientTask:
+        """Return the client task."""
+        return ClientTask(self.context.federation, self.context.trainer, *self.parts.value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context = self.context.packed if self._with_context else None
+        return ReceivedEnvelope, (self.context.key, context, self.parts)
+
+
+class ReceivedEnvelope:
+    """A task as another process receives it.
+
+    Args:
+        key: the key of the context.
+        context: the context; `None` if the process has received it before.
+        parts: the other arguments of the client task.
+    """
+
+    def __init__(self, key: bytes, context: Packed | None, parts: Packed) -> None:
+        self._key = key
+        self._context = context
+        self._parts = parts
+
+    def open_task(self) -> ClientTask | None:
+        """Return the client task; `None` if the process does not have the context."""
+        context = _CONTEXTS.get(self._key, self._context)
+        if context is None:
+            return None
+        environment, federation, trainer = context.value
+        environment.activate()
+        return ClientTask(federation, trainer, *self._parts.value)
+
+
+class _ContextCache:
+    """The contexts that this process received, the latest last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts: OrderedDict[bytes, Packed] = OrderedDict()
+
+    def get(self, key: bytes, received: Packed | None) -> Packed | None:
+        """Return the context of a key; the first one that was received, so that models are cached."""
+        with self._lock:
+            context = self._contexts.pop(key, received)
+            if context is not None:
+                self._contexts[key] = context
+                while len(self._contexts) > MAX_CACHED_CONTEXTS:
+                    self._contexts.popitem(last=False)
+            return context
+
+
+_CONTEXTS = _ContextCache()
+
+
+class TaskResult:
+    """The result of a task: a payload, an exception, or the request for the context of the run.
+
+    Args:
+        payload: the payload of the task.
+        error: the exception that the training raised.
+        gradients: the number of gradients that were computed, also by a training that raised.
+    """
+
+    def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, gradients: int = 0) -> None:
+        self.payload = payload
+        self.error = error
+        self.gradients = gradients
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether the process did not have the context of the run."""
+        return self.payload is None and self.error is None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        trace = "" if self.error is None else "".join(traceback.format_exception(self.error))
+        packed = Packed((self.payload, self.error, self.gradients), copies=True)
+        try:
+            packed.parts  # noqa: B018
+            if self.error is not None:
+                pickle.loads(pickle.dumps(packed)).value  # noqa: B018
+        except Exception as problem:
+            told = RuntimeError(f"{self.error or problem!r}, which cannot be sent to another process")
+            packed = Packed((None, told, self.gradients), copies=True)
+        return _rebuild_result, (packed, trace)
+
+
+def _rebuild_result(packed: Packed, trace: str) -> TaskResult:
+    payload, error, gradients = packed.value
+    if error is not None:
+        error.add_note(f"in another process:\n{trace}")
+    return TaskResult(payload, error, gradients=gradients)
+
+
+def execute(envelope: TaskEnvelope | ReceivedEnvelope) -> TaskResult:
+    """Run the task of an envelope and return exceptions of the training as results."""
+    try:
+        task = envelope.open_task()
+    except Exception as error:
+        return TaskResult(error=ArgumentError(f"executor: a worker cannot make the federation or the trainer: {error}"))
+    return TaskResult() if task is None else execute_local(task)
+
+
+def execute_scattered(key: bytes, context: Packed, parts: Packed) -> TaskResult:
+    """Run a task that Dask has scattered."""
+    return execute(ReceivedEnvelope(key, context, parts))
+
+
+def execute_local(task: ClientTask) -> TaskResult:
+    """Run a task and return exceptions of its training as results; gradients are counted in this process."""
+    criterion = GradientCounter()
+    try:
+        payload = run_task(task, criterion)
+    except Exception as error:
+        return TaskResult(error=error, gradients=criterion.gradients)
+    return TaskResult(payload, gradients=criterion.gradients)
