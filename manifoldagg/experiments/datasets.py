@@ -21,7 +21,6 @@ from manifoldagg.simulation.dataset import LabelledDataset, Signature
 from manifoldagg.simulation.spec_parser import (
     MODULE_NAME,
     Reader,
-    Spec,
     choose,
     error_context,
     import_object,
@@ -353,7 +352,7 @@ def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
             raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
         return partial(read, f"data: {chosen.name}", chosen.options)
     if list(chosen.options) == [""]:
-        return partial(_user_dataset, chosen)
+        return partial(_user_dataset, f"{chosen.name}:{chosen.options['']}")
     if chosen.name.lower() in IDX_NAMES:
         raise ArgumentError(f"data: expected {USAGE['idx']}, got {source!r}; the library does not download data")
     if chosen.name.lower() == "femnist":
@@ -362,17 +361,12 @@ def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
     raise AssertionError
 
 
-def _user_dataset(chosen: Spec) -> LabelledDataset:
+def _user_dataset(name: str) -> LabelledDataset:
     """Load the data set of a user's module."""
-    name = chosen.options[""]
-    where = f"data: {chosen.name}:{name}"
-    found = import_object(where, chosen.name, name, f"a data set ({', '.join(DATASETS)})")
-    try:
+    where = f"data: {name}"
+    found = import_object(where, name, f"a data set ({', '.join(DATASETS)})")
+    with error_context(f"{where}: expected a LabelledDataset, or a function that makes one", TypeError):
         made = found if isinstance(found, LabelledDataset) or not callable(found) else found()
-    except TypeError as error:
-        raise ArgumentError(
-            f"{where}: expected a LabelledDataset, or a function without arguments that makes one; {error}"
-        ) from error
     if not isinstance(made, LabelledDataset):
         raise ArgumentError(
             f"{where}: expected a LabelledDataset, or a function that makes one; got {type(made).__name__}"
