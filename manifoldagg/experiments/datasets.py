@@ -96,7 +96,7 @@ def digits() -> LabelledDataset:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[data]'") from None
+        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[experiments]'") from None
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return _with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)

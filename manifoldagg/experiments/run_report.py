@@ -22,7 +22,7 @@ __all__ = ["check_destination", "environment_info", "read_report", "write_report
 FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
 
 
-def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
     """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
 
     The files are made beside `folder` and put in its place at the end: it never holds half a report.
