@@ -41,16 +41,7 @@ WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -m
 
 @dataclass(frozen=True)
 class Spec:
-    """A name and its unparsed options.
-
-    Attributes:
-        name: a known name, or `module:name` for an object in a module of the user.
-        options: the text of each option by its name. `""` is the first option of a spec such as `replay:trace.csv`.
-
-    Example:
-        >>> str(Spec("asyncbezier", {"degree": "3"}))
-        'asyncbezier:degree=3'
-    """
+    """A name, or `module:name`, and the text of each option; `""` is the first option, as in `replay:trace.csv`."""
 
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -69,13 +60,8 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names with options; `option=value` belongs to the name before it.
 
-    Args:
-        where: the start of an error message.
-        text: such as `"fedasync,asyncbezier:threshold=auto,degree=3,fedgs"`.
-        known: the known names. Any other name followed by a colon is a module of the user, `module:name:option=value`.
-
-    Raises:
-        ArgumentError: if there is no name, an option precedes all names, or an option is given twice.
+    A name that is not in `known` and is followed by a colon is a module of the user, `module:name:option=value`. The
+    argument `where` is the start of an error message, here and below.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -111,15 +97,7 @@ def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> 
 
 
 def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> Spec:
-    """Parse one name with its options.
-
-    Raises:
-        ArgumentError: as `parse_specs`; if there are several names.
-
-    Example:
-        >>> parse_spec("delays", "exponential:mean=10")
-        Spec(name='exponential', options={'mean': '10'})
-    """
+    """Parse one name with its options, as `parse_specs`."""
     first, *others = parse_specs(where, text, known)
     if others:
         raise ArgumentError(f"{where}: expected one name with its options, got a second one: {others[0]}")
@@ -157,15 +135,14 @@ def parse_kwargs(
     excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Parse options into keyword arguments for `factory`.
+    """Parse options into keyword arguments for `factory`, whose parameters are the options.
 
     An option with a dot, `staleness.a=0.9`, is an option of the value of `staleness`: of the named value, or of the
-    default. If the readers of an option include `MODULE_NAME`, its value may also be `module:name`.
+    default. The text of an option that is annotated as a string or a path is not parsed.
 
     Args:
         where: the start of an error message.
-        factory: a class or a function, whose parameters are the options. The text of an option that is annotated as a
-            string or a path is not parsed.
+        factory: a class or a function.
         options: the text of each option.
         option_readers: the readers of options whose values are objects.
         excluded: parameters that are not options.
@@ -261,16 +238,7 @@ def build(
     option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call `factory` with the arguments of `parse_kwargs`.
-
-    Raises:
-        ArgumentError: as `parse_kwargs`; if `factory` rejects a value.
-
-    Example:
-        >>> from manifoldagg.simulation.delays import Exponential
-        >>> build("delays: exponential", Exponential, {"mean": "10"})
-        Exponential(mean=10.0)
-    """
+    """Call `factory` with the arguments of `parse_kwargs`; if it rejects a value, raise an `ArgumentError`."""
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
     with error_context(where, TypeError, ValueError):
         return factory(**given)
@@ -286,10 +254,7 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
 
 
 def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
-    """Return `name`, which must be one of `choices`.
-
-    Raises:
-        ArgumentError: with the nearest choice, or with all choices if no choice is near.
+    """Return `name`, or raise an `ArgumentError` with the nearest of the choices, or with all if no choice is near.
 
     Example:
         >>> choose("methods", "method", "fedasink", ("fedasync", "fedgs"))
@@ -305,15 +270,7 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 
 
 def import_object(where: str, text: str, noun: str) -> Any:
-    """Import the object `module:name` from a user's module.
-
-    Args:
-        where: the start of an error message.
-        text: `module:name`.
-        noun: what the object is, such as `"a correction"`.
-
-    Raises:
-        ArgumentError: if the module or one of its imports does not exist, or the module does not define the name.
+    """Import the object `module:name` from a user's module, or raise an `ArgumentError` that expects a `noun`.
 
     Example:
         >>> import_object("data", "math:tau", "a data set")
@@ -351,11 +308,7 @@ def user_reader(
     | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
     | any other object | the object; the options replace fields of a dataclass |
 
-    Args:
-        noun: what the value is, such as `"a correction"`.
-        kind: the class of the values. If `num_arguments` is not 0, a function is a value, too.
-        num_arguments: the number of arguments with which the library calls a function.
-        option_readers: as in `parse_kwargs`.
+    The value must be a `noun` such as "a correction", an instance of `kind`, or a function if `num_arguments` is not 0.
 
     Example:
         >>> read = user_reader("a weight")[MODULE_NAME]
