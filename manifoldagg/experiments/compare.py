@@ -169,8 +169,8 @@ def compare(
         progress: called with the method's name and the seed after each update.
         tuning: a search for the methods' rates before the comparison.
         folder: a folder for finished runs, the state of the current run and the log so far. The state is stored every
-            half minute, and when an exception ends the run. The caller removes the folder. Without `resume`, progress in it
-            is removed.
+            half minute, and when an exception ends the run. The caller removes the folder. Without `resume`, progress
+            in it is removed.
         resume: resume from `folder`, with bit-identical results.
 
     Raises:

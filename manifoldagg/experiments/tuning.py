@@ -202,7 +202,7 @@ def tune(
 
     Raises:
         ArgumentError: as `run`; if `rate_field` of the method is not a field of its rule; if a file in `cache` is
-            damaged, or the folder cannot be written; or with a `cache` if scheduler, delays or availability is a function.
+            damaged, or the folder cannot be written; or with a `cache` if scheduler or delays are functions.
     """
     check_count("num_updates", num_updates)
     check_method("method", method)
