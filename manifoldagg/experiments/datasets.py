@@ -120,7 +120,7 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
     """Load a text of plays by speaker, with gated recurrent units that predict the next character.
 
     A speech begins with the speaker's name and a colon on one line, and ends at an empty line. The speeches of a
-    speaker are joined and cut into sequences. Incomplete sequences are omitted. Tokens are the sorted characters of the text.
+    speaker are joined and cut into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
 
     Args:
         path: the text, or a folder with `input.txt` or `shakespeare.txt`.
