@@ -19,14 +19,14 @@ from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
 from manifoldagg.simulation.dataset import LabelledDataset, Signature
 from manifoldagg.simulation.spec_parser import (
-    MODULE_NAME,
     Reader,
     choose,
     error_context,
-    import_object,
     parse_kwargs,
     parse_spec,
+    parse_value,
     reader,
+    user_reader,
 )
 
 __all__ = ["digits", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
@@ -328,33 +328,14 @@ def _name(folder: Path) -> str:
 
 def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
     """Return the factory of the named data set."""
-    chosen = parse_spec("data", source)
-    if chosen.name in DATASETS:
-        read = DATASETS[chosen.name]
-        if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
-            raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
-        return partial(read, f"data: {chosen.name}", chosen.options)
-    if list(chosen.options) == [""]:
-        return partial(_user_dataset, f"{chosen.name}:{chosen.options['']}")
-    if chosen.name.lower() in IDX_NAMES:
-        raise ArgumentError(f"data: expected {USAGE['idx']}, got {source!r}; the library does not download data")
-    if chosen.name.lower() == "femnist":
-        raise ArgumentError(f"data: expected {USAGE['leaf']}, got {source!r}; the library does not download data")
-    choose("data", "data set", chosen.name, [*DATASETS, MODULE_NAME])
-    raise AssertionError
-
-
-def _user_dataset(name: str) -> LabelledDataset:
-    """Load the data set of a user's module."""
-    where = f"data: {name}"
-    found = import_object(where, name, f"a data set ({', '.join(DATASETS)})")
-    with error_context(f"{where}: expected a LabelledDataset, or a function that makes one", TypeError):
-        made = found if isinstance(found, LabelledDataset) or not callable(found) else found()
-    if not isinstance(made, LabelledDataset):
-        raise ArgumentError(
-            f"{where}: expected a LabelledDataset, or a function that makes one; got {type(made).__name__}"
-        )
-    return made
+    chosen = parse_spec("data", source, DATASETS)
+    name = chosen.name.lower()
+    if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
+        raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
+    if name in (*IDX_NAMES, "femnist"):
+        usage = USAGE["leaf" if name == "femnist" else "idx"]
+        raise ArgumentError(f"data: expected {usage}, got {source!r}; the library does not download data")
+    return partial(parse_value, "data", source, DATASETS, "data set")
 
 
 def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
@@ -369,5 +350,8 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     return made
 
 
-DATASETS: Mapping[str, Reader] = {make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)}
+DATASETS: Mapping[str, Reader] = {
+    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)},
+    **user_reader("a LabelledDataset", LabelledDataset),
+}
 MODELS = [name for name in models.__all__ if name.islower()]

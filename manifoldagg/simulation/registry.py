@@ -28,7 +28,6 @@ from manifoldagg.simulation.priority import PriorityScheduler
 from manifoldagg.simulation.replay import ReplayScheduler
 from manifoldagg.simulation.schedulers import IndependentClients, Scheduler, SchedulerFactory
 from manifoldagg.simulation.spec_parser import (
-    MODULE_NAME,
     OptionReaders,
     Reader,
     choose,
@@ -36,6 +35,7 @@ from manifoldagg.simulation.spec_parser import (
     import_object,
     parse_kwargs,
     parse_spec,
+    parse_value,
     reader,
     user_reader,
 )
@@ -69,7 +69,7 @@ def scheduler(text: str) -> SchedulerFactory:
         >>> 1 <= clients.next().time <= 3
         True
     """
-    made: SchedulerFactory = _parse("scheduler", text, SCHEDULER_READERS)
+    made: SchedulerFactory = parse_value("scheduler", text, SCHEDULER_READERS)
     return made
 
 
@@ -87,7 +87,7 @@ def delays(text: str) -> Delay | DelayFactory:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
     """
-    made: Delay | DelayFactory = _parse("delays", text, DELAY_READERS | CSV_READER | USER_DELAYS)
+    made: Delay | DelayFactory = parse_value("delays", text, DELAY_READERS | CSV_READER | USER_DELAYS)
     return made
 
 
@@ -105,7 +105,9 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
         >>> make([7], np.random.default_rng(0))
         [AvailabilityChange(time=3.0, client=7, kind='fail', lost_tasks=0)]
     """
-    made: list[AvailabilityChange[int | str]] | AvailabilityFactory = _parse("availability", text, AVAILABILITY_READERS)
+    made: list[AvailabilityChange[int | str]] | AvailabilityFactory = parse_value(
+        "availability", text, AVAILABILITY_READERS
+    )
     return made
 
 
@@ -150,13 +152,6 @@ def parse_workload(
     """
     given = {"scheduler": scheduler, "delays": delays, "availability": availability}
     return {name: PARSERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
-
-
-def _parse(where: str, text: str, readers: Mapping[str, Reader]) -> Any:
-    chosen = parse_spec(where, text, readers)
-    if ":" in chosen.name:
-        return readers[MODULE_NAME](f"{where}: {chosen.name}", {MODULE_NAME: chosen.name, **chosen.options})
-    return readers[choose(where, where, chosen.name, readers)](f"{where}: {chosen.name}", chosen.options)
 
 
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:

@@ -29,6 +29,7 @@ __all__ = [
     "parse_literal",
     "parse_spec",
     "parse_specs",
+    "parse_value",
     "reader",
     "user_reader",
 ]
@@ -184,7 +185,7 @@ def parse_kwargs(
             given[head] = text
     before = _default_arguments(factory) | result
     for option, written in given.items():
-        result[option] = _parse_value(
+        result[option] = _parse_option(
             where, parameters[option], written, inner.get(option, {}), before.get(option), option_readers or {}
         )
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -193,7 +194,7 @@ def parse_kwargs(
     return result
 
 
-def _parse_value(
+def _parse_option(
     where: str,
     parameter: inspect.Parameter,
     text: str | None,
@@ -251,6 +252,15 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
         return build(where, factory, options, option_readers=option_readers, defaults=defaults)
 
     return read
+
+
+def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str = "") -> Any:
+    """Build the value of a name with its options, or of `module:name` if `MODULE_NAME` is among the readers."""
+    chosen = parse_spec(where, text, readers)
+    here = f"{where}: {chosen.name}"
+    if ":" in chosen.name:
+        return readers[MODULE_NAME](here, {MODULE_NAME: chosen.name, **chosen.options})
+    return readers[choose(where, noun or where, chosen.name, readers)](here, chosen.options)
 
 
 def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
