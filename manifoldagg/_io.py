@@ -193,7 +193,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise ArgumentError("plots: plots require matplotlib: pip install 'manifoldagg[plots]'") from None
+        raise ArgumentError("plots: plots require matplotlib: pip install 'manifoldagg[experiments]'") from None
 
 
 def new_figure(width: float = 6.4, height: float = 4.8) -> Any:

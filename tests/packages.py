@@ -69,14 +69,16 @@ BUT = (
 """What the oldest versions are not asked for."""
 USES = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
-    "data": "from manifoldagg.experiments import load_dataset; print(load_dataset('digits').name)",
+    "experiments": (
+        "from manifoldagg.curves import Bezier; from manifoldagg.manifolds import Flat; import torch\n"
+        "print(Bezier(Flat(2), degree=1).at(torch.eye(2)).plot())\n"
+        "from manifoldagg.experiments import load_dataset; print(load_dataset('digits').name)\n"
+        "from manifoldagg.experiments.combined_report import markdown_table; import pandas\n"
+        "frame = pandas.DataFrame({'a': ['b']}); print(markdown_table(frame), frame.to_latex())"
+    ),
     "flower": (
         "from manifoldagg.federated.rules import FedAsync; from manifoldagg.integrations.flower import Asynchronous\n"
         "from torch import nn; print(Asynchronous(FedAsync(), model=lambda: nn.Linear(2, 1)))"
-    ),
-    "plots": (
-        "from manifoldagg.curves import Bezier; from manifoldagg.manifolds import Flat; import torch\n"
-        "print(Bezier(Flat(2), degree=1).at(torch.eye(2)).plot())"
     ),
     "privacy": "from manifoldagg.integrations.accounting import epsilon; print(epsilon(5.0, participations=20, delta=1e-5))",
     "prometheus": (

@@ -130,7 +130,19 @@ def test_every_room_says_what_it_is_for():
 
 
 def test_importing_loads_nothing_heavy_and_warns_of_nothing():
-    heavy = ["geoopt", "flwr", "matplotlib", "scipy", "sklearn", "typer", "rich", "triton", "sympy", "networkx"]
+    heavy = [
+        "geoopt",
+        "flwr",
+        "matplotlib",
+        "pandas",
+        "scipy",
+        "sklearn",
+        "typer",
+        "rich",
+        "triton",
+        "sympy",
+        "networkx",
+    ]
     code = "import torch, sys; before = set(sys.modules); from manifoldagg import *; "
     code += f"print(sorted(set({heavy}) & (set(sys.modules) - before)))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)

@@ -9,6 +9,7 @@ docs/benchmark_results.md.
 """
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -16,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from records import RESULTS, ROOT, table
 
 from manifoldagg._io import new_figure
 from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.combined_report import CombinedReport, load_reports, write_combined_report
 from manifoldagg.experiments.plots import draw_accuracy
-from manifoldagg.experiments.report_data import CombinedReport, LoggedRun, load_reports
-from manifoldagg.experiments.report_writer import write_combined_report
+from manifoldagg.experiments.report_data import LoggedRun
 from manifoldagg.experiments.statistics import MeanCI, compare_pairs, mean_ci
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 
@@ -119,18 +121,17 @@ def joined_of(results: Path, parts: Sequence[str]) -> CombinedReport:
 
 def short(joined: CombinedReport, name: str, forward: str) -> str:
     """A table, the best at the end of its run first: some methods, on few columns."""
-    beside = {one.method: one.difference_at_budget["gradients"] for one in joined.paired_differences(forward)}
-    rows = [row for row in joined.rows() if row.method in SHOWN or "-long" in name]
+    beside = {one.method: one for one in joined.differences(forward).itertuples()}
+    frame = joined.frame().sort_values("final", ascending=False, kind="stable")
     lines = []
-    for row in sorted(rows, key=lambda row: -row.final_accuracy.value):
+    for row in frame.itertuples():
+        if row.method not in SHOWN and "-long" not in name:
+            continue
         there = beside.get(row.method)
-        equal = "" if there is None else _points(there, "+")
-        time = (
-            "never"
-            if row.time_to_target is None
-            else f"{row.time_to_target.value:.1f} ({row.num_reached} of {row.num_seeds})"
-        )
-        lines.append([_plain(row.method, name), _points(row.final_accuracy), equal, time, f"{row.gini.value:.3f}"])
+        equal = "" if there is None else _points(there.at_gradients, there.at_gradients_high, "+")
+        time = f"{row.time_to_target:.1f} ({row.num_reached} of {row.seeds})" if row.num_reached else "never"
+        final = _points(row.final, row.final_high)
+        lines.append([_plain(row.method, name), final, equal, time, f"{row.gini:.3f}"])
     return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
 
 
@@ -143,8 +144,12 @@ def _plain(method: str, report: str) -> str:
     return method
 
 
-def _points(mean: MeanCI, sign: str = "") -> str:
-    return f"{100 * mean.value:{sign}.1f} ± {100 * (mean.half_width or 0):.1f}"
+def _points(mean: float, high: float, sign: str = "") -> str:
+    return f"{100 * mean:{sign}.1f} ± {100 * (0 if math.isnan(high) else high - mean):.1f}"
+
+
+def _mean_points(mean: MeanCI) -> str:
+    return f"{100 * mean.value:.1f} ± {100 * (mean.half_width or 0):.1f}"
 
 
 def underway(results: Path) -> None:
@@ -154,7 +159,7 @@ def underway(results: Path) -> None:
         ((_, methods),) = joined_of(results, [folder]).runs.items()
         for method in COUNTED:
             found[method][count] = _final(methods[method])
-    rows = [[method, *map(_points, means.values())] for method, means in found.items()]
+    rows = [[method, *map(_mean_points, means.values())] for method, means in found.items()]
     text = table(["tasks under way", *map(str, UNDERWAY)], rows)
     (results / "joined" / "underway.md").write_text(text + "\n")
     figure = new_figure(6.4, 3.6)
@@ -184,7 +189,7 @@ def delays(results: Path, kinds: Sequence[str]) -> None:
                 and (base := first_reaching(methods["FedAvg"][seed].evaluations, target))
             ]
             soon = f"{mean_ci(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
-            rows.setdefault(method, []).extend([_points(ends[method]), soon])
+            rows.setdefault(method, []).extend([_mean_points(ends[method]), soon])
     heads = [f"{name}: {what}" for name in kinds for what in ("at the end", "time")]
     lines = [[method, *cells, *[""] * (len(heads) - len(cells))] for method, cells in rows.items()]
     (results / "joined" / "delays.md").write_text(table(["method", *heads], lines) + "\n")
@@ -194,8 +199,8 @@ def pooled(results: Path) -> None:
     """Wilcoxon's tests over all pairs of task, number of tasks under way and seed, at equal answers and gradients."""
     lines = []
     for axis, terms in (("updates", "equal answers"), ("gradients", "equal gradients")):
-        for pair in compare_pairs(_scores(results, axis)):
-            if pair.adjusted_p_value is not None and {pair.first, pair.second} & {*POOLED}:
+        for pair in compare_pairs(pd.DataFrame(_scores(results, axis))).itertuples():
+            if not math.isnan(pair.adjusted_p_value) and {pair.first, pair.second} & {*POOLED}:
                 sign = 1 if pair.first in POOLED else -1
                 one, other = (pair.first, pair.second)[::sign]
                 better, worse = (pair.wins, pair.losses)[::sign]
@@ -220,7 +225,9 @@ def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
         budget = joined.budget(task, axis)
         for method, runs in methods.items():
             for seed, run in runs.items():
-                scores.setdefault(method, {})[parts, seed] = last_within_budget(run.evaluations, axis, budget).accuracy
+                scores.setdefault(method, {})["+".join(parts), seed] = last_within_budget(
+                    run.evaluations, axis, budget
+                ).accuracy
     return scores
 
 

@@ -28,19 +28,8 @@ from manifoldagg.simulation.stable_repr import stable_repr
 EXCLUDED_OPTIONS = ("config", "only", "name")
 """Options that have no place in a file."""
 SHARED_SETTINGS = (
-    *(
-        "clients",
-        "num_updates",
-        "partition",
-        "holdout",
-        "validation",
-        "batch",
-        "scheduler",
-        "delays",
-        "availability",
-        "task_cost",
-    ),
-    *("concurrency", "eval_every"),
+    *("clients", "num_updates", "partition", "holdout", "validation", "batch"),
+    *("scheduler", "delays", "availability", "task_cost", "concurrency", "eval_every"),
 )
 """Options that are settings of a comparison by the same name and value."""
 FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
@@ -48,20 +37,19 @@ FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
 
 
 def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
-    """Run the command once for each table of a file; typed options override those of the table.
+    """Run the command once for each table of a file; options on the command line override those of the table.
 
-    Everything is read before the first one runs. Paths in the file are relative to it, those typed to where one is.
+    All tables are checked before the first one runs. Paths in the file are relative to the file, and paths on the
+    command line to the working directory.
 
     Raises:
-        ArgumentError: naming the table that does not fit, and what is wrong in it.
+        ArgumentError: with the table and its fault.
     """
     command = context.command
     typed = {
         option.name: context.params[option.name]
         for option in command.params
-        if option.name is not None
-        and _is_on_command_line(context, option.name)
-        and option.name not in ("config", "only")
+        if option.name not in (None, "config", "only") and _is_typed(context, option.name)
     }
     if "name" in typed:
         raise ArgumentError("name: expected no name with --config: reports are named after its tables")
@@ -72,53 +60,55 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
             typed[name] = _rebase_paths(there, name, typed[name])
     if typed.keys() & {"data", "methods"}:
         sys.path.insert(0, str(here))
-    # Where a module of the user's is looked for, as by `python -m`.
+    # A module of the user may be in the working directory, as for `python -m`.
     sys.path.insert(0, "")
     runs = {}
     with chdir(there):
-        for name, words in lines.items():
+        for name, arguments in lines.items():
             with error_context(f"{path}: {name}"):
-                runs[name] = made = _parse_command(command, words, context)
-                moved = there if _is_on_command_line(made, "out") and "out" not in typed else here
+                runs[name] = made = _parse_command(command, arguments, context)
+                parent = there if _is_typed(made, "out") and "out" not in typed else here
                 made.params |= {**typed, "name": name}
-                if moved != there or here != there:
-                    made.params["out"] = moved / made.params["out"]
-                _check_names(made.params)
+                if here != there:
+                    made.params["out"] = parent / made.params["out"]
+                _methods(made.params)
+                registry.partition(made.params["partition"])
+                registry.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
         for count, (name, made) in enumerate(runs.items(), start=1):
-            say = Console(stderr=made.params["as_json"])
+            console = Console(stderr=made.params["as_json"])
             with error_context(f"{path}: {name}"):
-                over = _load_finished(made.params) if made.params["resume"] else None
-                told = f": is finished, in {made.params['out'] / name}" if over else ""
-                say.print(f"{name} ({count} of {len(runs)}){told}", highlight=False, markup=False, soft_wrap=True)
-                if over is None:
+                finished = _load_finished(made.params) if made.params["resume"] else None
+                state = f": is finished, in {made.params['out'] / name}" if finished else ""
+                line = f"{name} ({count} of {len(runs)}){state}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                if finished is None:
                     command.invoke(made)
                 elif made.params["as_json"]:
-                    print(json.dumps(over), flush=True)
+                    print(json.dumps(finished), flush=True)
 
 
-def _is_on_command_line(context: Any, name: str) -> bool:
-    """Whether an option stands on the command line."""
+def _is_typed(context: Any, name: str) -> bool:
+    """Return whether an option is on the command line."""
     return bool(context.get_parameter_source(name).name == "COMMANDLINE")
 
 
-def _rebase_paths(folder: Path, option: str, spec: str) -> str:
-    """Words in which files that are meant from here are named from another folder.
+def _rebase_paths(folder: Path, option: str, text: str) -> str:
+    """Return a spec in which paths relative to the working directory are relative to `folder`.
 
-    What is not a file here but would be one there is taken for one that is missing.
+    A path that exists only relative to `folder` is rebased, too, because the file that the user meant is missing.
     """
-    chosen = parse_spec(option, spec)
-    is_there = Path.exists if chosen.name in DATASETS else Path.is_file
+    spec = parse_spec(option, text)
+    exists = Path.exists if spec.name in DATASETS else Path.is_file
     moved = {
-        name: os.path.relpath(text, folder.resolve())
-        for name, text in chosen.options.items()
-        if text and isinstance(parse_literal(text), str) and not Path(text).is_absolute()
-        if is_there(Path(text)) or is_there(folder / text)
+        name: os.path.relpath(value, folder.resolve())
+        for name, value in spec.options.items()
+        if value and isinstance(parse_literal(value), str) and not Path(value).is_absolute()
+        if exists(Path(value)) or exists(folder / value)
     }
-    return str(Spec(chosen.name, {**chosen.options, **moved})) if moved else spec
+    return str(Spec(spec.name, {**spec.options, **moved})) if moved else text
 
 
 def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
-    """What the command understands of a command line."""
     try:
         return command.make_context(command.name, arguments, parent=context.parent)
     except UsageError as error:
@@ -126,13 +116,13 @@ def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
 
 
 def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a comparison if it is there, of these settings, files and versions, and none is in progress."""
+    """Load the report of a comparison if it exists with these settings, files and versions, and none is in progress."""
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
         return None
     try:
         found: dict[str, Any] = read_report(report)
-        settings, then = found["settings"], dict(found["timing"]["versions"])
+        settings, stored_versions = found["settings"], dict(found["timing"]["versions"])
         tuning = settings["tuning"]
         if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
             return None
@@ -153,21 +143,12 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
     }
     same = all(settings.get(name) == value for name, value in expected.items())
-    return found if same and versions().items() <= then.items() else None
+    return found if same and versions().items() <= stored_versions.items() else None
 
 
 def _methods(params: dict[str, Any]) -> list[Method]:
     """Build the methods as the command does: with scaled default rates unless it searches for rates."""
-    rates = list(params["rate"] or ())
+    names, rates = params["methods"], list(params["rate"] or ())
     if params["tune"]:
-        return methods(params["methods"], rates)
-    return methods_with_scaled_rates(
-        params["methods"], rates, clients=params["clients"], concurrency=params["concurrency"]
-    )[0]
-
-
-def _check_names(params: dict[str, Any]) -> None:
-    """See that names mean something, before anything is run."""
-    _methods(params)
-    registry.partition(params["partition"])
-    registry.parse_workload(params["scheduler"], params["delays"], params["availability"])
+        return methods(names, rates)
+    return methods_with_scaled_rates(names, rates, clients=params["clients"], concurrency=params["concurrency"])[0]

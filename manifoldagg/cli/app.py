@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from manifoldagg import __version__
 from manifoldagg.cli._console import UsageError, console, error_console
-from manifoldagg.errors import ManifoldAggError
+from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = ["app", "main"]
 
@@ -29,7 +29,14 @@ class LazyCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"manifoldagg.cli.{cmd_name}")
+        try:
+            module = import_module(f"manifoldagg.cli.{cmd_name}")
+        except ModuleNotFoundError as missing:
+            if (missing.name or "manifoldagg").startswith("manifoldagg"):
+                raise
+            raise ArgumentError(
+                f"{missing.name} is not installed: pip install 'manifoldagg[cli,experiments]'"
+            ) from None
         command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         command.command(cmd_name)(getattr(module, f"{cmd_name}_command"))
         return typer.main.get_command(command)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,7 +205,7 @@ def compare_command(
         return run_config(context, config, only or [])
     if only:
         raise ArgumentError("only: expected --config, whose tables it selects")
-    # Where a module of the user's is looked for, as by `python -m`.
+    # A module of the user may be in the working directory, as for `python -m`.
     sys.path.insert(0, "")
     scaled: list[str] = []
     if tune:
@@ -234,23 +235,25 @@ def compare_command(
     digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart)).encode()).hexdigest()[:8]
     folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
-    say = error_console if as_json else console
-    kept = f" but what was tried, in {out / '.tuned'}" if tune else ""
+    say = partial((error_console if as_json else console).print, highlight=False, markup=False, soft_wrap=True)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
-    def left() -> str:
+    def on_interrupt() -> str:
         if unfinished.exists():
             return f"interrupted: finished runs are stored in {unfinished}; --resume continues them"
-        return f"interrupted: nothing was written{kept}"
+        return "interrupted: nothing was written" + (f" but what was tried, in {out / '.tuned'}" if tune else "")
 
-    with graceful_shutdown(left):
+    with graceful_shutdown(on_interrupt):
         check_destination(folder)
-        for line in _resume_notices(unfinished, resume):
-            say.print(line, highlight=False, markup=False, soft_wrap=True)
-        with ExitStack() as shown:
-            shown.enter_context(_stability_warnings())
-            shown.enter_context(renamed_arguments(OPTION_NAMES))
-            advance = _progress_bars(say, num_updates, shown, scaled)
+        if resume:
+            say(
+                f"Resuming from {unfinished}"
+                if unfinished.exists()
+                else f"{unfinished} is not there: from the beginning"
+            )
+        elif unfinished.exists():
+            say(f"{unfinished} is started anew; --resume would continue it")
+        with _stability_warnings(), renamed_arguments(OPTION_NAMES), ExitStack() as stack:
             comparison = compare(
                 problem,
                 chosen,
@@ -259,33 +262,21 @@ def compare_command(
                 seeds=seeds,
                 **settings,
                 executor=executor,
-                progress=advance,
+                progress=_progress_bars(error_console if as_json else console, num_updates, stack, scaled),
                 tuning=None if apart is None else Tuning(apart, cache=out / ".tuned"),
                 folder=unfinished,
                 resume=resume,
             )
         files = write_report(comparison, folder)
         remove(unfinished)
-    say.print(comparison_table(comparison))
+    (error_console if as_json else console).print(comparison_table(comparison))
     for line in [*rate_lines(comparison), *rejection_lines(comparison)]:
-        say.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
     if comparison.landscape is None:
-        say.print("No method learned a curve, so there is no plane.png.")
-    names = ", ".join(file.name for file in files)
-    say.print(f"Written to {folder}: {names}", highlight=False, markup=False, soft_wrap=True)
+        say("No method learned a curve, so there is no plane.png.")
+    say(f"Written to {folder}: {', '.join(file.name for file in files)}")
     if as_json:
         print(json.dumps(read_report(folder)), flush=True)
-
-
-def _resume_notices(progress_folder: Path, resume: bool) -> list[str]:
-    """What becomes of what an interrupted comparison has left, where that may surprise."""
-    if resume:
-        return [
-            f"Resuming from {progress_folder}"
-            if progress_folder.exists()
-            else f"{progress_folder} is not there: from the beginning"
-        ]
-    return [f"{progress_folder} is started anew; --resume would continue it"] if progress_folder.exists() else []
 
 
 @contextmanager
@@ -338,31 +329,25 @@ def _progress_bars(
 
 def comparison_table(comparison: Comparison) -> Table:
     """Format the summary as a table for the terminal."""
-    settings = comparison.settings
-    timing = comparison.timing()
+    settings, timing = comparison.settings, comparison.timing()
     seeds = len(settings["seeds"])
     counts = (settings["clients"], "client"), (settings["num_updates"], "update"), (seeds, "seed")
-    told = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
-    title = f"{settings['data']['name']}: {told}"
-    numbers = (
-        "final\nacc.",
-        "best\nacc.",
-        f"updates\nto {format_percent(settings['target'])}",
-        "stale\nmean/max",
-        "Gini",
-        "train\ns",
-        "eval\ns",
+    size = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
+    target = f"updates\nto {format_percent(settings['target'])}"
+    grid = new_table(
+        *("method", "final\nacc.", "best\nacc.", target, "stale\nmean/max", "Gini", "train\ns", "eval\ns"),
+        title=f"{settings['data']['name']}: {size}",
+        caption="accuracies in %, staleness in versions",
     )
-    grid = new_table("method", *numbers, title=title, caption="accuracies in %, staleness in versions")
     fold_names(grid, comparison.runs)
     for name, row in comparison.summary().items():
-        reached = row["updates_to_target_mean"]
+        updates = row["updates_to_target_mean"]
         share = "" if row["reached_target"] == seeds else f" ({row['reached_target']}/{seeds})"
         grid.add_row(
             Text(name),
             _format_mean(row["final_mean"], row["final_sd"]),
             _format_mean(row["best_mean"], row["best_sd"]),
-            "never" if reached is None else f"{reached:.0f}{share}",
+            "never" if updates is None else f"{updates:.0f}{share}",
             f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
             f"{row['gini_mean']:.3f}",
             f"{sum(timing['seconds'][name]):.0f}",
@@ -381,19 +366,17 @@ def rejection_lines(comparison: Comparison) -> list[str]:
 def rate_lines(comparison: Comparison) -> list[str]:
     """Return a line for each tuned method with the rates that were tried and the best accuracy."""
     tuning = comparison.settings["tuning"] or {"methods": {}}
-    return [f"{name}: {_format_search(told)}" for name, told in tuning["methods"].items()]
+    return [f"{name}: {_format_search(result)}" for name, result in tuning["methods"].items()]
 
 
 def _format_search(search: dict[str, Any] | str | None) -> str:
-    if search is None:
-        return "has no rate to search"
-    if isinstance(search, str):
-        return "its rate was given by hand"
-    late = {one["rate"]: statistics.fmean(one["tail_accuracy"]) for one in search["tried"]}
+    if not isinstance(search, dict):
+        return "has no rate to search" if search is None else "its rate was given by hand"
+    scores = {one["rate"]: statistics.fmean(one["tail_accuracy"]) for one in search["tried"]}
     chosen = search["chosen"]
-    end = ", at the end of the search" if chosen in (min(late), max(late)) else ""
-    tried = ", ".join(f"{rate:g}" for rate in late)
-    return f"rate {chosen:g} of {tried} ({100 * late[chosen]:.1f} % of validation samples{end})"
+    end = ", at the end of the search" if chosen in (min(scores), max(scores)) else ""
+    tried = ", ".join(f"{rate:g}" for rate in scores)
+    return f"rate {chosen:g} of {tried} ({100 * scores[chosen]:.1f} % of validation samples{end})"
 
 
 def _format_mean(mean: float | int | None, deviation: float | int | None) -> str:

@@ -12,8 +12,7 @@ from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import fold_names, new_table
-from manifoldagg.experiments.report_data import CombinedReport, load_reports
-from manifoldagg.experiments.report_writer import FILES, headings, row_cells, write_combined_report
+from manifoldagg.experiments.combined_report import FILES, CombinedReport, load_reports, write_combined_report
 from manifoldagg.experiments.run_report import check_destination
 from manifoldagg.simulation.cost import AXES
 
@@ -46,8 +45,8 @@ def report_command(
     virtual time, in gradients computed and in bytes sent. With 15 pairs of problem and seed or more, methods are
     compared by Wilcoxon's signed-rank test with Holm's correction.
 
-    Prints a table for each problem and writes `report.md`, `table.csv`, `pairs.csv`, with --baseline `baseline.csv`,
-    and pictures of accuracy and of clients.
+    Prints a table for each problem and writes `report.md`, `report.tex`, `table.csv`, `pairs.csv`, with --baseline
+    `baseline.csv`, and plots of accuracy and of clients.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
     """
@@ -65,16 +64,12 @@ def report_command(
 
 
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
-    """Format a table for each problem: accuracy at the end, and at equal cost."""
-    rows = combined.rows()
-    for task in combined.runs:
-        _, *heads = headings(combined, task)
-        few = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in heads[:5]]
-        grid = new_table(
-            "method", *few, title=Text(task), caption="accuracies in %, means with their intervals of 95 %"
-        )
-        fold_names(grid, [row.method for row in rows])
-        for row in rows:
-            if row.problem == task:
-                grid.add_row(Text(row.method), *row_cells(row)[1:6])
+    """Format a table for each problem: the accuracy at the end and at equal cost."""
+    for problem in combined.runs:
+        frame = combined.table(problem).iloc[:, [0, *range(2, 7)]]
+        heads = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in frame.columns]
+        grid = new_table(*heads, title=Text(problem), caption="accuracies in %, means with their 95 % intervals")
+        fold_names(grid, frame["method"])
+        for method, *cells in frame.itertuples(index=False):
+            grid.add_row(Text(method), *cells)
         yield grid

@@ -41,9 +41,9 @@ from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["Comparison", "Landscape", "compare"]
 LANDSCAPE_AFTER = 0.5
-"""The plane is drawn for the first curve that arrives after this part of the updates."""
+"""The plane is that of the first curve that arrives after this part of the updates."""
 MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
-"""The loss of a plane is taken over so many samples at most, and so many labels."""
+"""The maximum numbers of samples and of labels on which the loss of a plane is computed."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ class Comparison:
             seeds=len(settings["seeds"]),
             final_accuracy={name: row["final_mean"] for name, row in self.summary().items()},
         )
+
+    def frame(self) -> Any:
+        """Return `summary` as a pandas data frame with a row for each method."""
+        from pandas import DataFrame
+
+        return DataFrame.from_dict(self.summary(), orient="index").rename_axis("method")
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
         """Return a table row for each method, with means and sample standard deviations over the seeds."""
@@ -140,39 +146,38 @@ def compare(
 ) -> Comparison:
     """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
 
-    Strings say by name what [`by_name`][manifoldagg.simulation.registry] knows, as on the command line.
+    Partitions, schedulers, delays and availability may be names, as on the command line.
 
     Args:
-        dataset: what is learned.
-        methods: what is compared, with distinct names.
-        clients: how many clients share the data.
-        num_updates: updates in each run.
-        seeds: how many repetitions; the seeds are 0, 1, ...
-        partition: how the data are split, as in `FederatedDataset.split`.
-        holdout: which part is held out, as in `FederatedDataset.split`.
-        validation: which part of the rest to hold out in its place.
-        batch: samples a minibatch.
-        target: the accuracy to time; the data set's own if it is not given.
-        scheduler: who finishes when, as in [`run`][manifoldagg.simulation.run]: a function that makes one for each run.
-        delays: of clients that work alone, in place of a scheduler.
-        availability: who comes and goes.
-        task_cost: of a task: `"fixed"` or `"trainer"`.
+        dataset: the data set.
+        methods: the methods, with distinct names.
+        clients: the number of clients that share the data.
+        num_updates: the number of updates in each run.
+        seeds: the number of repetitions; the seeds are 0, 1, ...
+        partition: as in `FederatedDataset.split`.
+        holdout: the part of the data in the test set, as in `FederatedDataset.split`.
+        validation: test on this part of the training data instead.
+        batch: the number of samples in a minibatch.
+        target: the accuracy up to which updates are counted; by default that of the data set.
+        scheduler: as in [`run`][manifoldagg.simulation.run]: a function that makes a scheduler for each run.
+        delays: of clients that work independently, instead of a scheduler.
+        availability: which clients are available, and when.
+        task_cost: the cost of a task: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
-        eval_every: evaluate after so many updates.
-        executor: what trains; one that a function makes serves all runs. Results do not depend on it.
+        eval_every: the number of updates between evaluations.
+        executor: what trains. An executor that a function makes serves all runs. The results do not depend on it.
         progress: called with the method's name and the seed after each update.
-        tuning: searches the methods' rates first.
-        folder: where to keep what is done until all is over: the runs, every half minute where the one that is under
-            way stands, also when something ends it, and the log so far. It is made, and stays for who has the result
-            to remove; what another comparison left there is removed.
-        resume: resume from `folder`, if there is something: a comparison that was interrupted at any point
-            finds what it would have found, bit for bit.
+        tuning: a search for the methods' rates before the comparison.
+        folder: a folder for finished runs, the state of the current run and the log so far. The state is stored every
+            half minute, and when an exception ends the run. The caller removes the folder. Without `resume`, progress
+            in it is removed.
+        resume: resume from `folder`, with bit-identical results.
         duration: the virtual time in seconds after which each run ends, if it has fewer than `num_updates` updates.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
-        CheckpointError: if `folder` has another comparison, other versions or a damaged file, naming the first
-            difference.
+        ArgumentError: if an argument is invalid, or a run cannot start.
+        CheckpointError: if `folder` has the progress of another comparison or of other versions, with the first
+            difference, or a damaged file.
 
     Warns:
         StabilityWarning: once for each run with a step above the stability limit, but not with `tuning`.
@@ -194,26 +199,33 @@ def compare(
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
-    with single_threaded(), shared_executor(executor) as workers:
-        divided = partial(FederatedDataset.split, dataset, clients, partition=partition)
-        divided = partial(divided, holdout=holdout, validation=validation, batch=batch)
-        federations = [divided(seed=seed) for seed in range(seeds)]
-        named = referenced_files(scheduler, delays, availability)
-        scenario = registry.parse_workload(scheduler, delays, availability)
+    options: dict[str, Any] = {"num_updates": num_updates, "task_cost": task_cost, "concurrency": concurrency}
+    named: dict[str, Any] = {"scheduler": scheduler, "delays": delays, "availability": availability}
+    with single_threaded(), shared_executor(executor) as workers, ExitStack() as stack:
+        split = partial(
+            FederatedDataset.split,
+            dataset,
+            clients,
+            partition=partition,
+            holdout=holdout,
+            validation=validation,
+            batch=batch,
+        )
+        federations = [split(seed=seed) for seed in range(seeds)]
+        files = referenced_files(*named.values())
+        workload = registry.parse_workload(scheduler, delays, availability)
         for federation in federations:
             for method in methods:
-                _check_startable(federation, method, scenario, concurrency)
-        tried: dict[str, object] | None = None
+                _check_startable(federation, method, workload, concurrency)
+        tuned: dict[str, object] | None = None
         if tuning is not None:
-            like = {
-                "num_updates": num_updates,
-                "task_cost": task_cost,
-                "concurrency": concurrency,
-                "executor": workers,
-                "progress": progress,
-            }
-            like |= {"scheduler": scheduler, "delays": delays, "availability": availability}
-            methods, tried = tuning.apply(methods, divided, validation=validation, num_used_seeds=seeds, **like)
+            options_of_search = {**options, **named, "executor": workers, "progress": progress}
+            methods, tuned = tuning.apply(
+                methods, split, validation=validation, num_used_seeds=seeds, **options_of_search
+            )
+            # A tuned rate is the best rate at this concurrency.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", StabilityWarning)
         settings: dict[str, Any] = {
             "data": {"name": dataset.name, "checksum": f"{dataset.checksum:08x}"},
             "clients": clients,
@@ -225,92 +237,69 @@ def compare(
             "validation": validation,
             "batch": batch,
             "target": target,
-            "scheduler": stable_repr(scheduler),
-            "delays": stable_repr(delays),
-            "availability": stable_repr(availability),
-            "files": named,
+            **{name: stable_repr(value) for name, value in named.items()},
+            "files": files,
             "task_cost": task_cost,
             "concurrency": concurrency,
             "eval_every": eval_every,
             **({} if duration is None else {"duration": duration}),
-            "tuning": tried,
+            "tuning": tuned,
             "methods": {
-                method.name: {"rule": stable_repr(method.rule), "trainer": stable_repr(method.trainer)}
-                for method in methods
+                one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
             },
             "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
-        pictured: dict[str, LearnedCurve] = {}
+        stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
+        curves = {} if stored is None else stored.load_curves(settings["methods"])
 
-        def watch(name: str, event: UpdateEvent) -> None:
+        def save_curve(name: str, event: UpdateEvent) -> None:
             is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-            if name not in pictured and event.update_index >= LANDSCAPE_AFTER * num_updates and is_curve:
+            if is_curve and name not in curves and event.update_index >= LANDSCAPE_AFTER * num_updates:
                 phi = torch.cat([event.message.start[None], event.payload.points])
-                pictured[name] = LearnedCurve(name, event.update_index, event.client, phi)
-                if kept is not None:
-                    kept.save_curve(pictured[name])
+                curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
+                if stored is not None:
+                    stored.save_curve(curves[name])
 
-        def found(method: Method, federation: FederatedDataset) -> RunResult:
-            log = None if kept is None else partial(kept.log_evaluation, method.name, federation.seed)
-            over = None if kept is None else kept.load_run(method.name, federation.seed)
-            if over is not None and log is not None:
-                for row in over.evaluations:
-                    log(row)
-                return over
-            with error_context(f"methods: {method.name}"):
-                over = run(
-                    federation,
-                    method,
-                    num_updates=num_updates,
-                    duration=duration,
-                    **scenario,
-                    task_cost=task_cost,
-                    concurrency=concurrency,
-                    eval_every=eval_every,
-                    executor=workers,
-                    on_update=partial(watch, method.name) if federation.seed == 0 else None,
-                    progress=progress and partial(progress, method.name, federation.seed),
-                    log=log,
-                    checkpoint=None if kept is None else kept.checkpoint_policy(method.name, federation.seed),
-                    resume=kept is not None,
-                )
-            if kept is not None:
-                kept.save_run(method.name, federation.seed, over)
-            return over
+        def run_method(method: Method, federation: FederatedDataset) -> RunResult:
+            name, seed = method.name, federation.seed
+            finished = None if stored is None else stored.load_run(name, seed)
+            if finished is None:
+                with error_context(f"methods: {name}"):
+                    finished = run(
+                        federation,
+                        method,
+                        **options,
+                        **workload,
+                        eval_every=eval_every,
+                        duration=duration,
+                        executor=workers,
+                        on_update=partial(save_curve, name) if seed == 0 else None,
+                        progress=progress and partial(progress, name, seed),
+                        log=None if stored is None else partial(stored.log_evaluation, name, seed),
+                        checkpoint=None if stored is None else stored.checkpoint_policy(name, seed),
+                        resume=stored is not None,
+                    )
+                if stored is not None:
+                    stored.save_run(name, seed, finished)
+            elif stored is not None:
+                for row in finished.evaluations:
+                    stored.log_evaluation(name, seed, row)
+            return finished
 
-        with ExitStack() as held:
-            if tuning is not None:
-                # A tuned rate is the best that was tried with this concurrency.
-                held.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore", StabilityWarning)
-            kept = (
-                None
-                if folder is None
-                else held.enter_context(ComparisonProgress(Path(folder), settings, resume=resume))
-            )
-            if kept is not None:
-                pictured |= {
-                    name: curve for name in settings["methods"] if (curve := kept.load_curve(name)) is not None
-                }
-            runs = {method.name: [found(method, federation) for federation in federations] for method in methods}
-        drawn = next((pictured[name] for name in runs if name in pictured), None)
+        runs = {method.name: [run_method(method, federation) for federation in federations] for method in methods}
+        drawn = next((curves[name] for name in runs if name in curves), None)
         landscape = None if drawn is None else _compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
 
 
-def _check_methods(methods: Sequence[Method]) -> None:
-    """See that there are methods, in a list, with distinct names.
-
-    Raises:
-        ArgumentError: if not.
-    """
-    given: object = methods
-    if isinstance(given, str):
-        raise ArgumentError(f"methods: expected a list of Methods, got {given!r}; write methods({given!r})")
-    if isinstance(given, Method):
-        raise ArgumentError(f"methods: expected a list of Methods, got one, {given.name!r}; write [method]")
-    if not isinstance(given, Collection):
-        raise ArgumentError(f"methods: expected a list of Methods, got {type(given).__name__}")
+def _check_methods(methods: Any) -> None:
+    """Check that there is a list of methods with distinct names."""
+    if isinstance(methods, str):
+        raise ArgumentError(f"methods: expected a list of Methods, got {methods!r}; write methods({methods!r})")
+    if isinstance(methods, Method):
+        raise ArgumentError(f"methods: expected a list of Methods, got one, {methods.name!r}; write [method]")
+    if not isinstance(methods, Collection):
+        raise ArgumentError(f"methods: expected a list of Methods, got {type(methods).__name__}")
     for place, method in enumerate(methods):
         check_method(f"methods[{place}]", method)
     if len({method.name for method in methods}) < len(methods) or not methods:
@@ -320,11 +309,7 @@ def _check_methods(methods: Sequence[Method]) -> None:
 def _check_startable(
     federation: FederatedDataset, method: Method, workload: Mapping[str, Any], concurrency: int | None
 ) -> None:
-    """See that a run can begin: that a method fits the clients, and its trainer what the server sends.
-
-    Raises:
-        ArgumentError: if it cannot.
-    """
+    """Check that a run can start: the method fits the clients, and its trainer accepts the server's message."""
     clients = federation.trainable_clients
     with error_context(f"methods: {method.name}"):
         rule: Any = method.bind(clients).rule
@@ -341,19 +326,16 @@ def _check_startable(
 
 
 def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
-    """The planes of a curve that a client sent."""
-    model = federation.model()
+    """Compute the loss over the plane of a curve that a client sent."""
+    model, dataset = federation.model(), federation.dataset
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
 
     def over(samples: np.ndarray) -> Plane:
-        most = min(
-            MAX_LANDSCAPE_SAMPLES,
-            MAX_LANDSCAPE_LABELS * len(federation.dataset.labels) // federation.dataset.labels.numel(),
-        )
+        most = min(MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS * len(dataset.labels) // dataset.labels.numel())
         if len(samples) > most:
             samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
-        batch = federation.dataset.inputs[samples], federation.dataset.labels[samples]
+        batch = dataset.inputs[samples], dataset.labels[samples]
 
         def value(theta: Tensor) -> float:
             with torch.no_grad():
@@ -361,14 +343,12 @@ def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Lan
 
         return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
 
-    everybody = np.concatenate(federation.held_out)
-    return Landscape(
-        curve.method, curve.update_index, curve.client, over(federation.train[curve.client]), over(everybody)
-    )
+    local, held_out = over(federation.train[curve.client]), over(np.concatenate(federation.held_out))
+    return Landscape(curve.method, curve.update_index, curve.client, local, held_out)
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:
-    """A run for JSON: the trace by columns."""
+    """Return a run for JSON, with the trace by columns."""
     columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(TaskRecord)}
     return {
         "trace": columns,

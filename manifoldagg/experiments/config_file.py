@@ -12,14 +12,13 @@ from manifoldagg.simulation.spec_parser import choose
 __all__ = ["DEFAULTS", "Option", "command_lines", "options_by_name"]
 
 DEFAULTS = "defaults"
-"""The table of what all comparisons share."""
+"""The table of the options that all comparisons share."""
 VALUE_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("an integer", (int,)),
     "float": ("a number", (int, float)),
     "boolean": ("true or false", (bool,)),
 }
-"""By the type of an option: what is expected of a value, and which have it. All others are words."""
-DASHES = "--"
+"""The expected values by the type of an option, and their classes. The values of other types are words."""
 
 
 @runtime_checkable
@@ -32,38 +31,28 @@ class Option(Protocol):
 
 
 def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
-    """Return options by their long names without leading dashes.
-
-    Args:
-        options: of a command.
-        exclude: names that are left out.
-    """
-    found = {option.opts[0].removeprefix(DASHES): option for option in options if option.opts[0].startswith(DASHES)}
+    """Return the options of a command by their long names without leading dashes, without those in `exclude`."""
+    found = {option.opts[0].removeprefix("--"): option for option in options if option.opts[0].startswith("--")}
     return {name: option for name, option in found.items() if name not in exclude}
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return the command line of each table of a file, by the table's name and in the file's order.
 
-    A table has options of the command by their long names; those in `[defaults]` hold where it does not say otherwise.
-    Values have the option's type. Words may be a list, which is joined by commas; an option that may be repeated has
-    one value or a list of them, and `{fedasync = 0.5}` is `fedasync=0.5`.
+    A table has options of the command by their long names; the table `[defaults]` has the others. Values have the
+    option's type. Words may be a list, which is joined by commas. An option that may be repeated has one value or a
+    list of values, and `{fedasync = 0.5}` is `fedasync=0.5`.
 
     Args:
-        path: of the file.
-        options: by name.
-        only: names of tables, or several in one separated by commas; all by default.
+        path: the file.
+        options: the options by name.
+        only: names of tables, separated by commas; all tables by default.
 
     Raises:
-        ArgumentError: if the file cannot be read; naming a table or a key that is none, with the nearest that is, or
-            a value of another type.
+        ArgumentError: if the file cannot be read; if a table or a key is unknown, with the nearest known one; or if a
+            value has another type.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"config: {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
+    tree = _read(path)
     for name, table in tree.items():
         if name in ("", ".", "..") or set("/\\") & set(name):
             raise ArgumentError(f"config: {path}: expected names of folders, got {name!r}")
@@ -74,39 +63,43 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
     shared = tree.pop(DEFAULTS, {})
     if not tree:
         raise ArgumentError(f"config: {path}: expected a table for each comparison, got none")
-    wanted = [name.strip() for names in only for name in names.split(",")]
+    wanted = [name.strip() for names in only for name in names.split(",")] or [*tree]
     for name in wanted:
         choose(f"only: {path}", "comparison", name, tree)
     return {
         name: [
-            word
+            argument
             for key, value in (shared | table).items()
-            for word in _to_arguments(
-                f"config: {path}: {name if key in table else DEFAULTS}: {key}", key, options[key], value
-            )
+            for argument in _to_arguments(f"config: {path}: {name if key in table else DEFAULTS}", key, options, value)
         ]
         for name, table in tree.items()
-        if name in wanted or not only
+        if name in wanted
     }
 
 
-def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]:
-    """A key and its value as they stand on a command line."""
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"config: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
+
+
+def _to_arguments(where: str, key: str, options: Mapping[str, Option], value: Any) -> list[str]:
+    """Return a key and its value as arguments of the command line."""
+    where, option = f"{where}: {key}", options[key]
     if option.type.name == "boolean":
-        return [f"{DASHES}{key}"] if _format_value(where, option, value) == "True" else []
-    if option.multiple:
-        listed = value if isinstance(value, list) else [value]
-        if isinstance(value, dict):
-            listed = [f"{name}={_format_value(f'{where}: {name}', option, number)}" for name, number in value.items()]
-        return [f"{DASHES}{key}={_format_value(where, option, one)}" for one in listed]
-    return [f"{DASHES}{key}={_format_value(where, option, value)}"]
+        return [f"--{key}"] * (_format_value(where, option, value) == "True")
+    if option.multiple and isinstance(value, dict):
+        return [f"--{key}={name}={_format_value(f'{where}: {name}', option, one)}" for name, one in value.items()]
+    values = value if option.multiple and isinstance(value, list) else [value]
+    return [f"--{key}={_format_value(where, option, one)}" for one in values]
 
 
 def _format_value(where: str, option: Option, value: Any) -> str:
-    """A value in words."""
-    words = option.type.name not in VALUE_TYPES
     expected, kinds = VALUE_TYPES.get(option.type.name, ("words", (str,)))
-    if words and option.multiple:
+    if option.multiple and option.type.name not in VALUE_TYPES:
         expected, kinds = "words or a number", (str, int, float)
     elif option.type.name == "text":
         expected = "words, or a list of them"

@@ -20,22 +20,21 @@ from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
 from manifoldagg.simulation.dataset import LabelledDataset, Signature
 from manifoldagg.simulation.spec_parser import (
-    MODULE_NAME,
     Reader,
-    Spec,
     choose,
     error_context,
-    import_object,
     parse_kwargs,
     parse_spec,
+    parse_value,
     reader,
+    user_reader,
 )
 
 __all__ = ["digits", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 
 NPZ_ARRAYS = ("inputs", "labels", "user_ids", "test_mask")
 SHAKESPEARE_FILES = ("input.txt", "shakespeare.txt")
-"""Names that a text of plays has in a folder."""
+"""The possible names of a text of plays in a folder."""
 IDX_NAMES = ("mnist", "fashion-mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmnist")
 """Names of data sets in the IDX format that a user may expect to exist."""
 USAGE = {
@@ -47,39 +46,39 @@ USAGE = {
 }
 """The usage of the data sets that are read from files."""
 MAX_CLASSES = 2**31
-"""Labels and tokens are smaller."""
+"""The exclusive upper bound of labels and tokens."""
 
 
 def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None = None) -> LabelledDataset:
     """Load the data set of that name, or the one that a function builds.
 
-    | name | options |
+    | name | data |
     | --- | --- |
-    | `digits` | none: 1,797 handwritten digits of 8 x 8 pixels, which come with scikit-learn |
-    | `idx:folder` | those of [`idx`][manifoldagg.experiments.datasets.idx]: MNIST and sets that use its file names |
-    | `shakespeare:path` | those of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare]: a text of plays |
-    | `leaf:folder` | those of [`leaf`][manifoldagg.experiments.datasets.leaf]: JSON by user |
-    | `npz:file` | those of [`npz`][manifoldagg.experiments.datasets.npz]: arrays of your own |
-    | `module:name` | none: a `LabelledDataset` in a Python module of your own, or a function that makes one |
+    | `digits` | 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn |
+    | `idx:folder` | MNIST and data sets with its file names; options of [`idx`][manifoldagg.experiments.datasets.idx] |
+    | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare] |
+    | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
+    | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
+    | `module:name` | a `LabelledDataset` in your own module, or a function that makes one |
 
-    Other processes, those of an executor for instance, are sent the name or the function in place of the data. So it
-    makes the same each time, and can be pickled: a function of a module, or a `functools.partial` of one.
+    Worker processes receive the name or the function instead of the data. So the function must return equal data in
+    each call, and it must be picklable.
 
     Args:
         source: the name, or the function.
-        model: in place of the data set's own, `mlp`, `cnn`, `gru` or `transformer` with the options of
-            `manifoldagg.experiments.models`, such as `"cnn:norm=batch"`.
+        model: `mlp`, `cnn`, `gru` or `transformer` with the options of `manifoldagg.experiments.models`, such as
+            `"cnn:norm=batch"`; by default the data set's own model.
 
     Raises:
-        ArgumentError: if the name is unknown, the package that carries its data is not installed, a file is not what
-            was expected, the function makes something else, or the model does not suit the data set.
+        ArgumentError: if the name is unknown, a package or a file is missing, a file is invalid, the function returns
+            something else, or the model does not fit the data set.
 
     Example:
         >>> load_dataset("digits").inputs.shape
         torch.Size([1797, 1, 8, 8])
     """
     make = _dataset_factory(source) if isinstance(source, str) else source
-    with single_threaded():  # as in a process of an executor: a mean over many values has the same bits
+    with single_threaded():  # Worker processes have one thread, and sums must have the same bits.
         made = make()
     if not isinstance(made, LabelledDataset):
         raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
@@ -113,15 +112,11 @@ def _load_model(source: str | Callable[[], LabelledDataset]) -> Callable[[], nn.
 
 
 def digits() -> LabelledDataset:
-    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions.
-
-    Raises:
-        ArgumentError: if scikit-learn is not installed.
-    """
+    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[data]'") from None
+        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[experiments]'") from None
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return _with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
@@ -131,13 +126,10 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Load images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
-        folder: where the files lie, as for [`read_images`][manifoldagg.experiments.read_images]. The set is called by
-            its name.
-        part: `"train"` or `"t10k"`, the test images. By default both, with the test images as the test split, or the
-            one that there is.
-
-    Raises:
-        ArgumentError: naming a file that is missing or damaged.
+        folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. Its name is that
+            of the data set.
+        part: `"train"` or `"t10k"`, the test images. By default the available parts, with the test images as the test
+            split.
     """
     folder = Path(folder)
     wanted = PARTS if part is None else (part,)
@@ -151,16 +143,12 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
 def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
     """Load a text of plays by speaker, with gated recurrent units that predict the next character.
 
-    A speech begins with a line that ends in a colon, the speaker's name; an empty line ends it. What one speaker says
-    is put together and cut into sequences; who says too little for one is left out, and so is the rest after the last.
-    Tokens are the characters that occur, in their order.
+    A speech begins with the speaker's name and a colon on one line, and ends at an empty line. The speeches of a
+    speaker are joined and cut into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
 
     Args:
-        path: of the text, or of a folder with `input.txt` or `shakespeare.txt`.
-        length: of a sequence.
-
-    Raises:
-        ArgumentError: naming the file, if it cannot be read or nobody in it says so much.
+        path: the text, or a folder with `input.txt` or `shakespeare.txt`.
+        length: the number of characters in a sequence.
 
     Source: the text of char-rnn, "tiny Shakespeare"; by speaker as McMahan et al. 2017.
     """
@@ -184,7 +172,7 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
         tokens = torch.tensor([number[character] for character in "\n".join(speeches)], dtype=torch.int64)
         count = (len(tokens) - 1) // length
         if count > 0:
-            # One token more than a sequence: the last one is only told.
+            # One token more than a sequence: the last one is only a label.
             pieces.append(torch.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)]))
             owners += [len(pieces) - 1] * count
     if not pieces:
@@ -197,13 +185,10 @@ def leaf(folder: Path | str) -> LabelledDataset:
     """Load a LEAF data set by user: images (FEMNIST) with convolutions, text (Shakespeare) with recurrent units.
 
     Args:
-        folder: with `train` and `test`, folders of JSON files, the second of which is the test split; or with JSON
-            files itself. Each has `users` and `user_data`, a mapping from users to `x` and `y`. An `x` is a list of
-            numbers, of pixels where there are 784, or a string of characters; a `y` is a whole number from 0 on, or
-            a character, and all are of one kind.
-
-    Raises:
-        ArgumentError: naming the file and what was expected in it.
+        folder: a folder of JSON files, or of the folders `train` and `test` with JSON files, where `test` is the test
+            split. Each file has `users` and `user_data`, a mapping from users to lists `x` and `y`. The samples in `x`
+            are all lists of numbers, or all strings. 784 numbers are the pixels of an image. The labels in `y` are all
+            integers >= 0, or all characters.
 
     Source: Caldas et al. 2018, LEAF.
     """
@@ -242,13 +227,10 @@ def npz(path: Path | str) -> LabelledDataset:
     """Load arrays that `numpy.savez(path, inputs=..., labels=...)` wrote.
 
     Args:
-        path: of the file. It has `inputs`, (samples, ...) of numbers or (samples, length) of whole ones, tokens, and
-            `labels`, (samples,) or (samples, length), whole numbers >= 0; it may have `user_ids`, (samples,) of numbers
-            or names, and `test_mask`, (samples,) of booleans, the test split. Images are (samples, channels, height,
-            width), and get convolutions; a perceptron takes other numbers, gated recurrent units tokens.
-
-    Raises:
-        ArgumentError: naming the file and what was expected in it.
+        path: the file. `inputs` are numbers (samples, ...), or tokens (samples, length), integers >= 0. `labels` are
+            integers >= 0, (samples,) or (samples, length). `user_ids` (samples,), numbers or names, and `test_mask`
+            (samples,), booleans, are optional. Inputs (samples, channels, height, width) get a convolutional model,
+            tokens a recurrent model, and other inputs a perceptron.
     """
     path = Path(path)
     try:
@@ -311,7 +293,7 @@ def _with_model(
 
 
 def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Users of the JSON files of a folder, in the order of the files' names, with their samples."""
+    """Yield the users of the JSON files of a folder, in the order of the files' names, with their samples."""
     files = sorted(place.glob("*.json"))
     if not files:
         raise ArgumentError(f"folder: {place}: expected JSON files in it; it contains no such file")
@@ -333,7 +315,7 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
 
 
 def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> Tensor:
-    """Samples of numbers, or of characters."""
+    """Return the inputs, floats or tokens."""
     if len({(type(x), len(x)) if isinstance(x, list | str) else None for x in xs}) > 1:
         raise ArgumentError(
             f"folder: {folder}: expected each x to be a list of numbers, or a string, all of one length"
@@ -364,44 +346,20 @@ def _read_text(path: Path) -> str:
 
 
 def _name(folder: Path) -> str:
-    """What a folder is called, wherever one stands."""
+    """Return the name of a folder, also of `.`."""
     return folder.resolve().name or "data"
 
 
 def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
     """Return the factory of the named data set."""
-    chosen = parse_spec("data", source)
-    if chosen.name in DATASETS:
-        read = DATASETS[chosen.name]
-        if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
-            raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
-        return partial(read, f"data: {chosen.name}", chosen.options)
-    if list(chosen.options) == [""]:
-        return partial(_user_dataset, chosen)
-    if chosen.name.lower() in IDX_NAMES:
-        raise ArgumentError(f"data: expected {USAGE['idx']}, got {source!r}; the library does not download data")
-    if chosen.name.lower() == "femnist":
-        raise ArgumentError(f"data: expected {USAGE['leaf']}, got {source!r}; the library does not download data")
-    choose("data", "data set", chosen.name, [*DATASETS, MODULE_NAME])
-    raise AssertionError
-
-
-def _user_dataset(chosen: Spec) -> LabelledDataset:
-    """Load the data set of a user's module."""
-    name = chosen.options[""]
-    where = f"data: {chosen.name}:{name}"
-    found = import_object(where, chosen.name, name, f"a data set ({', '.join(DATASETS)})")
-    try:
-        made = found if isinstance(found, LabelledDataset) or not callable(found) else found()
-    except TypeError as error:
-        raise ArgumentError(
-            f"{where}: expected a LabelledDataset, or a function without arguments that makes one; {error}"
-        ) from error
-    if not isinstance(made, LabelledDataset):
-        raise ArgumentError(
-            f"{where}: expected a LabelledDataset, or a function that makes one; got {type(made).__name__}"
-        )
-    return made
+    chosen = parse_spec("data", source, DATASETS)
+    name = chosen.name.lower()
+    if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
+        raise ArgumentError(f"data: expected {USAGE[chosen.name]}, got {source!r}")
+    if name in (*IDX_NAMES, "femnist"):
+        usage = USAGE["leaf" if name == "femnist" else "idx"]
+        raise ArgumentError(f"data: expected {usage}, got {source!r}; the library does not download data")
+    return partial(parse_value, "data", source, DATASETS, "data set")
 
 
 def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
@@ -416,5 +374,8 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     return made
 
 
-DATASETS: Mapping[str, Reader] = {make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)}
+DATASETS: Mapping[str, Reader] = {
+    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)},
+    **user_reader("a LabelledDataset", LabelledDataset),
+}
 MODELS = [name for name in models.__all__ if name.islower()]

@@ -13,29 +13,28 @@ from manifoldagg.simulation.trace import TaskRecord, check_records
 __all__ = ["draw_trace"]
 
 MAX_LABELS = 30
-"""The most rows with a name beside them: of more clients every second has one, or every third."""
+"""The maximum number of labelled rows. With more clients, every second or third row is labelled."""
 MAX_OUTLINED_BARS = 2000
-"""The most tasks with an edge around their bar."""
+"""The maximum number of tasks whose bars have outlines."""
 MIN_OUTLINED_WIDTH = 0.01
-"""Of the time shown: so long must half of the bars be for an edge around them."""
+"""The minimum median length of bars with outlines, as a part of the time axis."""
 
 
 def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: str = "") -> Any:
     """Draw a Gantt chart: one row for each client, a bar for each task, coloured by staleness.
 
-    A thin line leads from a task's dispatch to its start. Rows are in order of the clients' names, numbers in
-    them by value.
+    A thin line connects a task's dispatch and its start. Rows are sorted by the clients' names, in natural order.
 
     Args:
-        records: at least one.
-        axes: of matplotlib; those of a new figure where not given.
-        title: above it.
+        records: at least one record.
+        axes: axes of matplotlib; by default those of a new figure.
+        title: the title of the axes.
 
     Returns:
         The axes, whose `figure` can be saved.
 
     Raises:
-        ArgumentError: if there is nothing to draw, or matplotlib is missing.
+        ArgumentError: if there is no record, or matplotlib is missing.
     """
     check_matplotlib()
     from matplotlib.collections import LineCollection, PolyCollection
@@ -58,7 +57,7 @@ def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: s
     high = y + 0.38
     corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
     span = end.max() - dispatched.min() or 1.0
-    # Of narrow bars nothing would be left between their edges.
+    # Outlines would cover narrow bars.
     few = len(records) <= MAX_OUTLINED_BARS and np.median(end - start) > MIN_OUTLINED_WIDTH * span
     bars = PolyCollection(
         list(corners), cmap="viridis", edgecolors="white" if few else "none", linewidths=0.4, zorder=2
@@ -80,7 +79,7 @@ def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: s
 
 
 def _client_sort_key(client: int | str) -> tuple[Any, ...]:
-    """Integers first; of strings, `pi-2` before `pi-10`."""
+    """Return a sort key with integers before strings, and `pi-2` before `pi-10`."""
     if isinstance(client, int):
         return False, client
     # Text and digits alternate, so that a number only ever meets a number.

@@ -16,11 +16,8 @@ def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
     """Build a multilayer perceptron with one hidden ReLU layer, for inputs of any shape.
 
     Args:
-        signature: of the data set.
-        hidden: its units.
-
-    Raises:
-        ArgumentError: naming the argument that does not fit.
+        signature: the signature of the data set.
+        hidden: the number of units.
 
     Example:
         >>> mlp(Signature((4,), classes=3))(torch.zeros(5, 4)).shape
@@ -36,14 +33,10 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
     """Build two 3 x 3 convolutions, each with ReLU and pooling by 2, and two dense layers (Manifold, Figure 5).
 
     Args:
-        signature: of a data set of images (channels, height, width) of 4 x 4 pixels or more.
-        width: channels of the first convolution; the second one has twice as many.
-        dense: units of the first dense layer.
-        norm: after each convolution: `"none"`, `"batch"`, whose running statistics are buffers of the model, or
-            `"group"`, of 8 groups at most.
-
-    Raises:
-        ArgumentError: naming the argument that does not fit.
+        signature: the signature of a data set of images (channels, height, width) of at least 4 x 4 pixels.
+        width: the channels of the first convolution; the second has twice as many.
+        dense: the units of the first dense layer.
+        norm: the normalisation after each convolution: `"none"`, `"batch"`, or `"group"` with at most 8 groups.
 
     Example:
         >>> cnn(Signature((1, 28, 28), classes=10), norm="batch")(torch.zeros(5, 1, 28, 28)).shape
@@ -75,13 +68,10 @@ def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: 
     """Build a network of an embedding, gated recurrent units and a linear layer.
 
     Args:
-        signature: of a data set of tokens.
-        embedding: numbers for a token.
-        hidden: units of a layer.
-        layers: how many.
-
-    Raises:
-        ArgumentError: naming the argument that does not fit.
+        signature: the signature of a data set of tokens.
+        embedding: the size of an embedding.
+        hidden: the units of a layer.
+        layers: the number of layers.
 
     Example:
         >>> gru(Signature((80,), classes=65, tokens=65, per_token=True))(torch.zeros(5, 80, dtype=torch.int64)).shape
@@ -99,14 +89,11 @@ def transformer(
     """Build a causal transformer with learned positions.
 
     Args:
-        signature: of a data set of tokens.
-        width: numbers for a token, a multiple of `heads`; the layers between are four times as wide.
-        heads: of the attention.
-        layers: how many.
-        dropout: which part of the numbers is dropped in training.
-
-    Raises:
-        ArgumentError: naming the argument that does not fit.
+        signature: the signature of a data set of tokens.
+        width: the size of an embedding, a multiple of `heads`. The feed-forward layers are four times as wide.
+        heads: the number of attention heads.
+        layers: the number of layers.
+        dropout: the dropout rate.
 
     Example:
         >>> transformer(Signature((8,), classes=5, tokens=5))(torch.zeros(3, 8, dtype=torch.int64)).shape
@@ -122,7 +109,7 @@ def transformer(
 
 
 class _Classifier(nn.Module):
-    """From features (samples, length, width) to scores (samples, classes, length), or of the last place alone."""
+    """Map features (samples, length, width) to scores (samples, classes, length), or to those of the last position."""
 
     def __init__(self, signature: Signature, width: int) -> None:
         super().__init__()

@@ -19,16 +19,16 @@ __all__ = ["axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_tr
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """The palette of Okabe and Ito, which colour-blind readers can distinguish."""
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-"""Lines of one colour differ by them."""
+"""The dashes of lines of the same colour."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 MAX_LINE_WIDTH, MIN_LINE_WIDTH = 2.6, 1.2
-"""Where lines meet the later one is thinner: both are seen."""
+"""Later lines are thinner, so that overlapping lines are all visible."""
 INTERLEAVED_DASH = 8
-"""Of a line that is the same all the way as another, so many of its widths are seen at a time."""
+"""The length of the dashes of equal lines, in line widths."""
 LABEL_WIDTH = 32
-"""Names are broken into lines of so many characters."""
+"""The maximum number of characters in a line of a legend."""
 WIDTH = 6.4
-"""Inches: at 80 % of a page's width the letters are as large as a footnote's."""
+"""The width of a figure in inches. At 80 % of a page's width, letters have the size of footnotes."""
 MAX_PANELS = 3
 """The maximal number of traces in one plot."""
 UNITS = {
@@ -70,18 +70,18 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Draw accuracy along an axis: for each method the mean over its seeds, as far as all seeds reach.
+    """Draw the accuracy of each method along an axis: the mean over its seeds, up to the cost that all seeds reach.
 
-    Where there are several seeds, and no more methods than colours, a band shows one standard deviation. Between two
-    evaluations a run is worth what it was at the earlier one.
+    With several seeds, and at most as many methods as colours, a band shows one standard deviation. Between two
+    evaluations, a run has the accuracy of the earlier one.
 
     Args:
-        path: of the picture.
-        runs: by method, the rows of each seed.
+        path: the file.
+        runs: the evaluations of each seed, by method.
         target: an accuracy to mark.
-        title: above; how many seeds there are is said beside it.
-        axis: of `AXES`.
-        budget: on that axis, to mark.
+        title: the title, to which the number of seeds is added.
+        axis: one of `AXES`.
+        budget: a cost on this axis to mark.
     """
     most = max(rows[-1].value_on(axis) for seeds in runs.values() for rows in seeds)
     size, unit, name = axis_unit(axis, most)
@@ -120,12 +120,12 @@ def draw_accuracy(
 
 
 def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
-    """Draw the sorted accuracies of the clients, for each method the mean of each position over its seeds.
+    """Draw the sorted accuracies of the clients: for each method the mean of each position over its seeds.
 
     Args:
-        path: of the picture.
-        clients: by method, the accuracies of each seed. Of a seed with fewer clients than another some stand twice.
-        title: above.
+        path: the file.
+        clients: the accuracies of each seed, by method. A seed with fewer clients is resampled.
+        title: the title.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -154,13 +154,7 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
 
 
 def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, title: str) -> None:
-    """Draw Gantt charts, one panel for each event order; methods with equal dispatches share a panel.
-
-    Args:
-        path: of the picture.
-        traces: by method.
-        title: above.
-    """
+    """Draw the Gantt charts of traces by method; methods with equal traces share a panel."""
     panels: list[tuple[list[str], Sequence[TaskRecord[Any]]]] = []
     for name, trace in traces.items():
         same = next((names for names, other in panels if other == trace), None)
@@ -189,12 +183,12 @@ def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
         drawn.plot(axes, label="cross-entropy", legend=i == len(planes) - 1)
         axes.set_title(f"({chr(97 + i)}) {_escape_math(said)}", fontsize="medium")
     figure.suptitle(_label(title, 2 * LABEL_WIDTH), fontsize="medium")
-    # Where axes are equal the layout does not know how wide a plot will be.
+    # The layout does not know the width of a plot with equal axes.
     figure.savefig(path, bbox_inches="tight")
 
 
 def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where some seed was evaluated, as far as all come, and the accuracies (seeds, places) that each had by then."""
+    """Return the costs of all evaluations that every seed reaches, and the accuracies (seeds, costs) at them."""
     places = [np.array([row.value_on(axis) for row in rows]) for rows in seeds]
     x = np.unique(np.concatenate(places))
     x = x[(x >= max(place[0] for place in places)) & (x <= min(place[-1] for place in places))]
@@ -212,7 +206,7 @@ def _figure(names: Mapping[str, object], height: float) -> tuple[Any, Any]:
 
 
 def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
-    """The i-th of so many lines: a colour, a dash and a width of its own, marks where the others have none."""
+    """Return the style of the i-th of `count` lines: colour, dash, width, and markers at separate points."""
     turn, colour = divmod(i, len(COLOURS))
     every = max(count, points // 8)
     return {
@@ -232,7 +226,7 @@ def _legend(figure: Any, names: Mapping[str, object]) -> None:
 
 
 def _interleave_dashes(lines: Iterable[Any]) -> None:
-    """Lines that are the same all the way: each is drawn where the others pause."""
+    """Draw each of several equal lines in the gaps of the others."""
     groups: dict[tuple[bytes, ...], list[Any]] = {}
     for line in lines:
         groups.setdefault(tuple(np.asarray(x).tobytes() for x in line.get_data()), []).append(line)
@@ -251,10 +245,10 @@ def _columns(names: Mapping[str, object]) -> int:
 
 
 def _label(name: str, width: int = LABEL_WIDTH) -> str:
-    """A name for a picture, in lines that are not long."""
+    """Return a name in lines of limited width."""
     return _escape_math(textwrap.fill(name, width))
 
 
 def _escape_math(text: str) -> str:
-    """As it is: nothing between two `$` is a formula."""
+    """Escape `$`, between which matplotlib would read a formula."""
     return text.replace("$", r"\$")

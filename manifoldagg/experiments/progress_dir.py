@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,21 +26,14 @@ from manifoldagg.simulation.trace import TaskRecord
 __all__ = ["ComparisonProgress", "LearnedCurve", "remove"]
 
 CHECKPOINT_SECONDS = 30.0
-"""The interval of the snapshots of a run."""
+"""The interval between the checkpoints of a run."""
 OWN_FILES = re.compile(
     r"\.?(lock|settings|log\.jsonl|[0-9a-f]{16}\.curve|[0-9a-f]{16}-\d+\.run(\.checkpoint)?)(\.[0-9a-f]{16}\.tmp)?"
 )
 
 
 class LearnedCurve(NamedTuple):
-    """A curve that a client returned, stored for the plot of its plane.
-
-    Attributes:
-        method: whose it is.
-        update_index: the index of the update.
-        client: who sent it.
-        phi: control points (n + 1, P).
-    """
+    """A curve that a client returned for a method, with the control points `phi` (n + 1, P); its plane is plotted."""
 
     method: str
     update_index: int
@@ -49,16 +42,16 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """The stored progress of a running comparison; leaving its context releases the folder and keeps the files.
+    """The stored progress of a running comparison. Leaving its context releases the folder and retains the files.
 
     Args:
-        folder: made where it is not there.
-        settings: that its results follow from.
-        resume: resume from the stored progress; otherwise it is removed.
+        folder: the folder, which is made if it is missing.
+        settings: the settings that determine the results.
+        resume: resume from the stored progress; otherwise remove it.
 
     Raises:
-        ArgumentError: if the folder holds something else, cannot be written, or another process is at it.
-        CheckpointError: if what is there is of other settings, naming the first difference, or is not what was written.
+        ArgumentError: if the folder holds something else, cannot be written, or another process uses it.
+        CheckpointError: if the progress belongs to other settings, with the first difference, or is damaged.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -98,11 +91,7 @@ class ComparisonProgress:
         return CheckpointPolicy(f"{self._run_path(method, seed)}.checkpoint", every_seconds=CHECKPOINT_SECONDS, keep=1)
 
     def load_run(self, method: str, seed: int) -> RunResult | None:
-        """Load a finished run, or return `None` if it has not finished.
-
-        Raises:
-            CheckpointError: if its file is not what was kept, or has another run.
-        """
+        """Load a finished run, or return `None` if it has not finished."""
         path = self._run_path(method, seed)
         if not path.exists():
             return None
@@ -137,10 +126,12 @@ class ComparisonProgress:
         tensor_file.save(self._run_path(method, seed), "finished run", tree)
         Path(self.checkpoint_policy(method, seed).path).unlink(missing_ok=True)
 
-    def load_curve(self, method: str) -> LearnedCurve | None:
-        """Load the stored curve of a method, if there is one."""
-        path = self._folder / f"{_method_key(method)}.curve"
-        return LearnedCurve(*tensor_file.load(path, "curve")) if path.exists() else None
+    def load_curves(self, methods: Iterable[str]) -> dict[str, LearnedCurve]:
+        """Load the stored curves by method."""
+        paths = {method: self._folder / f"{_method_key(method)}.curve" for method in methods}
+        return {
+            method: LearnedCurve(*tensor_file.load(path, "curve")) for method, path in paths.items() if path.exists()
+        }
 
     def save_curve(self, curve: LearnedCurve) -> None:
         """Save a curve for the plot."""
@@ -151,17 +142,13 @@ class ComparisonProgress:
 
 
 def remove(folder: Path) -> None:
-    """Remove the progress directory of a finished comparison, if there is one.
-
-    Raises:
-        ArgumentError: if the folder holds something else.
-    """
+    """Remove the progress directory of a comparison; raise an `ArgumentError` if it holds something else."""
     _check_own_files(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _method_key(method: str) -> str:
-    """A method in the names of files."""
+    """Return the part of a file name that identifies a method."""
     return hashlib.sha256(method.encode()).hexdigest()[:16]
 
 

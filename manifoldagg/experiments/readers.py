@@ -19,30 +19,29 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["read_idx", "read_images"]
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
-"""The third byte of a file, and the numbers that it announces."""
+"""The NumPy dtype by the third byte of a file."""
 PARTS = ("train", "t10k")
 IMAGE_SIZE = 28
 MAX_DIMENSIONS = 32
 MAX_GZIP_RATIO = 1032
-"""No gzip stream is shorter than its contents by more than this factor."""
+"""The maximum compression ratio of gzip."""
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
     r"""Read the array of an IDX file, gzipped or not.
 
-    Two zero bytes, one for the type of the numbers, one for how many dimensions there are; then the dimensions as
-    unsigned 32-bit numbers and the numbers themselves, last dimension fastest, all of them big-endian.
+    The format has two zero bytes, a byte for the type of the numbers, and a byte for the number of dimensions. The
+    dimensions follow as unsigned 32-bit integers, and then the numbers in row-major order. All are big-endian.
 
     Args:
-        path: of the file; whether it is gzipped is seen from its first bytes, not from its name.
+        path: the file. The first bytes, not the name, determine whether it is gzipped.
 
     Returns:
-        A tensor of its dimensions in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
+        A tensor in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ArgumentError: naming the file, what was expected and what is there: if it cannot be read, has another magic
-            number, is cut short, goes on after its last number, or announces more numbers than a file of its size can
-            hold; that is seen before any are read.
+        ArgumentError: if the file cannot be read, has another magic number, is truncated, has further bytes, or
+            declares more numbers than a file of its size can hold. The size is checked before numbers are read.
 
     Source: LeCun, Cortes, Burges, The MNIST database, file formats.
 
@@ -77,17 +76,15 @@ def read_images(
     r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST or any data set with their file names.
 
     Args:
-        folder: where `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte` lie, gzipped (`.gz`) or not; a dot in place
-            of the dash before `idx` is a name too.
+        folder: the folder with `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, gzipped (`.gz`) or not. The names
+            may have a dot instead of the dash before `idx`.
         part: `"train"` or `"t10k"`, the test images.
 
     Returns:
         Inputs (samples, 1, 28, 28) in [0, 1] and targets (samples,).
 
     Raises:
-        ArgumentError: if a file is not there, naming those that were looked for; if it is damaged (as
-            [`read_idx`][manifoldagg.experiments.readers.read_idx]); or if it does not hold bytes of the expected
-            shape.
+        ArgumentError: if a file is missing, damaged, or does not hold bytes of the expected shape.
     """
     check_choice("part", part, PARTS)
     pixels, source = _find(Path(folder), f"{part}-images", 3)
@@ -102,7 +99,7 @@ def read_images(
 
 
 def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
-    """The array that a data set has under one of the usual names, and its file."""
+    """Return the array of a data set under one of the usual names, and its file."""
     names = [f"{stem}{mark}idx{dimensions}-ubyte{suffix}" for mark in "-." for suffix in ("", ".gz")]
     for name in names:
         if (folder / name).is_file():
@@ -111,7 +108,7 @@ def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
 
 
 def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:
-    """The array of an unpacked stream that can hold no more than `max_bytes` bytes."""
+    """Read the array of an unpacked stream that can hold at most `max_bytes` bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
         types = ", ".join(f"{code:02x}" for code in DTYPES)

@@ -5,7 +5,7 @@ import csv
 import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,27 @@ from manifoldagg.federated import clients as trainers
 from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.spec_parser import (
     MODULE_NAME,
-    OptionReaders,
     Reader,
     Spec,
     build,
     choose,
     error_context,
+    field_values,
     import_object,
-    merge_module_name,
     parse_kwargs,
     parse_literal,
     parse_spec,
     parse_specs,
     reader,
-    user_object,
+    user_reader,
 )
 
-__all__ = ["RULES", "TRAINERS", "MethodDefaults", "method", "methods", "parse_methods"]
+__all__ = ["RULES", "TRAINERS", "method", "methods", "parse_methods"]
 
 TRIAL_CLIENTS = range(10_000)
-"""The number of clients in a trial construction of a rule."""
+"""The clients in a trial construction of a rule."""
+RULE_CLASSES = {name.lower(): made for name in rules.__all__ if hasattr(made := getattr(rules, name), "step")}
+TRAINER_CLASSES = {name.lower(): made for name in trainers.__all__ if hasattr(made := getattr(trainers, name), "train")}
 
 
 class PerClients(abc.ABC):
@@ -82,89 +83,18 @@ class Factory(PerClients):
         return self.make(**ready)
 
 
-@dataclass(frozen=True)
-class MethodDefaults:
-    """The defaults of a rule: the name of its trainer, its options, and the trainer's options."""
-
-    trainer: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    trainer_options: Mapping[str, Any] = field(default_factory=dict)
+def _load_defaults(table: str) -> dict[str, Mapping[str, str]]:
+    """Read a table of the default options, which have the syntax of a spec."""
+    lines = tomllib.loads(Path(__file__).with_name("defaults.toml").read_text())[table]
+    return {name: parse_spec(f"defaults.toml: {name}", f"{name}:{text}").options for name, text in lines.items()}
 
 
-@dataclass(frozen=True)
-class MethodTemplate:
-    """The rule, the trainer and the options that a method's name refers to.
-
-    Attributes:
-        label: what it is called without options.
-        rule: how it is made.
-        trainer: likewise.
-        rate_field: what the global rate is called; `None` where it is to stay as it is.
-    """
-
-    label: str
-    rule: Factory
-    trainer: Factory
-    rate_field: str | None
-
-
-def _rule_classes() -> dict[str, Any]:
-    """The rules that there are, by name."""
-    found = {name.lower(): getattr(rules, name) for name in rules.__all__}
-    return {name: made for name, made in found.items() if hasattr(made, "step")}
-
-
-def _trainer_classes() -> dict[str, Any]:
-    """The trainers that there are, by name."""
-    found = {name.lower(): getattr(trainers, name) for name in trainers.__all__}
-    return {name: made for name, made in found.items() if hasattr(made, "train")}
-
-
-def _load_defaults(path: Path) -> tuple[dict[str, MethodDefaults], dict[str, dict[str, Any]]]:
-    """Read the default options of the rules, and of the trainers, from a TOML file."""
-    tables = tomllib.loads(path.read_text())
-    trainer_options: dict[str, dict[str, Any]] = {}
-    for name, options in tables["trainers"].items():
-        trainer_options[name] = {key: _parse_default(value, trainer_options) for key, value in options.items()}
-    rule_defaults = {
-        name: MethodDefaults(
-            table["trainer"],
-            {key: _parse_default(value, trainer_options) for key, value in table["options"].items()},
-            table.get("trainer_options", {}),
-        )
-        for name, table in tables["rules"].items()
-    }
-    return rule_defaults, trainer_options
-
-
-def _parse_default(value: Any, trainer_options: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The value of an option that a value of the TOML file stands for."""
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, str):
-        return SPECIAL_DEFAULTS.get(value, value)
-    if isinstance(value, dict):
-        options = dict(value)
-        if "rule" in options:
-            return _rule_classes()[options.pop("rule")](**options)
-        name = options.pop("trainer")
-        return _trainer_classes()[name](**{**trainer_options[name], **options})
-    return value
-
-
-SPECIAL_DEFAULTS: Mapping[str, Any] = {
-    "num_clients": NumClients(),
-    "uniform_shares": UniformShares(),
-    "adam": torch.optim.Adam,
-}
-"""The values of special strings in the TOML file."""
-_DEFAULTS = _load_defaults(Path(__file__).with_name("defaults.toml"))
-RULES: Mapping[str, MethodDefaults] = _DEFAULTS[0]
-"""The default trainer and the default options of each rule in a comparison."""
-TRAINERS: Mapping[str, Mapping[str, Any]] = _DEFAULTS[1]
+RULES = _load_defaults("rules")
+"""The default options of each rule in a comparison. `trainer` is the name of its trainer, by default `local`."""
+TRAINERS = _load_defaults("trainers")
 """The default options of each trainer in a comparison."""
 RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
-"""What a global rate is called where it is not `rate`."""
+"""The field of the global rate, if it is not `rate`."""
 
 
 def method(text: str, rate: float | None = None) -> Method:
@@ -198,16 +128,15 @@ def method(text: str, rate: float | None = None) -> Method:
         'FedAsync(rate=0.5)'
     """
     (chosen,) = parse_methods([text])
-    given = {} if rate is None else {_rate_option(chosen): repr(check_number("rate", rate, above=0))}
-    return _build_method(chosen, {**given, **chosen.options})
+    return _build_method(chosen, rate)
 
 
 def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Method]:
     """Build the named methods; each of `rates` is `"0.5"`, for all, or `"fedasync=0.5"`, for one.
 
     Args:
-        names: each as [`method`][manifoldagg.experiments.registry.method] takes them; or all in one, separated by
-            commas.
+        names: a list of names for [`method`][manifoldagg.experiments.registry.method], or one text with the names
+            separated by commas.
         rates: global rates, for methods whose options have none.
 
     Raises:
@@ -219,9 +148,8 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
     """
     listed = parse_methods(names)
     if not listed:
-        raise ArgumentError(f"methods: expected some of {', '.join(_rule_classes())}; got none")
-    found = {}
-    chosen: list[dict[str, float]] = [{} for _ in listed]
+        raise ArgumentError(f"methods: expected some of {', '.join(RULE_CLASSES)}; got an empty list")
+    rate_of: dict[str, float] = {}
     for entry in rates:
         name, equals, value = entry.rpartition("=")
         try:
@@ -231,11 +159,10 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
         check_number("rate", rate, above=0)
         if equals:
             choose("rate", "method", name, [one.name for one in listed])
-        for one, own in zip(listed, chosen, strict=True):
-            if one.name == name or not equals:
-                own["rate"] = rate
-    for one, own in zip(listed, chosen, strict=True):
-        made = method(str(one), own.get("rate"))
+        rate_of |= {name: rate} if equals else {one.name: rate for one in listed}
+    found: dict[str, Method] = {}
+    for one in listed:
+        made = _build_method(one, rate_of.get(one.name))
         if made.name in found:
             raise ArgumentError(f"methods: {one} is given twice")
         found[made.name] = made
@@ -243,172 +170,181 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
 
 
 def parse_methods(names: Sequence[str] | str) -> list[Spec]:
-    """Split the names of methods, as `methods` takes them, into names and options.
+    """Split the names of methods, as for `methods`, into names and options.
 
     Example:
         >>> [spec.name for spec in parse_methods("fedasync:rate=0.5,my_module:Signs:rate=0.1")]
         ['fedasync', 'my_module:Signs']
     """
-    given = parse_specs("methods", names) if isinstance(names, str) else [parse_spec("methods", name) for name in names]
-    known = _rule_classes()
-    return [spec if spec.name in known else merge_module_name("methods", spec) for spec in given]
+    if isinstance(names, str):
+        return parse_specs("methods", names, RULE_CLASSES)
+    return [parse_spec("methods", name, RULE_CLASSES) for name in names]
 
 
-def _defaults(name: str) -> MethodDefaults:
-    """What a rule has where nothing is said; one that nobody has tried on the digits, plain local training."""
-    return RULES.get(name, MethodDefaults("local"))
+@dataclass(frozen=True)
+class _Template:
+    """A rule before the options of a method are applied.
+
+    Attributes:
+        label: the name of the method without options.
+        make: the class of the rule, or a function that makes it.
+        fields: the arguments of `make` if a user's object is the rule.
+        defaults: default options, including those of the trainer.
+        trainer: the trainer of a user's method; `None` if `defaults` names it.
+        rate_field: the field of the global rate; `None` if the rate is fixed.
+    """
+
+    label: str
+    make: Callable[..., Any]
+    fields: Mapping[str, Any]
+    defaults: Mapping[str, str]
+    trainer: Any = None
+    rate_field: str | None = "rate"
 
 
-def _template(name: str, options: Mapping[str, str]) -> MethodTemplate:
-    """What a name stands for; its trainer is among the options, or follows from them."""
-    if ":" in name:
-        return _user_method(name, options)
-    made = _rule_classes()[choose("methods", "method", name, _rule_classes())]
-    entry = _defaults(name)
-    trainer = options.get("trainer", _trainer_name(name, options))
-    training = _trainer_factory(f"methods: {name}", trainer, entry.trainer_options if trainer == entry.trainer else {})
-    return MethodTemplate(made.__name__, Factory(made, entry.options), training, RATE_FIELDS.get(name, "rate"))
-
-
-def _user_method(name: str, options: Mapping[str, str]) -> MethodTemplate:
-    """What is meant by `module:name`: a class or a function, which make a rule, a rule, or a method."""
-    where = f"methods: {name}"
-    module, _, own = name.partition(":")
-    found = import_object(where, module, own, "a method")
-    training = _trainer_factory(where, options.get("trainer", "local"))
+def _template(name: str) -> _Template:
+    if ":" not in name:
+        made = RULE_CLASSES[choose("methods", "method", name, RULE_CLASSES)]
+        return _Template(made.__name__, made, {}, RULES.get(name, {}), rate_field=RATE_FIELDS.get(name, "rate"))
+    found = import_object(f"methods: {name}", name, "a method")
+    label = name.partition(":")[2]
     if isinstance(found, Method):
-        training = training if "trainer" in options else _rebuild(found.trainer)
-        return MethodTemplate(found.name, _rebuild(found.rule), training, found.rate_field)
+        return _Template(found.name, *_remake(found.rule), {}, found.trainer, found.rate_field)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Rule)):
-        return MethodTemplate(own, Factory(found, {}), training, "rate")
-    return MethodTemplate(own, _rebuild(found), training, "rate")
+        return _Template(label, found, {}, {})
+    return _Template(label, *_remake(found), {})
 
 
-def _rebuild(value: Any) -> Factory:
-    """How a value is made once more, with other options if it is a dataclass."""
+def _remake(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a function and its arguments that make an equal value; the arguments are the fields of a dataclass."""
     if isinstance(value, Factory):
-        return value
-    if not is_dataclass(value):
-        return Factory(lambda: value, {})
-    return Factory(type(value), {one.name: getattr(value, one.name) for one in fields(value) if one.init})
+        return value.make, value.options
+    return (type(value), field_values(value)) if is_dataclass(value) else (lambda: value, {})
 
 
-def _trainer_factory(where: str, name: str, trainer_options: Mapping[str, Any] | None = None) -> Factory:
-    """Return the factory of a named trainer, or of `module:name`: a class, a function that makes one, or a trainer."""
-    module, colon, own = map(str.strip, name.partition(":"))
-    if colon and module not in TRAINERS:
-        found = import_object(f"{where}: trainer", module, own, "a trainer")
-        return Factory(found, {}) if isinstance(found, type) or inspect.isroutine(found) else _rebuild(found)
-    choose(where, "trainer", name, TRAINERS)
-    return Factory(_trainer_classes()[name], {**TRAINERS[name], **(trainer_options or {})})
+def _merge(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options with defaults for the rest; another value of an option discards the options of the default."""
+    replaced = {name for name, text in options.items() if text != defaults.get(name)}
+    return {name: text for name, text in defaults.items() if name.partition(".")[0] not in replaced} | dict(options)
 
 
-def _build_method(chosen: Spec, options: Mapping[str, str]) -> Method:
-    base = _template(chosen.name, options)
-    where = f"methods: {chosen.name}"
-    mine, theirs = (inspect.signature(one.make).parameters for one in (base.rule, base.trainer))
-    parts: dict[str, dict[str, str]] = {"rule": {}, "trainer": {}}
+def _subset(prefix: str, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that begin with a prefix and a dot, without them."""
+    return {name.removeprefix(f"{prefix}."): text for name, text in options.items() if name.startswith(f"{prefix}.")}
+
+
+def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
+    where = f"methods: {spec.name}"
+    template = _template(spec.name)
+    accepted = inspect.signature(template.make).parameters
+    rate = template.rate_field or ""
+    options = dict(spec.options)
+    if global_rate is not None:
+        if rate.partition(".")[0] not in accepted:
+            raise ArgumentError(f"rate: {spec.name} has no rate")
+        options = {rate: repr(check_number("rate", global_rate, above=0)), **options}
+    trainer_name = options.get("trainer") or _trainer_name(template, options)
+    make_trainer, trainer_fields = _trainer_parts(where, trainer_name, template)
+    given: dict[str, dict[str, str]] = {"rule": {}, "trainer": _subset("trainer", options)}
+    known = ["trainer", *accepted, *inspect.signature(make_trainer).parameters]
     for option, text in options.items():
         head, _, tail = option.partition(".")
-        if option == "trainer":
-            continue
-        if head == "trainer":
-            if not tail:
-                raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
-            parts["trainer"][tail] = text
-        elif choose(where, "option", head, dict.fromkeys(["trainer", *mine, *theirs])) in mine:
-            parts["rule"][option] = text
-        else:
-            parts["trainer"][option] = text
-    given = ", ".join(f"{option}={text}" for option, text in chosen.options.items())
-    label = f"{base.label}({given})" if given else base.label
-    rate = base.rate_field or ""
-    if parts["rule"].get(rate) == "cosine" and f"{rate}.start" not in parts["rule"]:
-        # A shape without a height: that is what a search is for, from where the rule's own rate is.
-        before = base.rule.options.get(rate, mine[rate].default if rate in mine else None)
-        parts["rule"][f"{rate}.start"] = repr(before if type(before) in (int, float) else 1.0)
-        rate = f"{rate}.start"
-        by_hand = False
-    else:
-        by_hand = any(f"{option}.".startswith(f"{rate}.") for option in parts["rule"])
-    defaults = dict(base.rule.options)
-    weighted = parts["rule"].get("weighted", "")
-    if "weighted" in defaults and weighted and parse_literal(weighted) != defaults["weighted"] and not by_hand:
+        if head != "trainer":
+            owner = "rule" if choose(where, "option", head, dict.fromkeys(known)) in accepted else "trainer"
+            given[owner][option] = text
+        elif option != head and not tail:
+            raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
+    base = dict(template.defaults)
+    if "weighted" in base and given["rule"].get("weighted", base["weighted"]).lower() != base["weighted"]:
         # The tuned rate belongs to the tuned weighting: without weights it would be N times too large.
-        defaults.pop(rate, None)
-    rule = _build_per_clients(where, base.rule.make, parts["rule"], defaults)
+        base.pop(rate, None)
+    defaults = _merge(base, {**given["rule"], "trainer": trainer_name})
+    rule_options = {name: text for name, text in defaults.items() if name.partition(".")[0] != "trainer"}
+    fixed = any(f"{option}.".startswith(f"{rate}.") for option in given["rule"])
+    if given["rule"].get(rate) == "cosine" and f"{rate}.start" not in options:
+        # A schedule without a start: a search varies the start, beginning at the default rate.
+        before = _merge(base, {name: text for name, text in given["rule"].items() if name != rate}).get(rate)
+        default = template.fields.get(rate, getattr(accepted.get(rate), "default", None)) if before is None else before
+        start = parse_literal(str(default))
+        rule_options[f"{rate}.start"] = repr(start if type(start) in (int, float) else 1.0)
+        rate, fixed = f"{rate}.start", False
+    rule = _build_per_clients(where, template.make, rule_options, template.fields)
     if not (callable(rule) or isinstance(rule, Rule)):
         raise ArgumentError(
             f"{where}: expected a rule, a class or function that makes one, or a Method, got {short_repr(rule)}"
         )
+    trainer_options = _merge(_merge(TRAINERS.get(trainer_name, {}), _subset("trainer", defaults)), given["trainer"])
     trainer: Trainer = build(
-        where, base.trainer.make, parts["trainer"], option_readers=OPTION_READERS, defaults=base.trainer.options
+        where, make_trainer, trainer_options, option_readers=OPTION_READERS, defaults=trainer_fields
     )
     if not isinstance(trainer, Trainer):
         raise ArgumentError(
             f"{where}: trainer: expected a trainer, or a class or function that makes one, got {short_repr(trainer)}"
         )
-    return Method(label, rule, trainer, None if by_hand else rate or None)
+    written = ", ".join(f"{option}={text}" for option, text in spec.options.items())
+    label = f"{template.label}({written})" if written else template.label
+    return Method(label, rule, trainer, None if fixed else rate or None)
 
 
-def _trainer_name(name: str, options: Mapping[str, str]) -> str:
-    """The name of the trainer that a rule has where none is named."""
+def _trainer_name(template: _Template, options: Mapping[str, str]) -> str:
+    """Return the name of the default trainer; empty for the trainer of a user's method."""
+    if template.trainer is not None:
+        return ""
     if "rule" in options:
-        if options["rule"].partition(":")[0] not in _rule_classes() and ":" in options["rule"]:
-            return "local"
-        return _trainer_name(choose(f"methods: {name}", "rule", options["rule"], _rule_classes()), {})
-    return "calibrated" if options.get("protocol") == "client" else _defaults(name).trainer
+        return RULES.get(options["rule"], {}).get("trainer", "local")
+    return "calibrated" if options.get("protocol") == "client" else template.defaults.get("trainer", "local")
 
 
-def _rate_option(chosen: Spec) -> str:
-    """The option that is a method's global rate.
-
-    Raises:
-        ArgumentError: if it has none.
-    """
-    base = _template(chosen.name, chosen.options)
-    if base.rate_field is None or base.rate_field.partition(".")[0] not in inspect.signature(base.rule.make).parameters:
-        raise ArgumentError(f"rate: {chosen.name} has no rate")
-    return base.rate_field
-
-
-def _build_rule(name: str, where: str, options: Mapping[str, str]) -> Any:
-    """A rule, or how it is made for the clients."""
-    return _build_per_clients(where, _rule_classes()[name], options, _defaults(name).options)
-
-
-def _build_trainer(name: str, where: str, options: Mapping[str, str]) -> Trainer:
-    made: Trainer = build(
-        where, _trainer_classes()[name], options, option_readers=OPTION_READERS, defaults=TRAINERS[name]
-    )
-    return made
+def _trainer_parts(where: str, name: str, template: _Template) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a function that makes the trainer, and arguments of it."""
+    if not name:
+        return _remake(template.trainer)
+    if name.partition(":")[0] in TRAINERS or ":" not in name:
+        return TRAINER_CLASSES[choose(where, "trainer", name, TRAINERS)], {}
+    found = import_object(f"{where}: trainer", name, "a trainer")
+    return (found, {}) if isinstance(found, type) or inspect.isroutine(found) else _remake(found)
 
 
 def _build_per_clients(
     where: str, factory: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Any:
-    """What `factory` makes, or a `Factory` where that takes the clients; a `Factory` is tried."""
+    """Build a value, or a `Factory` if an argument depends on the clients; a `Factory` is called once as a trial."""
     made = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
     with error_context(where, TypeError, ValueError):
         tried = made(TRIAL_CLIENTS)
     return made if any(isinstance(value, PerClients) for value in made.options.values()) else tried
 
 
-def _build_dominance(where: str, options: Mapping[str, str]) -> Any:
-    return _build_per_clients(where, rules.Dominance, options, {"clients": NumClients()})
+def _rule_reader(name: str) -> Reader:
+    defaults = {option: text for option, text in RULES.get(name, {}).items() if option.partition(".")[0] != "trainer"}
+    return lambda where, options: _build_per_clients(where, RULE_CLASSES[name], _merge(defaults, options), {})
 
 
-def _build_optimizer(make: Callable[..., Any], where: str, options: Mapping[str, str]) -> Any:
-    given = parse_kwargs(where, make, options, excluded=("params", "lr"))
-    try:
-        make([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{where}: {error}") from error
-    return partial(make, **given) if given else make
+def _trainer_reader(name: str) -> Reader:
+    make = reader(TRAINER_CLASSES[name], option_readers=OPTION_READERS)
+    return lambda where, options: make(where, _merge(TRAINERS[name], options))
+
+
+def _optimizer_reader(make: Callable[..., Any]) -> Reader:
+    def read(where: str, options: Mapping[str, str]) -> Any:
+        given = parse_kwargs(where, make, options, excluded=("params", "lr"))
+        with error_context(where, TypeError, ValueError, RuntimeError):
+            make([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
+        return partial(make, **given) if given else make
+
+    return read
+
+
+def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
+    given = dict(options)
+    found = import_object(where, given.pop(MODULE_NAME), "an optimizer")
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ArgumentError(f"{where}: expected a class of optimizers, got {short_repr(found)}")
+    return _optimizer_reader(found)(where, given)
 
 
 def _read_shares(path: str) -> dict[int, float]:
-    """The routing of a CSV file with the columns `client` and `share`, as `manifoldagg route` writes it."""
+    """Read the routing of a CSV file with the columns `client` and `share`, as `manifoldagg route` writes it."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             return {int(row["client"]): float(row["share"]) for row in csv.DictReader(file)}
@@ -418,88 +354,48 @@ def _read_shares(path: str) -> dict[int, float]:
         raise ArgumentError(f"path: {path}: expected numbers in the columns client and share: {error}") from None
 
 
-def _readers(factories: Mapping[str, Any]) -> dict[str, Reader]:
-    return {name.lower(): reader(make) for name, make in factories.items()}
+def _readers(*factories: Any) -> dict[str, Reader]:
+    return {made.__name__.lower(): reader(made) for made in factories}
 
 
-def _correction_classes() -> dict[str, Any]:
-    """Those that can be had without saying more."""
-    found = {}
-    for name in corrections.__all__:
-        made = getattr(corrections, name)
+def _simple_corrections() -> list[Any]:
+    """Return the corrections, and functions that make a correction, without required arguments."""
+    found = []
+    for made in (getattr(corrections, name) for name in corrections.__all__):
         result = made if isinstance(made, type) else getattr(made, "__annotations__", {}).get("return")
         if isinstance(result, type) and issubclass(result, Correction) and not inspect.isabstract(made):
             parameters = inspect.signature(made).parameters.values()
             if all(parameter.default is not parameter.empty for parameter in parameters):
-                found[name] = made
+                found.append(made)
     return found
 
 
-def _user_reader(noun: str, kind: Any = None, num_arguments: int = 0) -> dict[str, Reader]:
-    """Return the reader of `module:name` for an option.
-
-    Args:
-        noun: the meaning of the option.
-        kind: the class of its values; `None` if the rule or the trainer checks them.
-        num_arguments: the number of arguments of a function that is a value itself; 0 if functions make values.
-    """
-
-    def read(where: str, options: Mapping[str, str]) -> Any:
-        given = dict(options)
-        text = given.pop("")
-        made = user_object(where, text, given, noun=noun, num_arguments=num_arguments, option_readers=OPTION_READERS)
-        if kind is not None and not isinstance(made, kind):
-            raise ArgumentError(f"{where}: expected {noun}, or a class or function that makes one, got {_made(made)}")
-        return made
-
-    return {MODULE_NAME: read}
-
-
-def _made(value: Any) -> str:
-    """Describe a value for a message."""
-    return f"the class {value.__name__}" if isinstance(value, type) else short_repr(value)
-
-
-def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
-    given = dict(options)
-    module, _, name = given.pop("").partition(":")
-    found = import_object(where, module.strip(), name.strip(), "an optimizer")
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ArgumentError(f"{where}: expected a class of optimizers, got {_made(found)}")
-    return _build_optimizer(found, where, given)
-
-
-OPTION_READERS: OptionReaders = {
-    **dict.fromkeys(
-        ("rate", "steps"),
-        _readers({"Cyclic": schedules.Cyclic, "Cosine": schedules.Cosine})
-        | _user_reader("a schedule", num_arguments=1),
-    ),
-    "staleness": _readers({name: getattr(staleness, name) for name in staleness.__all__})
-    | _user_reader("a function of the staleness", num_arguments=1),
-    "correction": _readers(_correction_classes()) | _user_reader("a correction", Correction),
-    "dominance": {"true": _build_dominance},
-    "routing": {
-        "uniform": lambda where, options: build(where, UniformShares, options),
-        "file": reader(_read_shares),
-        **_user_reader("a mapping from clients to shares", Mapping),
-    },
-    "rule": {name: partial(_build_rule, name) for name in _rule_classes()} | _user_reader("a rule", Rule),
-    "optimizer": {
-        name: partial(_build_optimizer, make)
-        for name, make in (
-            ("sgd", torch.optim.SGD),
-            ("adam", torch.optim.Adam),
-            ("adamw", torch.optim.AdamW),
-            ("rmsprop", torch.optim.RMSprop),
-            ("adagrad", torch.optim.Adagrad),
-        )
-    }
-    | {MODULE_NAME: _user_optimizer},
-    "sharpness": _readers({"SAM": curves.SAM, "ASAM": curves.ASAM}) | _user_reader("a perturbation such as SAM"),
-    "proximal": _readers({"LorentzProximal": trainers.LorentzProximal}) | _user_reader("a proximal term"),
-    "local": {name: partial(_build_trainer, name) for name in ("local", "proximal", "trajectory")}
-    | _user_reader("a trainer", Trainer),
-    "trainer": {name: partial(_build_trainer, name) for name in TRAINERS} | _user_reader("a trainer", Trainer),
-}
+OPTION_READERS: dict[str, Mapping[str, Reader]] = {}
 """The readers of the options whose values are objects, by the names of the values."""
+_user = partial(user_reader, option_readers=OPTION_READERS)
+_schedules = _readers(schedules.Cyclic, schedules.Cosine) | _user("a schedule", num_arguments=1)
+_optimizers = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+OPTION_READERS |= {
+    "rate": _schedules,
+    "steps": _schedules,
+    "staleness": _readers(*(getattr(staleness, name) for name in staleness.__all__))
+    | _user("a function of the staleness", num_arguments=1),
+    "correction": _readers(*_simple_corrections()) | _user("a correction", Correction),
+    "clients": {"all": reader(NumClients)},
+    "dominance": {
+        "true": lambda where, options: _build_per_clients(where, rules.Dominance, options, {"clients": NumClients()})
+    },
+    "routing": {
+        "uniform": reader(UniformShares),
+        "file": reader(_read_shares),
+        **_user("a mapping from clients to shares", Mapping),
+    },
+    "rule": {name: _rule_reader(name) for name in RULE_CLASSES} | _user("a rule", Rule),
+    "optimizer": {made.__name__.lower(): _optimizer_reader(made) for made in _optimizers}
+    | {MODULE_NAME: _user_optimizer},
+    "sharpness": _readers(curves.SAM, curves.ASAM) | _user("a perturbation such as SAM"),
+    "proximal": _readers(trainers.LorentzProximal) | _user("a proximal term"),
+    "local": {name: _trainer_reader(name) for name in ("local", "proximal", "trajectory")}
+    | _user("a trainer", Trainer),
+    "trainer": {name: _trainer_reader(name) for name in TRAINERS} | _user("a trainer", Trainer),
+}

@@ -9,29 +9,25 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from manifoldagg._io import atomic_write, check_matplotlib
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import Comparison
+from manifoldagg.simulation.run_metadata import versions
 
 __all__ = ["check_destination", "environment_info", "read_report", "write_report"]
 
 FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
 
 
-def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
     """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
-
-    The files are made beside `folder` and put in its place at the end: it never holds half a report.
 
     Returns:
         The files, in that order.
 
     Raises:
-        ArgumentError: if `folder` is there but holds something other than a report, or cannot be written.
+        ArgumentError: if `folder` holds something other than a report, or cannot be written.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -53,8 +49,8 @@ def read_report(folder: Path) -> dict[str, object]:
     """Read the files of a report, as `--json` prints them: with `log`, `timing` and `files`.
 
     Raises:
-        OSError: if one cannot be read.
-        ValueError: if one is no JSON.
+        OSError: if a file cannot be read.
+        ValueError: if a file is not JSON.
     """
     results, log, timing = ((folder / file).read_text(encoding="utf-8") for file in FILES[:3])
     rows = [json.loads(line) for line in log.splitlines()]
@@ -66,19 +62,19 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
     """Check that a report can be written to a folder, and that an existing folder is a report.
 
     Args:
-        folder: where.
-        files: what a report may hold, as patterns.
-        option: what says the folder, for the error.
+        folder: the folder.
+        files: patterns of the files of a report.
+        option: the option that names the folder, for the error.
 
     Raises:
-        ArgumentError: if it holds something else, or cannot be made.
+        ArgumentError: if the folder holds something else, or cannot be made.
     """
     check_matplotlib()
     try:
         if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
             raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another")
-        there = next(parent for parent in folder.absolute().parents if parent.exists())
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=there):
+        parent = next(parent for parent in folder.absolute().parents if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent):
             pass
     except OSError as error:
         raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from None
@@ -91,7 +87,7 @@ def _is_report(folder: Path, files: Sequence[str]) -> bool:
 
 
 def _write_json(path: Path, tree: object) -> None:
-    """A tree by lines, with a list of plain values on one: within strings no line ends."""
+    """Write a tree with one line for each entry and for each list of plain values; strings contain no line breaks."""
     lines = json.dumps(tree, indent=1, allow_nan=False)
     lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
     path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
@@ -99,21 +95,14 @@ def _write_json(path: Path, tree: object) -> None:
 
 def environment_info() -> dict[str, object]:
     """Return the versions and the machine to which the timings refer."""
-    from manifoldagg import __version__
-
     return {
-        "versions": {
-            "manifoldagg": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": {"python": platform.python_version(), **versions()},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
     }
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:
-    """The pictures: of all seeds, and of the first where one is enough."""
+    """Draw the plots: of all seeds, or of the first for traces and planes."""
     settings = comparison.settings
     title = f"{settings['data']['name']}, {settings['clients']} clients"
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
@@ -122,11 +111,11 @@ def _draw(comparison: Comparison, folder: Path) -> None:
     plots.draw_clients(folder / "clients.png", clients, title=title)
     traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
     plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
-    landscape = comparison.landscape
-    if landscape is not None:
+    if comparison.landscape is not None:
+        found = comparison.landscape
         planes = {
-            f"training data of client {landscape.client}": landscape.local,
-            "held-out data of all clients": landscape.held_out,
+            f"training data of client {found.client}": found.local,
+            "held-out data of all clients": found.held_out,
         }
-        title = f"{landscape.method}: the curve learned in update {landscape.update_index}"
+        title = f"{found.method}: the curve learned in update {found.update_index}"
         plots.draw_planes(folder / "plane.png", planes, title=title)

@@ -1,20 +1,24 @@
 """Statistics: confidence intervals over seeds, and paired tests of methods over data sets and seeds."""
 
-import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
+
+import numpy as np
+import pandas as pd
+from scipy import stats
 
 from manifoldagg._validation import check_number
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["MIN_PAIRS", "MeanCI", "PairedTest", "compare_pairs", "holm", "mean_ci"]
+__all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "holm", "mean_ci"]
 
 MIN_PAIRS = 15
-"""The smallest number of pairs of problem and seed in a test of two methods."""
+"""The minimum number of pairs of problem and seed for a test of two methods."""
 DECIMALS = 12
-"""Of a difference; what comes after them is noise."""
+"""Differences are rounded to this number of decimals, because further digits are rounding errors."""
+TEST_COLUMNS = ("first", "second", "count", "wins", "losses", "median_difference", "p_value")
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class MeanCI:
     Attributes:
         value: the mean.
         half_width: half the length of the interval; `None` for a single value.
-        count: of how many.
+        count: the number of values.
     """
 
     value: float
@@ -45,7 +49,7 @@ class MeanCI:
 def mean_ci(values: Sequence[float]) -> MeanCI:
     r"""Compute the mean and Student's interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
 
-    It holds the mean over all seeds in 95 of 100 comparisons, if what seeds give is about normal.
+    If the values of seeds are approximately normal, 95 of 100 such intervals contain the mean over all seeds.
 
     Raises:
         ArgumentError: if there is no value.
@@ -55,89 +59,50 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
         >>> found.value, round(found.half_width, 3)
         (2.0, 2.484)
     """
-    if not values:
-        raise ArgumentError("values: expected at least one, got none")
     n = len(values)
-    if n == 1:
-        return MeanCI(float(values[0]), None, 1)
-    from scipy.stats import t
-
-    return MeanCI(statistics.fmean(values), float(t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n), n)
-
-
-@dataclass(frozen=True)
-class PairedTest:
-    """A paired test of two methods on the same problems and seeds.
-
-    Attributes:
-        first: a method.
-        second: another.
-        count: the number of common pairs of problem and seed.
-        wins: how often the first was.
-        losses: how often the second was.
-        median_difference: the median of the first's score less the second's.
-        p_value: of Wilcoxon's signed-rank test, two-sided; `None` where there are fewer than 15 of them.
-        adjusted_p_value: the same after Holm's correction, over all tests that were made.
-    """
-
-    first: str
-    second: str
-    count: int
-    wins: int
-    losses: int
-    median_difference: float
-    p_value: float | None = None
-    adjusted_p_value: float | None = None
+    if not n:
+        raise ArgumentError("values: expected at least one, got none")
+    half_width = float(stats.t.ppf(0.975, n - 1) * stats.sem(values)) if n > 1 else None
+    return MeanCI(statistics.fmean(values), half_width, n)
 
 
-def compare_pairs(scores: Mapping[str, Mapping[Hashable, float]]) -> list[PairedTest]:
-    """Test all pairs of methods on their common problems and seeds; pairs without any are left out.
+def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
+    """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
 
-    No method is chosen beforehand to be compared with the others, so that all p-values are corrected together.
-
-    Differences are rounded to 12 decimals: shares of as many samples that differ by as much are ties, whatever the last
-    bits say. Pairs that are equal do not count in the test. It is exact for up to 50 differences of which no two are of
-    one size, and for up to 13 in any case; else the normal approximation, with the variance corrected for ties.
+    No method is chosen beforehand, so Holm's correction is over all tests. Two methods with fewer than 15 common pairs
+    of problem and seed are not tested. Equal pairs do not count in the test. Differences are rounded to 12 decimals, so
+    that equal differences of shares are ties. SciPy's test is exact for up to 50 distinct differences, and for up to 13
+    in any case. Otherwise it is the normal approximation with the variance corrected for ties.
 
     Args:
-        scores: by method, the score for each pair of problem and seed.
+        scores: a column for each method and a row for each pair of problem and seed. A missing score is NaN.
+
+    Returns:
+        A row for each two methods with a common row: `first`, `second`, the `count` of common rows, `wins` and `losses`
+        of the first method, the `median_difference` of the first less the second, `p_value` and `adjusted_p_value`. The
+        p-values are NaN if there is no test.
 
     Source: Wilcoxon 1945; Holm 1979; Demšar 2006 for why.
 
     Example:
-        >>> one = {("digits", seed): 0.01 * seed for seed in range(1, 16)}
-        >>> pair, = compare_pairs({"A": one, "B": dict.fromkeys(one, 0.0)})
+        >>> scores = pd.DataFrame({"A": [0.01 * seed for seed in range(1, 16)], "B": 0.0})
+        >>> (pair,) = compare_pairs(scores).itertuples()
         >>> pair.count, pair.wins, pair.p_value == 2**-14
         (15, 15, True)
     """
-    found = []
+    rows = []
     for first, second in combinations(scores, 2):
-        both = [key for key in scores[first] if key in scores[second]]
-        if not both:
-            continue
-        differences = [round(scores[first][key] - scores[second][key], DECIMALS) for key in both]
-        found.append(
-            PairedTest(
-                first,
-                second,
-                len(both),
-                sum(x > 0 for x in differences),
-                sum(x < 0 for x in differences),
-                statistics.median(differences),
-                _wilcoxon_p_value(differences) if len(both) >= MIN_PAIRS else None,
-            )
-        )
-    made = [i for i, pair in enumerate(found) if pair.p_value is not None]
-    for i, adjusted in zip(made, holm([found[i].p_value or 0.0 for i in made]), strict=True):
-        found[i] = replace(found[i], adjusted_p_value=adjusted)
-    return found
+        x = (scores[first] - scores[second]).dropna().round(DECIMALS)
+        if len(x):
+            p_value = _wilcoxon_p_value(x.to_numpy()) if len(x) >= MIN_PAIRS else np.nan
+            rows.append((first, second, len(x), int((x > 0).sum()), int((x < 0).sum()), float(x.median()), p_value))
+    found = pd.DataFrame(rows, columns=list(TEST_COLUMNS))
+    tested = found["p_value"].dropna()
+    return found.assign(adjusted_p_value=pd.Series(holm(tested.to_list()), index=tested.index, dtype=np.float64))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     r"""Apply Holm's step-down correction: $\max_{j \le i} \min(1, (m - j + 1)\, p_{(j)})$ for the i-th smallest of m.
-
-    Args:
-        p_values: p-values.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -145,19 +110,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     for i, value in enumerate(p_values):
         check_number(f"p_values[{i}]", value, at_least=0, at_most=1)
-    adjusted = list(map(float, p_values))
-    largest = 0.0
-    for place, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
+    return [float(value) for value in adjusted]
 
 
-def _wilcoxon_p_value(differences: Sequence[float]) -> float:
-    counted = [x for x in differences if x]
-    if not counted:
-        return 1.0
-    from scipy.stats import wilcoxon
-
-    # With zeros among them it would not be exact, also where no two are of one size.
-    return float(wilcoxon(counted).pvalue)
+def _wilcoxon_p_value(differences: np.ndarray) -> float:
+    # SciPy's test is not exact if there are zeros.
+    counted = differences[differences != 0]
+    return float(stats.wilcoxon(counted).pvalue) if counted.size else 1.0

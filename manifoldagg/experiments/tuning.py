@@ -28,9 +28,9 @@ from manifoldagg.simulation.spec_parser import error_context
 __all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_rate"]
 
 MAX_DOUBLINGS = 5
-"""So many doublings away from where it begins a search ends."""
+"""The maximum number of doublings between the start of a search and its end."""
 NUM_EVALUATIONS = 40
-"""Evaluations of a run, a quarter of which count."""
+"""The number of evaluations of a run. The last quarter of them counts."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Tuning:
     """The settings of the search for the methods' global rates before a comparison.
 
     Attributes:
-        seeds: of the runs of a search, beyond those of the comparison.
-        validation: which part of the training samples they are tested on, where the comparison itself does not say:
-            nobody sees the test set.
-        cache: a folder that keeps what is done, for the next time.
+        seeds: the seeds of the runs of a search, which the comparison must not use.
+        validation: the part of the training samples on which these runs are tested, if the comparison does not set one.
+            The test set is not used.
+        cache: a folder that stores finished runs for later searches.
     """
 
     seeds: Sequence[int] = (100, 101, 102)
@@ -59,17 +59,17 @@ class Tuning:
     ) -> tuple[list[Method], dict[str, object]]:
         """Tune the methods, and return them with the search results for JSON.
 
-        Of a method whose rate is to stay as it is, that is `"by hand"`, and of one without a rate `None`.
+        The result of a method with a fixed rate is `"by hand"`, and that of a method without a rate `None`.
 
         Args:
-            methods: to begin with.
-            split: makes a federation, of `validation` and `seed`.
-            validation: what the comparison says.
-            num_used_seeds: how many seeds it uses, from 0.
-            options: of `tune`.
+            methods: the methods, whose rates begin the searches.
+            split: a function of `validation` and `seed` that makes a federation.
+            validation: the setting of the comparison.
+            num_used_seeds: the number of seeds of the comparison, from 0.
+            options: further arguments of `tune`.
 
         Raises:
-            ArgumentError: as `tune`; if the comparison uses one of the seeds, or there is none.
+            ArgumentError: as `tune`; if there is no seed, or the comparison uses one of the seeds.
         """
         if not self.seeds:
             raise ArgumentError("tuning: seeds: expected at least one, got none")
@@ -77,13 +77,13 @@ class Tuning:
         share = validation or check_number("tuning: validation", self.validation, at_least=0, at_most=0.9)
         with error_context("tuning"):
             federations = [split(validation=share, seed=seed) for seed in seeds]
-        chosen: list[Method] = []
-        told: dict[str, object] = {}
+        tuned: list[Method] = []
+        results: dict[str, object] = {}
         for method in methods:
             found = tune(method, federations, cache=self.cache, **options)
-            chosen.append(method if found is None else with_rate(method, found.best_rate))
-            told[method.name] = found.to_dict() if found else "by hand" if method.rate_field is None else None
-        return chosen, {"seeds": seeds, "validation": share, "methods": told}
+            tuned.append(method if found is None else with_rate(method, found.best_rate))
+            results[method.name] = found.to_dict() if found else "by hand" if method.rate_field is None else None
+        return tuned, {"seeds": seeds, "validation": share, "methods": results}
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Search:
     """The results of a line search.
 
     Attributes:
-        start: where it began.
-        scores: by the power of 2 that `start` was multiplied by, in their order; one number a repetition.
+        start: the first rate.
+        scores: by the power of 2 that multiplies `start`, in order: one score for each repetition.
     """
 
     start: float
@@ -103,10 +103,7 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The power with the highest mean; ties go to the nearest to the start, then to the lower one.
-
-        Where all means are 0, as nothing learned, it is the lowest.
-        """
+        """The power with the highest mean, of ties the nearest to 0, then the lower; the lowest if all scores are 0."""
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
             return min(means)
@@ -119,7 +116,7 @@ class Search:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the best rate is the last one tried on its side, so that a better one may lie beyond."""
+        """Whether the best rate is the lowest or the highest of the tried rates."""
         return self.best_power in (min(self.scores), max(self.scores))
 
     def to_dict(self) -> dict[str, object]:
@@ -135,10 +132,10 @@ def line_search(
 ) -> Search:
     r"""Search the best of $s\,2^k$ from $k = -1, 0, 1$ until the best has a worse neighbour on both sides.
 
-    Where every rate scores 0 it continues to lower ones. No $|k|$ is beyond `max_doublings`.
+    If every rate scores 0, the search continues to lower rates. No $|k|$ exceeds `max_doublings`.
 
     Args:
-        score: of a rate: one number a repetition, none negative, of which the mean counts.
+        score: a function of a rate that returns a score >= 0 for each repetition. The mean counts.
         start: $s$.
         max_doublings: the largest $|k|$.
 
@@ -154,24 +151,17 @@ def line_search(
     scores: dict[int, Sequence[float]] = {}
     wanted = [-1, 0, 1]
     while wanted:
-        for power in wanted:
-            scores[power] = score(start * 2.0**power)
+        scores |= {power: score(start * 2.0**power) for power in wanted}
         found = Search(start, dict(sorted(scores.items())))
-        wanted = [
-            power
-            for power in (found.best_power - 1, found.best_power + 1)
-            if power not in scores and abs(power) <= max_doublings
-        ]
+        neighbours = (found.best_power - 1, found.best_power + 1)
+        wanted = [power for power in neighbours if power not in scores and abs(power) <= max_doublings]
     return found
 
 
 def tail_accuracy(result: RunResult) -> float:
-    """Compute the mean accuracy over the last quarter of the updates, which reduces noise.
-
-    Each update moves the model.
-    """
-    rounds = result.evaluations[-1].updates
-    begin = rounds - max(1, rounds // 4)
+    """Compute the mean accuracy over the last quarter of the updates, which is less noisy than the last accuracy."""
+    updates = result.evaluations[-1].updates
+    begin = updates - max(1, updates // 4)
     return statistics.fmean(row.accuracy for row in result.evaluations if row.updates > begin)
 
 
@@ -189,40 +179,38 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search the global rate of a method: the one with the best mean of
-    [`tail_accuracy`][manifoldagg.experiments.tuning.tail_accuracy].
+    """Search the global rate of a method with the best mean of `tail_accuracy`.
 
-    All methods have equally many runs for each rate, and equally many updates in each run. A run in which the method
-    fails scores 0, and so does a rate that its rule rejects.
+    Each rate has one run for each federation. A run in which the method fails scores 0, as does a rate that its rule
+    rejects.
 
     Args:
-        method: whose rate begins the search.
-        federations: one a repetition.
-        num_updates: as in [`run`][manifoldagg.simulation.run], and so are the next ones; or their names.
-        scheduler: who finishes when.
-        delays: of clients that work alone.
-        availability: who comes and goes.
-        task_cost: of a task.
+        method: the method, whose rate begins the search.
+        federations: one for each repetition.
+        num_updates: as in [`run`][manifoldagg.simulation.run], as are the next six.
+        scheduler: a function or a name.
+        delays: of clients that work independently, or a name.
+        availability: of the clients, or a name.
+        task_cost: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
         executor: what trains.
-        cache: a folder, with a file for each search: each run that is done is kept there at once and not done again. A
-            search is known by all that it depends on, by what is in data and files too, but functions by their names.
+        cache: a folder with a file for each search, which stores each finished run at once. A search is identified by
+            all its inputs, including the content of data and files, but functions by their names.
         progress: called with the method's name and rate, and the seed, after each update.
 
     Returns:
-        What was tried; `None` where the method has no rate to search, or `rate=None`.
+        The tried rates; `None` if the method has no rate, or a fixed one.
 
     Raises:
-        ArgumentError: as `run`; if the method's `rate` is not a field of its rule; if a file in `cache` is not what was
-            kept, or the folder cannot be written; or with a `cache` if scheduler, delays or availability are not names.
+        ArgumentError: as `run`; if `rate_field` of the method is not a field of its rule; if a file in `cache` is
+            damaged, or the folder cannot be written; or with a `cache` if scheduler or delays are functions.
     """
     check_count("num_updates", num_updates)
     check_method("method", method)
-    given: object = federations
-    if not isinstance(given, Sequence):
-        raise ArgumentError(f"federations: expected a list of FederatedDatasets, got {type(given).__name__}")
-    for nth, federation in enumerate(federations):
-        check_federation(f"federations[{nth}]", federation)
+    if not isinstance(federations, Sequence):
+        raise ArgumentError(f"federations: expected a list of FederatedDatasets, got {type(federations).__name__}")
+    for i, federation in enumerate(federations):
+        check_federation(f"federations[{i}]", federation)
     if not federations:
         raise ArgumentError("federations: expected at least one, got none")
     clients = federations[0].trainable_clients
@@ -236,13 +224,13 @@ def tune(
         "concurrency": concurrency,
         "eval_every": max(1, num_updates // NUM_EVALUATIONS),
     }
-    words = {"scheduler": scheduler, "delays": delays, "availability": availability}
-    of = {} if cache is None else cache_key(method, federations, options, words)
-    kept = TuningCache(None if cache is None else cache_path(Path(cache), method, of), of)
-    scenario = registry.parse_workload(scheduler, delays, availability)
+    specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
+    key = {} if cache is None else cache_key(method, federations, options, specs)
+    finished = TuningCache(None if cache is None else cache_path(Path(cache), method, key), key)
+    workload = registry.parse_workload(scheduler, delays, availability)
 
-    def once(rate: float, federation: FederatedDataset) -> float:
-        told = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
+    def run_once(rate: float, federation: FederatedDataset) -> float:
+        advance = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
         try:
             rated = with_rate(method, rate)
             rated.bind(clients)
@@ -250,14 +238,14 @@ def tune(
             return 0.0
         try:
             with warnings.catch_warnings():
-                # The search goes beyond the stability limit on purpose.
+                # The search exceeds the stability limit on purpose.
                 warnings.simplefilter("ignore", StabilityWarning)
-                return tail_accuracy(run(federation, rated, **options, **scenario, executor=workers, progress=told))
+                return tail_accuracy(run(federation, rated, **options, **workload, executor=workers, progress=advance))
         except (DivergenceError, RuleError):
             return 0.0
 
     def score(rate: float) -> list[float]:
-        return [kept.get_or_run(rate, federation.seed, partial(once, rate, federation)) for federation in federations]
+        return [finished.get_or_run(rate, one.seed, partial(run_once, rate, one)) for one in federations]
 
     with single_threaded(), shared_executor(executor) as workers, error_context(f"methods: {method.name}"):
         return line_search(score, start)
@@ -267,7 +255,7 @@ def with_rate(method: Method, rate: float) -> Method:
     """Return the method with another global rate.
 
     Raises:
-        ArgumentError: if it has none, or its rule does not take this one.
+        ArgumentError: if its rate is fixed, or its rule rejects the rate.
 
     Example:
         >>> from manifoldagg.experiments.registry import method
@@ -312,33 +300,28 @@ def find_rate(rule: Any, rate_field: str | None) -> float | None:
     if name == "rate" and name not in _init_fields(rule):
         return None
     given = getattr(rule, _check_field(rule, name))
-    # Where it is `None` it follows from other options, and the rule says how.
+    # A rate of `None` follows from other options, and the rule has it as a property.
     rate: Any = getattr(rule, "rate", None) if given is None else given
     return float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None
 
 
 def _check_field(rule: Any, name: str) -> str:
-    """The name of a field that can be replaced.
-
-    Raises:
-        ArgumentError: if the rule has none of that name.
-    """
     if not _init_fields(rule):
         raise ArgumentError(f"rate: expected a dataclass with a field {name!r}, got {type(rule).__name__}")
     return check_choice("rate", name, _init_fields(rule))
 
 
 def _init_fields(rule: Any) -> list[str]:
-    """Those that can be replaced."""
     return [one.name for one in fields(rule) if one.init] if is_dataclass(rule) else []
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
-    """A rule, or its `Factory`, with another value for an option."""
+    """Return a rule, or its `Factory`, with another value for an option, whose name may have dots."""
     name, _, inner = option.partition(".")
-    if isinstance(rule, Factory):
-        new = _with_option(rule.options[name], inner, value) if inner else value
-        return replace(rule, options={**rule.options, name: new})
-    return replace(
-        rule, **{_check_field(rule, name): _with_option(getattr(rule, name), inner, value) if inner else value}
+    before = rule.options.get(name) if isinstance(rule, Factory) else getattr(rule, _check_field(rule, name))
+    after = _with_option(before, inner, value) if inner else value
+    return (
+        replace(rule, options={**rule.options, name: after})
+        if isinstance(rule, Factory)
+        else replace(rule, **{name: after})
     )

@@ -27,13 +27,13 @@ def cache_key(
             raise ArgumentError(
                 f"cache: expected a name for {name}, as functions cannot be identified; got {short_repr(given)}"
             )
-    task = federations[0].dataset
+    data = federations[0].dataset
     return {
         "manifoldagg": __version__,
         "rule": stable_repr(method.rule),
         "trainer": stable_repr(method.trainer),
         "rate": method.rate_field,
-        "data": {"name": task.name, "checksum": f"{task.checksum:08x}", "model": stable_repr(task.model)},
+        "data": {"name": data.name, "checksum": f"{data.checksum:08x}", "model": stable_repr(data.model)},
         "federations": {str(federation.seed): _digest(federation) for federation in federations},
         **options,
         **specs,
@@ -53,9 +53,7 @@ class TuningCache:
     def __init__(self, path: Path | None, key: Mapping[str, object]) -> None:
         self._path = path
         self._key = key
-        self._tail_accuracy: dict[str, dict[str, float]] = {}
-        if path is not None and path.exists():
-            self._tail_accuracy = self._read(path)
+        self._tail_accuracy = self._read(path) if path is not None and path.exists() else {}
 
     def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
         """Return the cached result of a run, or run it and cache the result."""
@@ -68,37 +66,35 @@ class TuningCache:
     def _read(self, path: Path) -> dict[str, dict[str, float]]:
         try:
             tree = json.loads(path.read_text())
-            late: dict[str, dict[str, float]] = tree["tail_accuracy"]
-            numbers = [value for seeds in late.values() for value in seeds.values()]
+            found: dict[str, dict[str, float]] = tree["tail_accuracy"]
+            numbers = [value for seeds in found.values() for value in seeds.values()]
             if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
                 raise ValueError
         except OSError as error:
             raise ArgumentError(f"cache: {path} cannot be read: {error.strerror or error}") from error
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ArgumentError(f"cache: {path} is not what a search left there; delete it to search anew") from None
-        return late
+        return found
 
     def _write(self) -> None:
         if self._path is None:
             return
+        tree = {"key": self._key, "tail_accuracy": self._tail_accuracy}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._path) as draft:
-                draft.write_text(
-                    json.dumps({"key": self._key, "tail_accuracy": self._tail_accuracy}, indent=1, allow_nan=False)
-                    + "\n"
-                )
+                draft.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise ArgumentError(f"cache: {self._path} cannot be written: {error.strerror or error}") from error
 
 
 def _digest(federation: FederatedDataset) -> str:
-    """Of the split and of the initial model: its modules, in words, and its weights."""
+    """Compute a digest of the split and of the initial model with its weights."""
     model = federation.model()
-    made = hashlib.sha256(repr((federation.batch, model)).encode())
+    digest = hashlib.sha256(repr((federation.batch, model)).encode())
     for part in (*federation.train, *federation.held_out):
-        made.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
+        digest.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
     for name, tensor in model.state_dict().items():
-        made.update(repr((name, tensor.dtype, tensor.shape)).encode())
-        made.update(tensor_bytes(tensor))
-    return made.hexdigest()
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

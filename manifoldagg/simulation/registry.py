@@ -1,14 +1,14 @@
 """Registry of schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`."""
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from manifoldagg._validation import closest_match, renamed_arguments, short_repr
+from manifoldagg._validation import renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing.plan import read_rates
 from manifoldagg.simulation import delays as distributions
@@ -26,19 +26,16 @@ from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
 from manifoldagg.simulation.spec_parser import (
-    MODULE_NAME,
     OptionReaders,
     Reader,
-    Spec,
-    build,
     choose,
+    error_context,
     import_object,
-    is_importable,
-    merge_module_name,
     parse_kwargs,
     parse_spec,
+    parse_value,
     reader,
-    user_object,
+    user_reader,
 )
 from manifoldagg.simulation.trace import ReplayScheduler, read_trace
 
@@ -47,7 +44,6 @@ __all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
 UNBOUNDED = 2**62
-CLIENT_FUNCTION = "a function of the clients and a generator that makes it"
 
 
 def scheduler(text: str) -> SchedulerFactory:
@@ -56,13 +52,13 @@ def scheduler(text: str) -> SchedulerFactory:
     | name | options |
     | --- | --- |
     | `priority` | those of [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] |
-    | `independent` | `delays`, as of the function below, with a dot before theirs: one second a minibatch by default |
-    | `jackson` | `rates`, a number or a CSV file as `manifoldagg route` takes; `tasks`, the most in flight |
+    | `independent` | `delays`, as for the function below, with their options after a dot; by default one second |
+    | `jackson` | `rates`, a number or a CSV file as for `manifoldagg route`; `concurrency` |
     | `replay` | `path` of a trace |
-    | `module:name` | those of a function of your own, beside the clients and the generator |
+    | `module:name` | those of your own function, other than the clients and the generator |
 
     Raises:
-        ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
+        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> make = scheduler("independent:delays=uniform,delays.low=1,delays.high=3")
@@ -71,16 +67,16 @@ def scheduler(text: str) -> SchedulerFactory:
         >>> 1 <= clients.next().time <= 3
         True
     """
-    made: SchedulerFactory = _parse("scheduler", text, SCHEDULER_READERS)
+    made: SchedulerFactory = parse_value("scheduler", text, SCHEDULER_READERS)
     return made
 
 
 def delays(text: str) -> Delay | DelayFactory:
     """Return the named delay for all clients, or with `csv` a function that assigns a measured device to each client.
 
-    The distributions of `manifoldagg.simulation.delays` in lower case, with their options; `csv` has those of
-    [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is a delay of your own, a class or
-    a function that makes one, or a function of the clients and a generator.
+    The names are the distributions of `manifoldagg.simulation.delays` in lower case, with their options. The options of
+    `csv` are those of [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is your own
+    delay, a class or a function that makes a delay, or a function of the clients and a generator.
 
     Raises:
         ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
@@ -89,7 +85,7 @@ def delays(text: str) -> Delay | DelayFactory:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
     """
-    made: Delay | DelayFactory = _parse("delays", text, DELAY_READERS | {"csv": reader(_empirical)} | USER_DELAYS)
+    made: Delay | DelayFactory = parse_value("delays", text, DELAY_READERS | CSV_READER | USER_DELAYS)
     return made
 
 
@@ -100,14 +96,16 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
     (`up=uniform,up.low=100,up.high=300`). A file has the columns `time`, `client` and `kind`.
 
     Raises:
-        ArgumentError: naming what is not known, with the nearest right word, or what does not fit.
+        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
         >>> make([7], np.random.default_rng(0))
         [AvailabilityChange(time=3.0, client=7, kind='fail', lost_tasks=0)]
     """
-    made: list[AvailabilityChange[int | str]] | AvailabilityFactory = _parse("availability", text, AVAILABILITY_READERS)
+    made: list[AvailabilityChange[int | str]] | AvailabilityFactory = parse_value(
+        "availability", text, AVAILABILITY_READERS
+    )
     return made
 
 
@@ -115,7 +113,7 @@ def partition(text: str) -> Partition:
     """Return the named partition with its options, for `FederatedDataset.split`.
 
     The names are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`,
-    `disjoint`; or `module:name`, a function of your own with the same arguments.
+    `disjoint`; or `module:name`, your own function with the same arguments.
 
     Raises:
         ArgumentError: if the name or an option is unknown, with the nearest known name.
@@ -126,16 +124,16 @@ def partition(text: str) -> Partition:
         [2, 2, 2]
     """
     known = {name.removesuffix(SUFFIX): name for name in partitions.__all__ if name.endswith(SUFFIX)}
-    chosen = _parse_name("partition", text, known)
+    chosen = parse_spec("partition", text, known)
+    where = f"partition: {chosen.name}"
     if ":" in chosen.name:
-        module, _, own = chosen.name.partition(":")
-        split = import_object(f"partition: {chosen.name}", module, own, f"a partition ({', '.join(known)})")
+        split = import_object(where, chosen.name, f"a partition ({', '.join(known)})")
         if not inspect.isroutine(split):
-            raise ArgumentError(f"partition: {chosen.name}: expected a function, got {short_repr(split)}")
+            raise ArgumentError(f"{where}: expected a function, got {short_repr(split)}")
     else:
         split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
-    taken = ("labels", "clients", "generator", "user_ids")
-    return partial(split, **parse_kwargs(f"partition: {chosen.name}", split, chosen.options, excluded=taken))
+    arguments = ("labels", "clients", "generator", "user_ids")
+    return partial(split, **parse_kwargs(where, split, chosen.options, excluded=arguments))
 
 
 def parse_workload(
@@ -151,36 +149,7 @@ def parse_workload(
         {'scheduler': None, 'delays': Exponential(mean=10.0), 'availability': None}
     """
     given = {"scheduler": scheduler, "delays": delays, "availability": availability}
-    return {name: WORKLOAD_READERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
-
-
-def _parse(where: str, text: str, readers: Mapping[str, Reader]) -> Any:
-    chosen = _parse_name(where, text, readers)
-    if ":" in chosen.name:
-        return readers[MODULE_NAME](f"{where}: {chosen.name}", {"": chosen.name, **chosen.options})
-    return readers[choose(where, where, chosen.name, readers)](f"{where}: {chosen.name}", chosen.options)
-
-
-def _parse_name(where: str, text: str, known: Collection[str]) -> Spec:
-    """Parse a known name or `module:name`, with options."""
-    chosen = parse_spec(where, text)
-    if chosen.name in known or (closest_match(chosen.name, known) is not None and not is_importable(chosen.name)):
-        return chosen
-    return merge_module_name(where, chosen)
-
-
-def _user_reader(noun: str, kind: Any) -> dict[str, Reader]:
-    """Return the reader of `module:name`: an instance, a class, or a function of the clients and a generator."""
-
-    def read(where: str, options: Mapping[str, str]) -> Any:
-        given = dict(options)
-        made = user_object(where, given.pop(""), given, noun=noun or "a known name", num_arguments=2)
-        if not (isinstance(made, kind) or (callable(made) and not isinstance(made, type))):
-            expected = f"{noun}, or {CLIENT_FUNCTION}" if noun else CLIENT_FUNCTION
-            raise ArgumentError(f"{where}: expected {expected}, got {short_repr(made)}")
-        return made
-
-    return {MODULE_NAME: read}
+    return {name: PARSERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
@@ -189,7 +158,8 @@ def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         return PriorityScheduler(len(clients), generator, **given)
 
-    build(where, partial(make, [0], np.random.default_rng(0)), {})
+    with error_context(where):
+        make([0], np.random.default_rng(0))
     return make
 
 
@@ -204,13 +174,13 @@ def _independent(delays: Delay | DelayFactory = Deterministic(1.0)) -> Scheduler
 
 
 def _jackson(rates: float | str, concurrency: int = UNBOUNDED) -> SchedulerFactory:
-    common, by_name = _read_rates(rates)
+    common, by_name = (1.0, _read_rates(rates)) if isinstance(rates, str) else (rates, {})
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
         if missing := [client for client in clients if by_name and str(client) not in by_name]:
             raise ArgumentError(f"rates: {rates} has no rate for client {missing[0]}")
         speeds = [by_name.get(str(client), common) for client in range(max(clients) + 1)]
-        # Who is asked next is not the network's matter here.
+        # The run chooses the clients, so the routing of the network is not used.
         return JacksonNetwork([1 / len(speeds)] * len(speeds), speeds, generator, concurrency=concurrency)
 
     if not by_name:
@@ -218,12 +188,9 @@ def _jackson(rates: float | str, concurrency: int = UNBOUNDED) -> SchedulerFacto
     return make
 
 
-def _read_rates(given: float | str) -> tuple[float, dict[str, float]]:
-    """The rate of clients without one of their own, and those of a file, by the client's name."""
-    if not isinstance(given, str):
-        return given, {}
-    read = read_rates(Path(given))
-    return 1.0, dict(zip(read.names, read.rates.tolist(), strict=True))
+def _read_rates(path: str) -> dict[str, float]:
+    read = read_rates(Path(path))
+    return dict(zip(read.names, read.rates.tolist(), strict=True))
 
 
 def _replay(path: str) -> SchedulerFactory:
@@ -258,32 +225,25 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
     return make
 
 
-def _delay_readers() -> dict[str, Reader]:
-    """The distributions there are, in lower case."""
-    found = {name.lower(): getattr(distributions, name) for name in distributions.__all__}
-    return {
-        name: reader(made)
-        for name, made in found.items()
-        if isinstance(made, type) and issubclass(made, Delay) and not inspect.isabstract(made)
-    }
-
-
-DELAY_READERS = _delay_readers()
-USER_DELAYS = _user_reader("a Delay", Delay)
+DELAY_READERS: dict[str, Reader] = {
+    name.lower(): reader(made)
+    for name, made in vars(distributions).items()
+    if name in distributions.__all__ and isinstance(made, type) and issubclass(made, Delay) and made is not Delay
+}
+CSV_READER: dict[str, Reader] = {"csv": reader(_empirical)}
+USER_DELAYS = user_reader("a Delay", Delay, num_arguments=2)
 DURATION_READERS: OptionReaders = dict.fromkeys(("up", "down"), DELAY_READERS | USER_DELAYS)
 SCHEDULER_READERS: Mapping[str, Reader] = {
     "priority": _priority,
-    "independent": reader(
-        _independent, option_readers={"delays": DELAY_READERS | {"csv": reader(_empirical)} | USER_DELAYS}
-    ),
+    "independent": reader(_independent, option_readers={"delays": DELAY_READERS | CSV_READER | USER_DELAYS}),
     "jackson": reader(_jackson),
     "replay": reader(_replay),
     # A run changes its scheduler, so an instance cannot serve several runs.
-    **_user_reader("", ()),
+    **user_reader("a function of the clients and a generator", (), num_arguments=2),
 }
 AVAILABILITY_READERS: Mapping[str, Reader] = {
     "churn": reader(_churn, option_readers=DURATION_READERS),
     "file": reader(read_changes),
-    **_user_reader("a list of AvailabilityChanges", list | tuple),
+    **user_reader("a list of AvailabilityChanges", list | tuple, num_arguments=2),
 }
-WORKLOAD_READERS = {"scheduler": scheduler, "delays": delays, "availability": availability}
+PARSERS = {"scheduler": scheduler, "delays": delays, "availability": availability}

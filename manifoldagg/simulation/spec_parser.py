@@ -1,8 +1,10 @@
 """A parser of specs, `name:option=value,option=value`, for everything that has a name."""
 
+import ast
 import importlib.util
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -10,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from manifoldagg._validation import closest_match
+from manifoldagg._validation import closest_match, short_repr
 from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = [
@@ -21,35 +23,26 @@ __all__ = [
     "build",
     "choose",
     "error_context",
+    "field_values",
     "import_object",
-    "is_importable",
-    "merge_module_name",
     "parse_kwargs",
     "parse_literal",
     "parse_spec",
     "parse_specs",
+    "parse_value",
     "reader",
-    "user_object",
+    "user_reader",
 ]
 
 T = TypeVar("T")
 MODULE_NAME = "module:name"
-"""The key of the reader for objects in a module of the user, which reads the text itself as the option `""`."""
-LITERALS = {"true": True, "false": False, "none": None, "inf": math.inf}
+"""The key of the reader for objects in a module of the user, which reads this name as the option `MODULE_NAME`."""
+WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A name and its unparsed options.
-
-    Attributes:
-        name: what is meant.
-        options: by name; one without a name, as in `replay:trace.csv`, has the name `""` and is the first there is.
-
-    Example:
-        >>> str(Spec("asyncbezier", {"degree": "3"}))
-        'asyncbezier:degree=3'
-    """
+    """A name, or `module:name`, and the text of each option; `""` is the first option, as in `replay:trace.csv`."""
 
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -60,81 +53,78 @@ class Spec:
 
 
 Reader: TypeAlias = Callable[[str, Mapping[str, str]], Any]
-"""Makes a value of the options that follow its name; the first argument says where, for complaints."""
+"""Builds the value of a name. The arguments are the start of an error message, and the options after the name."""
 OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
-"""For an option whose value is an object: the names that it can have."""
+"""The readers of the options whose values are objects, by the names of the values."""
 
 
-def parse_specs(where: str, text: str) -> list[Spec]:
+def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names with options; `option=value` belongs to the name before it.
 
-    Args:
-        where: names the list in complaints.
-        text: such as `"fedasync,asyncbezier:threshold=auto,degree=3,fedgs"`.
-
-    Raises:
-        ArgumentError: if there is no name, an option comes before any, or twice.
+    A name that is not in `known` and is followed by a colon is a module of the user, `module:name:option=value`. The
+    argument `where` is the start of an error message, here and below.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
         ['fedasync', 'asyncbezier:threshold=auto,degree=3', 'fedgs']
+        >>> parse_specs("methods", "my_module:Signs:rate=0.1", known=["fedgs"])
+        [Spec(name='my_module:Signs', options={'rate': '0.1'})]
     """
     found: list[tuple[str, dict[str, str]]] = []
     for piece in filter(None, map(str.strip, text.split(","))):
-        name, _, rest = piece.partition(":")
+        name, _, rest = map(str.strip, piece.partition(":"))
         if "=" in name:
             if not found:
                 raise ArgumentError(f"{where}: expected a name before its options, got {text!r}")
             rest = piece
-        elif not name.strip():
+        elif not name:
             raise ArgumentError(f"{where}: expected a name before the colon, got {piece!r}")
         else:
-            found.append((name.strip(), {}))
-            if not rest.strip():
-                continue
-        first, equals, written = map(str.strip, rest.partition("="))
-        option, written = (first, written) if equals else ("", first)
+            attribute, _, further = map(str.strip, rest.partition(":"))
+            if known is not None and attribute and "=" not in attribute and _is_module(name, known):
+                name, rest = f"{name}:{attribute}", further
+            found.append((name, {}))
+        if not rest:
+            continue
+        option, equals, value = map(str.strip, rest.partition("="))
+        option, value = (option, value) if equals else ("", option)
         name, options = found[-1]
         if option in options:
             raise ArgumentError(f"{where}: {name}: {option} is given twice")
-        options[option] = written
+        options[option] = value
     if not found:
         raise ArgumentError(f"{where}: expected a name, got {text!r}")
     return [Spec(name, options) for name, options in found]
 
 
-def parse_spec(where: str, text: str) -> Spec:
-    """Parse one name with its options.
-
-    Raises:
-        ArgumentError: as [`parse_specs`][manifoldagg.simulation.spec_parser.parse_specs]; if there are several names.
-
-    Example:
-        >>> parse_spec("delays", "exponential:mean=10")
-        Spec(name='exponential', options={'mean': '10'})
-    """
-    first, *others = parse_specs(where, text)
+def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> Spec:
+    """Parse one name with its options, as `parse_specs`."""
+    first, *others = parse_specs(where, text, known)
     if others:
         raise ArgumentError(f"{where}: expected one name with its options, got a second one: {others[0]}")
     return first
 
 
 def parse_literal(text: str) -> Any:
-    """Parse an int, a float, `true`, `false`, `none`, `inf`, or a tuple joined by `+`; else return the text.
+    """Parse a number, `true`, `false`, `none`, `inf`, or a tuple of numbers joined by `+`; else return the text.
 
     Example:
         >>> [parse_literal(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
         [3, 0.001, True, None, -inf, (4, 2), 'auto', 'rates.csv']
     """
-    if text.lower() in LITERALS:
-        return LITERALS[text.lower()]
-    for number in (int, float):
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    for written in (text, text.replace("+", ",")):
         try:
-            return number(text)
-        except ValueError:
-            pass
-    parts = tuple(map(parse_literal, text.split("+"))) if "+" in text else ()
-    return parts if parts and all(type(part) in (int, float) for part in parts) else text
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python warns of literals such as `1if`.
+                value = ast.literal_eval(written)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        if parts and all(type(part) in (int, float) for part in parts):
+            return value
+    return text
 
 
 def parse_kwargs(
@@ -146,22 +136,21 @@ def parse_kwargs(
     excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Parse options into keyword arguments for `factory`.
+    """Parse options into keyword arguments for `factory`, whose parameters are the options.
 
     An option with a dot, `staleness.a=0.9`, is an option of the value of `staleness`: of the named value, or of the
-    default. If the readers of an option include `MODULE_NAME`, its value may also be `module:name`.
+    default. The text of an option that is annotated as a string or a path is not parsed.
 
     Args:
-        where: what a complaint begins with.
-        factory: a class or a function, whose signature says which options there are. What is annotated as a string or a
-            path is taken as it was written.
-        options: as they were written.
-        option_readers: what the names mean that values of some options have.
+        where: the start of an error message.
+        factory: a class or a function.
+        options: the text of each option.
+        option_readers: the readers of options whose values are objects.
         excluded: parameters that are not options.
-        defaults: arguments where nothing was written.
+        defaults: arguments for options that are not given.
 
     Raises:
-        ArgumentError: naming an option that is none, and the nearest that is; or one that is missing.
+        ArgumentError: if an option is unknown, with the nearest known option, or if a required option is missing.
 
     Example:
         >>> from manifoldagg.federated.clients import Local
@@ -177,9 +166,9 @@ def parse_kwargs(
         for name, parameter in inspect.signature(factory).parameters.items()
         if name not in excluded and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    given = dict(_default_arguments(factory) | dict(defaults or {}))
-    written: dict[str, str] = {}
-    within: dict[str, dict[str, str]] = {}
+    result = dict(defaults or {})
+    given: dict[str, str | None] = {}
+    inner: dict[str, dict[str, str]] = {}
     for option, text in options.items():
         head, dot, tail = option.partition(".")
         if not option and parameters:
@@ -187,44 +176,59 @@ def parse_kwargs(
         choose(where, "option", head, parameters)
         if dot and not tail:
             raise ArgumentError(f"{where}: {head}: expected one of its options behind the dot, got {option!r}")
-        if dot:
-            within.setdefault(head, {})[tail] = text
-        elif head in written:
+        if not dot and given.get(head) is not None:
             raise ArgumentError(f"{where}: {head} is given twice")
+        if dot:
+            inner.setdefault(head, {})[tail] = text
+            given.setdefault(head, None)
         else:
-            written[head] = text
-    result = dict(defaults or {})
-    for option in [*written, *(head for head in within if head not in written)]:
-        here = f"{where}: {option}"
-        inner = within.get(option, {})
-        readers = (option_readers or {}).get(option, {})
-        if option not in written:
-            before: Any = given.get(option)
-            if not hasattr(before, "__dataclass_fields__"):
-                raise ArgumentError(f"{here}: expected its name")
-            changed = _replaced_fields(here, before, inner, option_readers)
-            with error_context(here):
-                result[option] = type(before)(**changed)
-            continue
-        text = written[option]
-        if ":" in text and MODULE_NAME in readers:
-            result[option] = _read_with_colon(here, text, inner, readers)
-        elif text in readers:
-            result[option] = readers[text](here, inner)
-        elif inner:
-            raise ArgumentError(f"{here}: {text} has no options of its own")
-        else:
-            plain = parameters[option].annotation in (str, Path, Path | str)
-            read = text if plain else parse_literal(text)
-            if readers and isinstance(read, str) and not plain:
-                if type(given.get(option)) in (int, float) and closest_match(text, readers) is None:
-                    raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
-                choose(where, option, text, readers)
-            result[option] = read
-    missing = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    if missing := [name for name in missing if name not in result]:
+            given[head] = text
+    before = _default_arguments(factory) | result
+    for option, written in given.items():
+        result[option] = _parse_option(
+            where, parameters[option], written, inner.get(option, {}), before.get(option), option_readers or {}
+        )
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    if missing := [name for name in required if name not in result]:
         raise ArgumentError(f"{where}: expected {', '.join(f'{name}=...' for name in missing)}")
     return result
+
+
+def _parse_option(
+    where: str,
+    parameter: inspect.Parameter,
+    text: str | None,
+    options: Mapping[str, str],
+    default: Any,
+    option_readers: OptionReaders,
+) -> Any:
+    """Parse the value of one option; without a text, `options` replace fields of the default."""
+    here = f"{where}: {parameter.name}"
+    readers = option_readers.get(parameter.name, {})
+    if text is None:
+        if not is_dataclass(default):
+            raise ArgumentError(f"{here}: expected its name")
+        kind: Any = type(default)
+        return build(here, kind, options, option_readers=option_readers, defaults=field_values(default))
+    name, colon, first = map(str.strip, text.partition(":"))
+    if text in readers:
+        return readers[text](here, options)
+    if colon and name in readers:
+        return readers[name](here, {"": first, **options})
+    if colon and MODULE_NAME in readers:
+        if not _is_module(name, readers):
+            choose(where, parameter.name, name, readers)
+        return readers[MODULE_NAME](here, {MODULE_NAME: text, **options})
+    if options:
+        raise ArgumentError(f"{here}: {text} has no options of its own")
+    if parameter.annotation in (str, Path, Path | str):
+        return text
+    value = parse_literal(text)
+    if readers and isinstance(value, str):
+        if type(default) in (int, float) and closest_match(text, readers) is None:
+            raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
+        choose(where, parameter.name, text, readers)
+    return value
 
 
 def build(
@@ -235,24 +239,14 @@ def build(
     option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """What `factory` makes of options that were written, as
-    [`parse_kwargs`][manifoldagg.simulation.spec_parser.parse_kwargs].
-
-    Raises:
-        ArgumentError: also for values that `factory` refuses.
-
-    Example:
-        >>> from manifoldagg.simulation.delays import Exponential
-        >>> build("delays: exponential", Exponential, {"mean": "10"})
-        Exponential(mean=10.0)
-    """
+    """Call `factory` with the arguments of `parse_kwargs`; if it rejects a value, raise an `ArgumentError`."""
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
-    with error_context(where):
+    with error_context(where, TypeError, ValueError):
         return factory(**given)
 
 
 def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None = None, **defaults: Any) -> Reader:
-    """Return the reader that builds with `factory`, for `option_readers`."""
+    """Return the reader that builds a value with `factory`."""
 
     def read(where: str, options: Mapping[str, str]) -> Any:
         return build(where, factory, options, option_readers=option_readers, defaults=defaults)
@@ -260,11 +254,17 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
     return read
 
 
-def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
-    """Return `name`, which must be one of `choices`.
+def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str = "") -> Any:
+    """Build the value of a name with its options, or of `module:name` if `MODULE_NAME` is among the readers."""
+    chosen = parse_spec(where, text, readers)
+    here = f"{where}: {chosen.name}"
+    if ":" in chosen.name:
+        return readers[MODULE_NAME](here, {MODULE_NAME: chosen.name, **chosen.options})
+    return readers[choose(where, noun or where, chosen.name, readers)](here, chosen.options)
 
-    Raises:
-        ArgumentError: naming the nearest of them, or all where none is near.
+
+def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
+    """Return `name`, or raise an `ArgumentError` with the nearest of the choices, or with all if no choice is near.
 
     Example:
         >>> choose("methods", "method", "fedasink", ("fedasync", "fedgs"))
@@ -279,26 +279,18 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
     raise ArgumentError(f"{where}: no {noun} {name!r}; {hint}")
 
 
-def import_object(where: str, module: str, name: str, alternative: str) -> Any:
-    """Import an object from a user's module by name.
-
-    Args:
-        where: the start of an error message.
-        module: the name of the module.
-        name: the name in the module.
-        alternative: what a name without a module means.
-
-    Raises:
-        ArgumentError: if the module or one of its imports does not exist, or the module does not define the name.
+def import_object(where: str, text: str, noun: str) -> Any:
+    """Import the object `module:name` from a user's module, or raise an `ArgumentError` that expects a `noun`.
 
     Example:
-        >>> import_object("data", "math", "tau", "a data set")
+        >>> import_object("data", "math:tau", "a data set")
         6.283185307179586
-        >>> import_object("data", "maths", "tau", "a data set")
+        >>> import_object("data", "maths:tau", "a data set")
         Traceback (most recent call last):
             ...
         manifoldagg.errors.ArgumentError: data: expected a data set or an importable module, got 'maths'
     """
+    module, _, name = map(str.strip, text.partition(":"))
     try:
         # The name of a relative import, such as the path of a file, begins with a dot.
         found = None if module.startswith(".") else importlib.import_module(module)
@@ -307,7 +299,7 @@ def import_object(where: str, module: str, name: str, alternative: str) -> Any:
             raise ArgumentError(f"{where}: {error}") from error
         found = None
     if found is None:
-        raise ArgumentError(f"{where}: expected {alternative} or an importable module, got {module!r}")
+        raise ArgumentError(f"{where}: expected {noun} or an importable module, got {module!r}")
     if not hasattr(found, name):
         near = closest_match(name, vars(found))
         hint = f"; did you mean {near}?" if near else ""
@@ -315,87 +307,48 @@ def import_object(where: str, module: str, name: str, alternative: str) -> Any:
     return getattr(found, name)
 
 
-def is_importable(module: str) -> bool:
-    """Return whether a module of that name exists.
+def user_reader(
+    noun: str, kind: Any = object, *, num_arguments: int = 0, option_readers: OptionReaders | None = None
+) -> dict[str, Reader]:
+    """Return the reader of `module:name`, an object in a module of the user, under the key `MODULE_NAME`.
 
-    Example:
-        >>> is_importable("math"), is_importable("maths"), is_importable("./math")
-        (True, False, False)
-    """
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
-
-
-def merge_module_name(where: str, chosen: Spec) -> Spec:
-    """Return `module:name` as the name of a spec, with the options after another colon.
-
-    A spec without a name after the colon is unchanged.
-
-    Raises:
-        ArgumentError: if an option is given twice.
-
-    Example:
-        >>> merge_module_name("methods", parse_spec("methods", "my_module:Signs:rate=0.1"))
-        Spec(name='my_module:Signs', options={'rate': '0.1'})
-    """
-    if not chosen.options:
-        return chosen
-    (option, text), *others = chosen.options.items()
-    name, colon, rest = map(str.strip, (option or text).partition(":"))
-    if option and not colon:
-        return chosen
-    whole = f"{chosen.name}:{name}"
-    first = {rest: text} if option else {"": rest} if rest else {}
-    if twice := first.keys() & dict(others):
-        raise ArgumentError(f"{where}: {whole}: {twice.pop()} is given twice")
-    return Spec(whole, first | dict(others))
-
-
-def user_object(
-    where: str,
-    text: str,
-    options: Mapping[str, str],
-    *,
-    noun: str,
-    num_arguments: int = 0,
-    option_readers: OptionReaders | None = None,
-) -> Any:
-    """Return the object `module:name` in a module of the user, with options.
-
-    | the object | the result |
+    | the object | the value |
     | --- | --- |
     | a class, or a function that makes an object | its result with the options as keyword arguments |
     | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
     | any other object | the object; the options replace fields of a dataclass |
 
-    Args:
-        where: the start of an error message.
-        text: `module:name`.
-        options: the options as text.
-        noun: what the object is, such as `"a correction"`.
-        num_arguments: the number of arguments with which the library calls a function.
-        option_readers: as in [`parse_kwargs`][manifoldagg.simulation.spec_parser.parse_kwargs].
-
-    Raises:
-        ArgumentError: as `import_object` and `build`; if the object rejects the options.
+    The value must be a `noun` such as "a correction", an instance of `kind`, or a function if `num_arguments` is not 0.
 
     Example:
-        >>> user_object("staleness", "manifoldagg.federated.staleness:Hinge", {"a": "5"}, noun="a weight")
+        >>> read = user_reader("a weight")[MODULE_NAME]
+        >>> read("staleness", {MODULE_NAME: "manifoldagg.federated.staleness:Hinge", "a": "5"})
         Hinge(a=5, b=4.0)
     """
-    module, _, name = text.partition(":")
-    found = import_object(where, module.strip(), name.strip(), noun)
+
+    def read(where: str, options: Mapping[str, str]) -> Any:
+        given = dict(options)
+        text = given.pop(MODULE_NAME)
+        made = _make(where, import_object(where, text, noun), text, given, num_arguments, option_readers)
+        if not (isinstance(made, kind) or (num_arguments and callable(made) and not isinstance(made, type))):
+            got = f"the class {made.__name__}" if isinstance(made, type) else short_repr(made)
+            raise ArgumentError(f"{where}: expected {noun}, or a class or function that makes one, got {got}")
+        return made
+
+    return {MODULE_NAME: read}
+
+
+def _make(
+    where: str, found: Any, text: str, options: Mapping[str, str], num_arguments: int, readers: OptionReaders | None
+) -> Any:
+    """Apply the options to an object of the user, as in the table of `user_reader`."""
     if not (isinstance(found, type | partial) or inspect.isroutine(found)):
-        kind: Any = type(found)
         if not options:
             return found
         if not is_dataclass(found):
             raise ArgumentError(f"{where}: expected no options, as {text} is neither a class nor a dataclass")
-        given = _replaced_fields(where, found, options, option_readers)
-        with error_context(where, TypeError, ValueError):
-            return kind(**given)
+        kind: Any = type(found)
+        return build(where, kind, options, option_readers=readers, defaults=field_values(found))
     try:
         parameters = inspect.signature(found).parameters.values()
     except ValueError:
@@ -403,11 +356,21 @@ def user_object(
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [one.name for one in parameters if one.default is one.empty and one.kind in kinds]
     if num_arguments and not isinstance(found, type) and len(required) == num_arguments:
-        bound = parse_kwargs(where, found, options, option_readers=option_readers, excluded=required)
+        bound = parse_kwargs(where, found, options, option_readers=readers, excluded=required)
         return partial(found, **bound) if bound else found
-    given = parse_kwargs(where, found, options, option_readers=option_readers)
-    with error_context(where, TypeError, ValueError):
-        return found(**given)
+    return build(where, found, options, option_readers=readers)
+
+
+def _is_module(name: str, known: Collection[str]) -> bool:
+    """Return whether a name before a colon is a module of the user and not a misspelled known name."""
+    if name in known:
+        return False
+    if closest_match(name, known) is None:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
 
 
 @contextmanager
@@ -420,29 +383,16 @@ def error_context(where: str, *others: type[Exception]) -> Iterator[None]:
         raise ArgumentError(f"{where}: {error}") from error
 
 
-def _replaced_fields(
-    where: str, instance: Any, options: Mapping[str, str], option_readers: OptionReaders | None
-) -> dict[str, Any]:
-    """Return the fields of a dataclass as keyword arguments, with options in place of some of them."""
-    before = {one.name: getattr(instance, one.name) for one in fields(instance) if one.init}
-    return parse_kwargs(where, type(instance), options, option_readers=option_readers, defaults=before)
-
-
-def _read_with_colon(where: str, text: str, options: Mapping[str, str], readers: Mapping[str, Reader]) -> Any:
-    """Read `module:name`, or a known name with its first option, such as `csv:measured.csv`."""
-    name, _, first = map(str.strip, text.partition(":"))
-    if name in readers:
-        return readers[name](where, {"": first, **options})
-    if closest_match(name, readers) is not None and not is_importable(name):
-        choose(where, "name", name, readers)
-    return readers[MODULE_NAME](where, {"": text, **options})
+def field_values(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance as keyword arguments of its class."""
+    return {one.name: getattr(instance, one.name) for one in fields(instance) if one.init}
 
 
 def _default_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
-    """What the arguments of `factory` are where they are not given."""
+    """Return the default arguments of `factory`."""
     signature = inspect.signature(factory).parameters.items()
     found = {name: parameter.default for name, parameter in signature if parameter.default is not parameter.empty}
     if is_dataclass(factory):
-        # The signature has a mark in place of a default that is made.
+        # The signature has a placeholder for a default that a factory makes.
         found |= {one.name: one.default_factory() for one in fields(factory) if one.default_factory is not MISSING}
     return found

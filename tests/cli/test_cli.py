@@ -230,6 +230,15 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
     assert WRONG[place][1] in errors
 
 
+def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
+    code = "import sys; sys.modules['pandas'] = None; from manifoldagg.__main__ import main; sys.argv[1:] = ['report', 'x']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=WIDE, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: pandas is not installed: pip install 'manifoldagg[cli,experiments]'\n"
+
+
 LONG = [
     *("compare", "--clients", "12", "--updates", "20", "--seeds", "1", "--eval-every", "4"),
     *("--methods", "asyncbezier,fedgs", "--model", "mlp", "--name", "one"),

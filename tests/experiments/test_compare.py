@@ -107,6 +107,12 @@ def test_results_have_a_short_representation(comparison):
     assert re.fullmatch(r"RunResult\(updates=10, accuracy=[\d.]+, evaluations=11, seconds=[\d.e+-]+\)", repr(one))
 
 
+def test_the_summary_is_a_data_frame(comparison):
+    frame = comparison.frame()
+    assert frame.loc["FedAsync"].to_dict() == comparison.summary()["FedAsync"]
+    assert frame.index.name == "method"
+
+
 def test_a_run_above_the_stability_limit_warns_once_with_a_lower_rate():
     options = {"clients": 6, "num_updates": 12, "seeds": 1, "partition": "iid"}
     with pytest.warns(StabilityWarning) as caught:

@@ -123,6 +123,8 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
         ("['a/b']", "expected names of folders, got 'a/b'"),
         ("[a]\nupdates = x", "is not a TOML file: Invalid value .*line 2"),
         (b"[a]\ndata = '\xff'", "is not a TOML file: "),
+        ("[a]\ndata = '\0'", "is not a TOML file: "),
+        ("[a]\ndata = " + "[" * 100_000, "is not a TOML file: "),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_table(text, words, tmp_path):

@@ -266,8 +266,8 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         "import torch\n"
         "from torch import nn\n"
         "from manifoldagg.simulation import LabelledDataset\n"
-        "def task():\n"
-        "    return LabelledDataset('points', torch.zeros(8, 2), torch.arange(8) % 2, lambda: nn.Linear(2, 2), 1.0)\n"
+        "def task(count=8):\n"
+        "    return LabelledDataset('points', torch.zeros(count, 2), torch.arange(count) % 2, lambda: nn.Linear(2, 2), 1.0)\n"
         "made = task()\n"
         "number = 3\n"
     )
@@ -279,8 +279,9 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         assert back.labels.tolist() == found.labels.tolist()
         assert [p.shape for p in back.model().parameters()] == [p.shape for p in found.model().parameters()]
         assert not isinstance(sys.modules["my_data"].made.model, type(found.model))
+    assert len(load_dataset("my_data:task:count=6").labels) == 6
     for name, said in (
-        ("number", "got int"),
+        ("number", "expected a LabelledDataset, or a class or function that makes one, got 3"),
         ("other", "expected a name that the module my_data defines, got 'other'"),
     ):
         with pytest.raises(ArgumentError, match=f"data: my_data:{name}: .*{said}"):

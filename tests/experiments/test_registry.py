@@ -24,7 +24,7 @@ from manifoldagg.simulation.spec_parser import MODULE_NAME
 from tests.simulation import custom
 from tests.simulation.test_run import clusters, dirichlet
 
-LOCAL = trainers.Local(**TRAINERS["local"])
+LOCAL = trainers.Local(epochs=4, rate=0.01, proximal=1e-3)
 CLIENTS = [0, 2, 3, 5, 7, 8, 9, 11, 12, 13]
 
 
@@ -39,7 +39,7 @@ def test_every_rule_says_its_trainer_and_every_trainer_its_options():
     assert set(exported) - set(RULES) == {"dominance"}
     able = {name.lower() for name in trainers.__all__ if hasattr(getattr(trainers, name), "train")}
     assert set(TRAINERS) == able
-    assert {entry.trainer for entry in RULES.values()} <= able
+    assert {entry.get("trainer", "local") for entry in RULES.values()} <= able
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -49,7 +49,7 @@ def test_a_method_is_a_rule_and_its_trainer(name):
     assert isinstance(made.trainer, Trainer)
     assert made.name == type(made.rule).__name__
     assert type(made.rule).__name__.lower() == name
-    assert type(made.trainer).__name__.lower() == RULES[name].trainer
+    assert type(made.trainer).__name__.lower() == RULES[name].get("trainer", "local")
     assert pickle.loads(pickle.dumps(made.trainer)) == made.trainer
     assert method(name) == method(name)
     assert repr(method(name)) == repr(method(name))
@@ -73,9 +73,7 @@ def test_every_field_of_a_rule_is_an_option(name):
     """What it is by default can be written down and is then the same; what cannot be is an object, which has a name."""
     for field in fields(type(bound(name).rule)):
         default = getattr(bound(name).rule, field.name)
-        if type(default) in (int, float, bool, str, type(None)) and not isinstance(
-            RULES[name].options.get(field.name), Rule
-        ):
+        if type(default) in (int, float, bool, str, type(None)):
             word = "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
             same = bound(f"{name}:{field.name}={word}")
             assert same.rule == bound(name).rule, field.name
@@ -228,7 +226,7 @@ def test_a_rule_of_ones_own_need_not_be_a_dataclass():
 def test_a_rule_by_its_module_is_the_one_by_its_name():
     for name in ("asyncbezier", "fedadam", "orthofl"):
         label = bound(name).name
-        given = ",".join(f"{option}={value}" for option, value in RULES[name].options.items())
+        given = ",".join(f"{option}={text}" for option, text in RULES[name].items() if option != "trainer")
         assert bound(f"manifoldagg.federated.rules:{label}:{given}").rule == bound(name).rule
 
 
@@ -278,7 +276,7 @@ def test_rules_of_ones_own_stand_among_others():
         (lambda: method(f"asynccorrected:correction={OWN}:Shrink,correction.strenth=2"), "methods: asynccorrected: correction: no option 'strenth'; did you mean strength?"),
         (lambda: method(f"asynccorrected:correction={OWN}:Shrink,correction.strength=0"), "methods: asynccorrected: correction: strength: expected a number > 0, got 0"),
         (lambda: method("asynccorrected:correction=nowhere:Mine"), "methods: asynccorrected: correction: expected a correction or an importable module, got 'nowhere'"),
-        (lambda: method("asynccorrected:correction=orthodi:Mine"), "methods: asynccorrected: correction: no name 'orthodi'; did you mean orthodc?"),
+        (lambda: method("asynccorrected:correction=orthodi:Mine"), "methods: asynccorrected: no correction 'orthodi'; did you mean orthodc?"),
         (lambda: method(f"fedasync:trainer={OWN}:Shrink"), "methods: fedasync: trainer: expected a trainer, or a class or function that makes one, got Shrink("),
         (lambda: method(f"fedasync:optimizer={OWN}:number"), "methods: fedasync: optimizer: expected a class of optimizers, got 3"),
         (lambda: method("fedgs,fedasync"), "methods: expected one name with its options, got a second one: fedasync"),
@@ -341,22 +339,17 @@ def page(name):
 
 
 def plain(entry):
-    """The options of an entry that do not follow from the clients, as one writes them."""
-    written = {}
-    for name, value in entry.options.items():
-        if isinstance(value, int | float | str):
-            written[name] = str(value).lower()
-        elif isinstance(value, Rule):
-            written |= {name: type(value).__name__.lower(), f"{name}.rate": str(value.rate)}
-    written |= {f"trainer.{name}": str(value) for name, value in entry.trainer_options.items()}
-    return ", ".join(f"`{name}={text}`" for name, text in written.items())
+    """The options of an entry that do not follow from the clients."""
+    return ", ".join(
+        f"`{name}={text}`" for name, text in entry.items() if name not in ("trainer", "clients", "routing")
+    )
 
 
 def test_the_page_lists_every_method_as_it_is():
     rows = [line for line in page("experiments.md").splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     listed = {row[0].strip("`"): (row[1].strip("`"), row[2]) for row in cells if row[0].strip("`") in RULES}
-    assert listed == {name: (entry.trainer, plain(entry)) for name, entry in RULES.items()}
+    assert listed == {name: (entry.get("trainer", "local"), plain(entry)) for name, entry in RULES.items()}
 
 
 def refuses(rule):
@@ -389,3 +382,14 @@ def test_a_tuned_rate_belongs_to_the_tuned_weighting():
     assert method("fedasync").rule == method("fedasync:weighted=True").rule == rules.FedAsync(3.0, weighted=True)
     assert method("fedasync:weighted=False").rule == rules.FedAsync()
     assert method("fedasync:weighted=False,rate=0.5").rule == rules.FedAsync(0.5)
+    falling = method("fedasync:weighted=false,rate=cosine,rate.end=0,rate.period=9").rule.rate
+    assert falling.start == rules.FedAsync().rate
+
+
+def test_another_value_of_an_option_discards_the_options_of_its_default():
+    assert method("asynckrylov").trainer == method("asynckrylov:trainer=trajectory").trainer
+    assert method("asynckrylov").trainer.pieces == 8
+    assert method("asynckrylov:trainer=trajectory,trainer.pieces=4").trainer.pieces == 4
+    assert isinstance(method("asynckrylov:trainer=local").trainer, trainers.Local)
+    assert method("momentum:rule=fedgs").rule.rule.rate == 2.5
+    assert method("momentum:rule.rate=cosine,rule.rate.end=0,rule.rate.period=3").rule.rule.rate.start == 0.5

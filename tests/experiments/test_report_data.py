@@ -1,11 +1,12 @@
 """Joined reports: what is read, on which terms, how sure it is; and bad folders, refused by name."""
 
-import csv
 import json
 import math
+import re
 from dataclasses import asdict
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +20,9 @@ from manifoldagg.cli.compare import comparison_table
 from manifoldagg.cli.report import report_tables
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
+from manifoldagg.experiments.combined_report import load_reports, write_combined_report
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method
-from manifoldagg.experiments.report_data import load_reports
-from manifoldagg.experiments.report_writer import headings, write_combined_report
 from manifoldagg.experiments.run_report import write_report
 from manifoldagg.experiments.statistics import compare_pairs, holm, mean_ci
 from manifoldagg.simulation import Evaluation
@@ -82,19 +82,14 @@ def test_equal_terms_are_what_all_methods_reach_and_nothing_is_interpolated(tmp_
     joined = load_reports([report(tmp_path / "a", ONE)])
     budgets = {"updates": 3, "time": 6.0, "gradients": 3, "bytes": 450}
     assert {axis: joined.budget("digits", axis) for axis in AXES} == budgets
-    cheap, dear = joined.rows()
-    assert (cheap.final_accuracy.value, dear.final_accuracy.value) == (0.75, 1.0)
-    assert {axis: mean.value for axis, mean in cheap.accuracy_at_budget.items()} == dict.fromkeys(AXES, 0.75)
+    cheap, dear = joined.frame().itertuples()
+    assert (cheap.final, dear.final) == (0.75, 1.0)
+    assert [getattr(cheap, f"at_{axis}") for axis in AXES] == [0.75] * 4
     # For three gradients it had one round, for 450 bytes one of 250 and not the second.
-    assert {axis: mean.value for axis, mean in dear.accuracy_at_budget.items()} == {
-        "updates": 1.0,
-        "time": 1.0,
-        "gradients": 0.5,
-        "bytes": 0.5,
-    }
-    assert (cheap.updates_to_target.value, cheap.time_to_target.value, cheap.num_reached) == (2, 4.0, 3)
-    assert dear.final_cost == {"updates": 3, "time": 6.0, "gradients": 9, "bytes": 750}
-    assert (cheap.loss.value, cheap.gini.value) == (1.0, pytest.approx(0.1))
+    assert (dear.at_updates, dear.at_time, dear.at_gradients, dear.at_bytes) == (1.0, 1.0, 0.5, 0.5)
+    assert (cheap.updates_to_target, cheap.time_to_target, cheap.num_reached) == (2, 4.0, 3)
+    assert (dear.spent_updates, dear.spent_time, dear.spent_gradients, dear.spent_bytes) == (3, 6.0, 9, 750)
+    assert (cheap.loss, cheap.gini) == (1.0, pytest.approx(0.1))
 
 
 def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_much(tmp_path):
@@ -106,27 +101,32 @@ def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_mu
     joined = load_reports(
         [report(tmp_path / "a", worth), report(tmp_path / "b", {"Other": worth["Other"]}, seeds=(3,))]
     )
-    other, frugal = joined.paired_differences("Ours")
+    other, frugal = joined.differences("Ours").itertuples()
     assert [(one.problem, one.method, one.baseline) for one in (other, frugal)] == [
         ("digits", "Other", "Ours"),
         ("digits", "Frugal", "Ours"),
     ]
+
+    def interval(one, axis):
+        return tuple(getattr(one, f"at_{axis}{end}") for end in ("", "_low", "_high"))
+
+    def mean(values):
+        found = mean_ci(values)
+        return found.value, found.low, found.high
+
     # At the end, 0.6 less 0.5, 0.6 and 0.7; for two gradients one round of the dear one and two of the cheap one.
-    assert other.difference_at_budget["updates"] == mean_ci([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
-    assert other.difference_at_budget["gradients"] == mean_ci([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
-    assert (frugal.difference_at_budget["gradients"].value, frugal.difference_at_budget["gradients"].count) == (
-        pytest.approx(0.2 - 0.0),
-        3,
-    )
-    there = {one.method: one.difference_at_budget["bytes"].value for one in joined.paired_differences("Frugal")}
-    assert there["Ours"] == -frugal.difference_at_budget["bytes"].value
+    assert interval(other, "updates") == mean([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
+    assert interval(other, "gradients") == mean([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
+    assert (frugal.at_gradients, frugal.seeds) == (pytest.approx(0.2 - 0.0), 3)
+    there = {one.method: one.at_bytes for one in joined.differences("Frugal").itertuples()}
+    assert there["Ours"] == -frugal.at_bytes
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
     joined = load_reports([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
     with pytest.raises(ArgumentError, match="baseline: no method 'Chep'; did you mean Cheap?"):
-        joined.paired_differences("Chep")
+        joined.differences("Chep")
     with pytest.raises(
         ArgumentError, match="baseline: expected a method that has a problem and a seed in common with another; got A"
     ):
@@ -136,10 +136,17 @@ def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
 
 def test_what_was_never_reached_is_none_and_counted(tmp_path):
     worth = {"A": (1, lambda seed: [0.0, 0.6 if seed == 1 else 0.1])}
-    (row,) = load_reports([report(tmp_path / "a", worth)]).rows()
-    assert (row.num_reached, row.updates_to_target.value, row.updates_to_target.half_width) == (1, 1, None)
-    (row,) = load_reports([report(tmp_path / "b", {"A": (1, [0.0, 0.1])})]).rows()
-    assert (row.num_reached, row.updates_to_target, row.time_to_target) == (0, None, None)
+    joined = load_reports([report(tmp_path / "a", worth)])
+    (row,) = joined.frame().itertuples()
+    assert (row.num_reached, row.updates_to_target) == (1, 1)
+    assert math.isnan(row.updates_to_target_high)
+    assert joined.table("digits")["updates to 50%"].to_list() == ["1 (1 of 3)"]
+    joined = load_reports([report(tmp_path / "b", {"A": (1, [0.0, 0.1])})])
+    (row,) = joined.frame().itertuples()
+    assert row.num_reached == 0
+    assert math.isnan(row.updates_to_target)
+    assert math.isnan(row.time_to_target)
+    assert joined.table("digits")["s to 50%"].to_list() == ["never"]
 
 
 def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
@@ -151,7 +158,7 @@ def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
         report(tmp_path / "d", ONE, data=other, model="mlp", target=0.9),
     ]
     joined = load_reports(folders)
-    assert [(row.problem, row.method, row.num_seeds) for row in joined.rows()] == [
+    assert [(row.problem, row.method, row.seeds) for row in joined.frame().itertuples()] == [
         ("digits (00000001, model cnn)", "Cheap", 5),
         ("digits (00000001, model cnn)", "Dear", 3),
         ("digits (00000001, model cnn)", "Third", 3),
@@ -271,31 +278,29 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     joined = load_reports([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
     folder = tmp_path / "joined"
     files = write_combined_report(joined, folder, axis="gradients", baseline="A|B")
-    names = ["report.md", "table.csv", "pairs.csv", "baseline.csv", "accuracy.png", "clients.png"]
-    assert [file.name for file in files] == names == [*names[:4], *sorted(names[4:])]
+    names = ["report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "accuracy.png", "clients.png"]
+    assert [file.name for file in files] == names
     assert sorted(folder.iterdir()) == sorted(files)
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[4:])
-    text = files[0].read_text()
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[5:])
+    text = re.sub(" +", " ", files[0].read_text())
+    assert r"A|B & 15 & 57.0 ± 2.5 & 57.0 ± 2.5 & 0.0 ± 0.0 &" in files[1].read_text()
     assert r"| A\|B | 15 | 57.0 ± 2.5 | 57.0 ± 2.5 | 0.0 ± 0.0 |" in text
     assert "at 1 gradients, %" in text
     assert "over all 3 tests" in text
     assert "Settings that differ" not in text
-    table = list(csv.DictReader(files[1].read_text().splitlines()))
-    row = joined.rows()[0]
-    assert [line["method"] for line in table] == ["A|B", "C", "D"]
-    assert float(table[0]["final"]) == row.final_accuracy.value
-    assert float(table[0]["at_gradients_high"]) == row.accuracy_at_budget["gradients"].high
-    assert table[2]["updates_to_target"] == ""
+    table = pd.read_csv(files[2])
+    pd.testing.assert_frame_equal(table, joined.frame(), check_dtype=False)
+    assert list(table["method"]) == ["A|B", "C", "D"]
+    assert math.isnan(table["updates_to_target"][2])
     assert r"Accuracy less that of A\|B, in percentage points" in text
     assert "| D | -37.00 ± 2.48 | -37.00 ± 2.48 | " in text
-    beside = list(csv.DictReader(files[3].read_text().splitlines()))
-    assert [(line["method"], line["baseline"], line["seeds"]) for line in beside] == [
-        ("C", "A|B", "15"),
-        ("D", "A|B", "15"),
+    beside = pd.read_csv(files[4])
+    pd.testing.assert_frame_equal(beside, joined.differences("A|B"))
+    assert [(line.method, line.baseline, line.seeds) for line in beside.itertuples()] == [
+        ("C", "A|B", 15),
+        ("D", "A|B", 15),
     ]
-    assert float(beside[1]["at_bytes_high"]) == joined.paired_differences("A|B")[1].difference_at_budget["bytes"].high
-    pairs = list(csv.DictReader(files[2].read_text().splitlines()))
-    assert [float(line["p_value"]) for line in pairs] == [pair.p_value for pair in joined.paired_tests("gradients")]
+    pd.testing.assert_frame_equal(pd.read_csv(files[3]), joined.tests("gradients"))
     (grid,) = report_tables(joined)
     console = Console(width=80, record=True)
     console.print(grid)
@@ -394,7 +399,7 @@ def test_holm_by_hand():
 def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
     draw = np.random.default_rng(0)
     scores = {name: {("digits", i): float(x) for i, x in enumerate(draw.normal(size=20))} for name in "ABC"}
-    found = compare_pairs(scores)
+    found = [*compare_pairs(pd.DataFrame(scores)).itertuples()]
     assert [(pair.first, pair.second, pair.count) for pair in found] == [("A", "B", 20), ("A", "C", 20), ("B", "C", 20)]
     for pair in found:
         x, y = (np.array(list(scores[name].values())) for name in (pair.first, pair.second))
@@ -404,7 +409,7 @@ def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
     assert [pair.adjusted_p_value for pair in found] == holm([pair.p_value for pair in found])
     # All of fifteen in one direction: two of 2^15 orders of signs are as extreme.
     signs = {("digits", i): 1.0 + i for i in range(15)}
-    (pair,) = compare_pairs({"A": signs, "B": dict.fromkeys(signs, 0.0)})
+    (pair,) = compare_pairs(pd.DataFrame({"A": signs, "B": 0.0})).itertuples()
     assert (pair.p_value, pair.adjusted_p_value) == (2 / 2**15, 2 / 2**15)
 
 
@@ -415,7 +420,7 @@ COUNTS = st.lists(st.tuples(st.integers(0, 360), st.integers(0, 360)), min_size=
 def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
     """Whatever the last bits of shares say: equal differences are ties, and equal shares do not count."""
     scores = {name: {("digits", i): pair[j] / 360 for i, pair in enumerate(counts)} for j, name in enumerate("AB")}
-    (pair,) = compare_pairs(scores)
+    (pair,) = compare_pairs(pd.DataFrame(scores)).itertuples()
     differences = np.array([a - b for a, b in counts])
     counted = differences[differences != 0]
     assert pair.p_value == (stats.wilcoxon(counted).pvalue if counted.size else 1.0)
@@ -426,7 +431,7 @@ def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
 def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
     def p(counts):
         scores = {("digits", i): (100 + count) / 360 for i, count in enumerate(counts)}
-        return compare_pairs({"A": scores, "B": dict.fromkeys(scores, 100 / 360)})[0].p_value
+        return compare_pairs(pd.DataFrame({"A": scores, "B": 100 / 360}))["p_value"][0]
 
     # Fourteen sizes, all in one direction, and an equal pair.
     assert p([*range(15)]) == 2 / 2**14
@@ -437,14 +442,10 @@ def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
 def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
     scores = {("digits", i): float(i) for i in range(15)}
     few = {key: value for key, value in scores.items() if key != ("digits", 3)}
-    found = compare_pairs({"A": scores, "B": dict(scores), "C": few, "D": {("mnist", 0): 1.0}})
-    assert [(pair.first, pair.second, pair.count, pair.p_value) for pair in found] == [
-        ("A", "B", 15, 1.0),
-        ("A", "C", 14, None),
-        ("B", "C", 14, None),
-    ]
-    assert (found[0].adjusted_p_value, found[1].adjusted_p_value) == (1.0, None)
-    assert not math.isnan(found[0].median_difference)
+    found = compare_pairs(pd.DataFrame({"A": scores, "B": scores, "C": few, "D": {("mnist", 0): 1.0}}))
+    assert found[["first", "second", "count"]].to_numpy().tolist() == [["A", "B", 15], ["A", "C", 14], ["B", "C", 14]]
+    assert found["p_value"].isna().to_list() == found["adjusted_p_value"].isna().to_list() == [False, True, True]
+    assert (found["p_value"][0], found["adjusted_p_value"][0], found["median_difference"][0]) == (1.0, 1.0, 0.0)
 
 
 def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
@@ -453,7 +454,7 @@ def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
         Figure, "savefig", lambda figure, _: said.extend(text.get_text() for text in figure.axes[0].texts)
     )
     joined = load_reports([report(tmp_path / "a", ONE, target=0.925)])
-    assert "updates to 92.5%" in headings(joined, "digits")
+    assert "updates to 92.5%" in joined.table("digits")
     plots.draw_accuracy(
         tmp_path / "x.png", {"A": [joined.runs["digits"]["Cheap"][0].evaluations]}, target=0.999, title=""
     )

@@ -52,6 +52,26 @@ def test_a_list_is_split_where_it_was_joined(given_):
     assert parse_specs("words", " , ".join(map(str, given_))) == given_
 
 
+def test_an_unknown_name_before_a_colon_is_a_module():
+    def parsed(text):
+        return parse_specs("methods", text, known=("fedgs", "csv"))
+
+    assert parsed("my_module:Signs:rate=0.1, threshold=2,csv:measured.csv,fedgs:rate=1") == [
+        Spec("my_module:Signs", {"rate": "0.1", "threshold": "2"}),
+        Spec("csv", {"": "measured.csv"}),
+        Spec("fedgs", {"rate": "1"}),
+    ]
+    assert parsed("my_module:Signs:5") == [Spec("my_module:Signs", {"": "5"})]
+    # A misspelled known name is not a module, unless a module of that name exists.
+    assert parsed("fedgss:5") == [Spec("fedgss", {"": "5"})]
+    assert parse_specs("delays", "math:tau", known=("maths",)) == [Spec("math:tau")]
+
+
+@given(st.text(max_size=12))
+def test_every_text_is_a_value(text):
+    assert type(parse_literal(text)) in (int, float, tuple, str, bool, type(None))
+
+
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none()))
 def test_values_come_back(given_):
     read = parse_literal(str(given_))

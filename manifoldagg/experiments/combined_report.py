@@ -1,0 +1,335 @@
+"""Combined reports: the runs of several comparisons, compared at equal cost, as data frames and as files."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from manifoldagg._io import atomic_write
+from manifoldagg._validation import check_choice
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent
+from manifoldagg.experiments.report_data import LoggedRun, Runs, read_reports
+from manifoldagg.experiments.run_report import check_destination
+from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, mean_ci
+from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
+from manifoldagg.simulation.spec_parser import choose
+
+__all__ = ["FILES", "CombinedReport", "load_reports", "markdown_table", "write_combined_report"]
+
+FILES = ("report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "accuracy*.png", "clients*.png")
+BUDGET_AXES = ("time", "gradients", "bytes")
+"""The axes of the columns with the accuracy at equal cost."""
+MEANS = ("final", *(f"at_{axis}" for axis in AXES), "updates_to_target", "time_to_target", "loss", "gini", "theil")
+"""The columns of a run of which `CombinedReport.frame` has the means with their intervals."""
+BUDGET_NAMES = {axis: f"equal {axis}" for axis in AXES} | {"time": "equal virtual time"}
+TABLE_NOTE = """\
+Accuracies are those of the server's model on the held-out samples of all clients together, in percent. They are means
+over the seeds with their 95 % intervals (Student's t). *At* a cost, each run counts with its last evaluation that had
+spent at most this cost, without interpolation. The cost is the largest that every run of the problem reached. *To* a
+target are means over the runs that reached it. The last two columns are the mean costs of whole runs."""
+TEST_NOTE = """\
+Each pair of methods by Wilcoxon's two-sided signed-rank test on the common pairs of problem and seed, at {axis};
+p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points. Seeds of one
+problem share its samples, so results over them may not hold on other data."""
+BASELINE_NOTE = """\
+Accuracy less that of {baseline}, in percentage points: means of the differences seed by seed with their 95 % intervals
+(Student's t), where the runs of the two methods had spent equally much."""
+
+
+@dataclass(frozen=True)
+class CombinedReport:
+    """The runs of several reports.
+
+    Attributes:
+        runs: the runs by problem, method and seed.
+        targets: the target accuracy of each problem.
+        notes: a sentence for each setting, other than methods and seeds, in which reports of a problem differ.
+    """
+
+    runs: Runs
+    targets: dict[str, float]
+    notes: Sequence[str] = ()
+
+    def budget(self, problem: str, axis: str) -> float:
+        """Return the largest cost on an axis that every run of a problem reaches."""
+        return min(
+            run.evaluations[-1].value_on(axis) for seeds in self.runs[problem].values() for run in seeds.values()
+        )
+
+    def run_frame(self) -> pd.DataFrame:
+        """Return a row for each run.
+
+        `final` is the accuracy at the end, and `at_time` that at the `budget` of the problem, and so on for each axis.
+        `updates_to_target` and `time_to_target` are NaN if the run did not reach the target. `spent_time` and its like
+        are the costs of the run.
+        """
+        return pd.DataFrame(
+            {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
+            for problem, methods in self.runs.items()
+            for method, seeds in methods.items()
+            for seed, run in seeds.items()
+        )
+
+    def _run_row(self, problem: str, run: LoggedRun) -> dict[str, object]:
+        log, last = run.evaluations, run.evaluations[-1]
+        hit = first_reaching(log, self.targets[problem])
+        at = {axis: last_within_budget(log, axis, self.budget(problem, axis)).accuracy for axis in AXES}
+        return {
+            "final": last.accuracy,
+            **{f"at_{axis}": accuracy for axis, accuracy in at.items()},
+            "updates_to_target": np.nan if hit is None else hit.updates,
+            "time_to_target": np.nan if hit is None else hit.time,
+            "loss": np.nan if last.loss is None else last.loss,
+            "gini": last.gini,
+            "theil": last.theil,
+            **{f"spent_{axis}": last.value_on(axis) for axis in AXES},
+        }
+
+    def frame(self) -> pd.DataFrame:
+        """Return a row for each problem and method.
+
+        Each mean has its 95 % interval in two more columns, such as `final_low` and `final_high`. The means of
+        `updates_to_target` and `time_to_target` are over the `num_reached` runs that reached the target.
+        """
+        rows = []
+        for (problem, method), runs in self.run_frame().groupby(["problem", "method"], sort=False):
+            row = {"problem": problem, "method": method, "seeds": len(runs), "target": self.targets[problem]}
+            row["num_reached"] = runs["updates_to_target"].count()
+            row |= {f"budget_{axis}": self.budget(problem, axis) for axis in AXES}
+            row |= {f"spent_{axis}": runs[f"spent_{axis}"].mean() for axis in AXES}
+            rows.append(row | _intervals({name: runs[name].dropna() for name in MEANS}))
+        return pd.DataFrame(rows)
+
+    def tests(self, axis: str) -> pd.DataFrame:
+        """Test every pair of methods on the accuracies at equal cost on an axis; see `statistics.compare_pairs`."""
+        runs = self.run_frame()
+        scores = runs.pivot(
+            index=["problem", "seed"], columns="method", values=f"at_{check_choice('axis', axis, AXES)}"
+        )
+        return compare_pairs(scores[list(dict.fromkeys(runs["method"]))])
+
+    def differences(self, baseline: str) -> pd.DataFrame:
+        """Return the difference of the accuracies of every method and `baseline`, paired by seed, on each problem.
+
+        The columns `at_updates` and so on have their 95 % intervals in two more columns. At the cost, all runs of these
+        two methods count, but not those of other methods.
+
+        Raises:
+            ArgumentError: if no problem has the method, or none has another method with a common seed.
+        """
+        choose(
+            "baseline", "method", baseline, dict.fromkeys(name for methods in self.runs.values() for name in methods)
+        )
+        rows = []
+        for problem, methods in self.runs.items():
+            for method, seeds in methods.items():
+                pairs = [(run, methods.get(baseline, {}).get(seed)) for seed, run in seeds.items()]
+                common = [(run.evaluations, other.evaluations) for run, other in pairs if other is not None]
+                if method == baseline or not common:
+                    continue
+                row = {"problem": problem, "method": method, "baseline": baseline, "seeds": len(common)}
+                found = {}
+                for axis in AXES:
+                    budget = min(log[-1].value_on(axis) for pair in common for log in pair)
+                    at = [[last_within_budget(log, axis, budget).accuracy for log in pair] for pair in common]
+                    found[f"at_{axis}"] = pd.Series([mine - other for mine, other in at])
+                rows.append(row | _intervals(found))
+        if not rows:
+            raise ArgumentError(
+                f"baseline: expected a method that has a problem and a seed in common with another; got {baseline}"
+            )
+        return pd.DataFrame(rows)
+
+    def table(self, problem: str) -> pd.DataFrame:
+        """Return the rows of a problem as text, as reports show them."""
+        frame = self.frame()
+        frame = frame[frame["problem"] == problem]
+        at = {f"at {_format_amount(axis, self.budget(problem, axis))}, %": f"at_{axis}" for axis in BUDGET_AXES}
+        target = format_percent(self.targets[problem])
+        reached = [
+            f" ({count} of {seeds})" if 0 < count < seeds else ""
+            for count, seeds in zip(frame["num_reached"], frame["seeds"], strict=True)
+        ]
+        to_target = {
+            f"{unit} to {target}": [
+                "never" if mean == "" else mean + share
+                for mean, share in zip(_format(frame, f"{name}_to_target", ".4g", ".2g"), reached, strict=True)
+            ]
+            for unit, name in (("updates", "updates"), ("s", "time"))
+        }
+        return pd.DataFrame(
+            {
+                "method": frame["method"].to_list(),
+                "seeds": frame["seeds"].astype(str).to_list(),
+                "final, %": _format(frame, "final", ".1f", scale=100),
+                **{heading: _format(frame, name, ".1f", scale=100) for heading, name in at.items()},
+                **to_target,
+                **{
+                    heading: ["" if np.isnan(value) else f"{value:.3f}" for value in frame[heading.lower()]]
+                    for heading in ("loss", "Gini", "Theil")
+                },
+                "gradients": [f"{round(value):,}" for value in frame["spent_gradients"]],
+                "sent": [_format_amount("bytes", value) for value in frame["spent_bytes"]],
+            }
+        )
+
+
+def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
+    """Read the reports of `manifoldagg compare` in these folders, and combine their runs.
+
+    Reports of one problem may have other methods and seeds. If they differ in other settings, such as the number of
+    updates, the report has a note.
+
+    Raises:
+        ArgumentError: if a folder is not a report, with the file and the fault; or if two reports have a run of one
+            problem, method and seed.
+    """
+    return CombinedReport(*read_reports(folders))
+
+
+def write_combined_report(
+    combined: CombinedReport, folder: Path | str, *, axis: str = "updates", baseline: str | None = None
+) -> list[Path]:
+    """Write the tables as Markdown, LaTeX and CSV, and plots of accuracy and of clients for each problem.
+
+    `report.md` and `report.tex` have the tables as text, `table.csv` is `CombinedReport.frame`, `pairs.csv`
+    `CombinedReport.tests`, and `baseline.csv` `CombinedReport.differences`.
+
+    Args:
+        combined: the runs.
+        folder: the folder; an existing combined report is replaced as a whole.
+        axis: the x axis of the plots, and the equal cost of the tests.
+        baseline: the method with which all others are compared on every axis.
+
+    Returns:
+        The files.
+
+    Raises:
+        ArgumentError: if `folder` holds something else or cannot be written, `axis` is invalid, or no problem has
+            the method `baseline`.
+    """
+    folder = Path(folder)
+    check_choice("axis", axis, AXES)
+    differences = None if baseline is None else combined.differences(baseline)
+    check_destination(folder, FILES, option="out")
+    tests = combined.tests(axis)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder) as draft:
+            draft.mkdir()
+            (draft / "report.md").write_text(_markdown(combined, tests, differences, axis), encoding="utf-8")
+            tables = [combined.table(problem).to_latex(index=False, escape=True) for problem in combined.runs]
+            (draft / "report.tex").write_text("\n".join(tables), encoding="utf-8")
+            for name, frame in (("table", combined.frame()), ("pairs", tests), ("baseline", differences)):
+                if frame is not None and len(frame):
+                    frame.to_csv(draft / f"{name}.csv", index=False, lineterminator="\n")
+            _draw(combined, draft, axis)
+            names = sorted(file.name for file in draft.iterdir())
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
+    first = [name for name in FILES if name in names]
+    return [folder / name for name in [*first, *(name for name in names if name not in first)]]
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """Format a data frame of texts as a table of Markdown, with only the first column left-aligned.
+
+    Example:
+        >>> print(markdown_table(pd.DataFrame({"method": ["A|B"], "final": ["57.0"]})))
+        | method   |   final |
+        |:---------|--------:|
+        | A\\|B     |    57.0 |
+    """
+    escaped = frame.rename(columns=_escape).map(_escape)
+    align = ["left", *["right"] * (len(frame.columns) - 1)]
+    return str(escaped.to_markdown(index=False, disable_numparse=True, colalign=align))
+
+
+def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
+    """Return three columns for each name: the mean, and the ends of its interval."""
+    flat: dict[str, object] = {}
+    for name, values in columns.items():
+        mean = mean_ci(values.to_list()) if len(values) else None
+        ends = (None, None, None) if mean is None else (mean.value, mean.low, mean.high)
+        for suffix, end in zip(("", "_low", "_high"), ends, strict=True):
+            flat[name + suffix] = np.nan if end is None else end
+    return flat
+
+
+def _format(frame: pd.DataFrame, name: str, value: str, width: str = "", *, scale: float = 1.0) -> list[str]:
+    """Format the means of a column with half the lengths of their intervals; empty where there is no mean."""
+    cells = []
+    for mean, high in zip(frame[name] * scale, frame[f"{name}_high"].astype(float) * scale, strict=True):
+        interval = "" if np.isnan(high) else f" ± {high - mean:{width or value.removeprefix('+')}}"
+        cells.append("" if np.isnan(mean) else f"{mean:{value}}{interval}")
+    return cells
+
+
+def _format_amount(axis: str, value: float) -> str:
+    """Format a cost in a suitable unit."""
+    if axis == "gradients":
+        return f"{round(value):,} gradients"
+    size, unit, _ = axis_unit(axis, value)
+    return f"{value / size:.4g} {unit or 'updates'}"
+
+
+def _markdown(combined: CombinedReport, tests: pd.DataFrame, differences: pd.DataFrame | None, axis: str) -> str:
+    parts = ["# Comparison", TABLE_NOTE]
+    for problem in combined.runs:
+        parts += [f"## {_escape(problem)}", markdown_table(combined.table(problem))]
+        if differences is None or problem not in set(differences["problem"]):
+            continue
+        found = differences[differences["problem"] == problem].sort_values(f"at_{axis}", ascending=False, kind="stable")
+        cells = {BUDGET_NAMES[name]: _format(found, f"at_{name}", "+.2f", scale=100) for name in AXES}
+        parts.append(BASELINE_NOTE.format(baseline=_escape(found["baseline"].iloc[0])))
+        parts.append(markdown_table(pd.DataFrame({"method": found["method"].to_list(), **cells})))
+    parts += ["## Differences", *_test_section(tests, axis)]
+    if combined.notes:
+        parts += ["## Settings that differ", "\n".join(f"- {_escape(note)}" for note in combined.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _test_section(tests: pd.DataFrame, axis: str) -> list[str]:
+    tested = tests[tests["p_value"].notna()].sort_values(["adjusted_p_value", "p_value"], kind="stable")
+    few = tests[tests["p_value"].isna()]
+    parts = []
+    if len(tested):
+        points = (100 * tested["median_difference"]).map("{:+.2f}".format)
+        text = tested.assign(
+            median_difference=points,
+            **{name: tested[name].map("{:.2g}".format) for name in ("p_value", "adjusted_p_value")},
+        ).astype(str)
+        heads = ["first", "second", "pairs", "first better", "second better", "difference", "p", "p, Holm"]
+        parts = [
+            TEST_NOTE.format(axis=BUDGET_NAMES[axis], count=len(tested)),
+            markdown_table(text.set_axis(heads, axis=1)),
+        ]
+    if len(few):
+        who = f"{len(few)} further pairs of methods do not have" if len(tested) else "No methods have"
+        parts.append(
+            f"{who} the {MIN_PAIRS} pairs of problem and seed that a test requires: at most {few['count'].max()}."
+        )
+    return parts or ["No two methods have a problem and a seed in common."]
+
+
+def _escape(text: object) -> str:
+    return re.sub(r"([|*_`\\])", r"\\\1", str(text))
+
+
+def _draw(combined: CombinedReport, folder: Path, axis: str) -> None:
+    used: set[str] = set()
+    for problem, methods in combined.runs.items():
+        end = "" if len(combined.runs) == 1 else "-" + re.sub(r"[^A-Za-z0-9.]+", "-", problem).strip("-")
+        while end in used:
+            end += "-"
+        used.add(end)
+        rows = {name: [run.evaluations for run in seeds.values()] for name, seeds in methods.items()}
+        budget = None if axis == "updates" else combined.budget(problem, axis)
+        path = folder / f"accuracy{end}.png"
+        draw_accuracy(path, rows, target=combined.targets[problem], title=problem, axis=axis, budget=budget)
+        clients = {name: [run.client_accuracy for run in seeds.values()] for name, seeds in methods.items()}
+        draw_clients(folder / f"clients{end}.png", clients, title=problem)
