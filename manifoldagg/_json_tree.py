@@ -22,7 +22,7 @@ __all__ = ["TreePath", "check_bounds", "decode", "encode", "parse_json"]
 MAX_DIMENSIONS = 64
 """The largest number of dimensions of a tensor, as in torch."""
 MAX_BLOCKING_VALUES = 2**12
-"""The largest number of values that are written as JSON without letting other threads run."""
+"""The largest number of values that are written by one call of `json.dumps`."""
 
 # Limits of data from an untrusted source (`is_bounded`).
 MAX_HEADER_BYTES = 2**24
@@ -59,13 +59,18 @@ def encode(
     """
     encoder = _Encoder(tensor_ref, make_error, is_bounded)
     try:
-        node = encoder.node(tree)
-        if encoder.num_values <= MAX_BLOCKING_VALUES:
-            return json.dumps(node)
-        # `dumps` is faster, but blocks all other threads until it returns.
-        return "".join(json.JSONEncoder().iterencode(node))
+        return _write_json(encoder.node(tree), encoder.large)
     except RecursionError:
         raise make_error("cannot be saved: it is nested too deeply, or contains itself") from None
+
+
+def _write_json(node: Any, large: set[int]) -> str:
+    """Write a value as JSON, in pieces if it is large: `json.dumps` blocks all other threads until it returns."""
+    if id(node) not in large:
+        return json.dumps(node)
+    if isinstance(node, list):
+        return f"[{', '.join([_write_json(item, large) for item in node])}]"
+    return f"{{{', '.join([f'{json.dumps(name)}: {_write_json(item, large)}' for name, item in node.items()])}}}"
 
 
 @dataclass
@@ -77,6 +82,7 @@ class _Encoder:
     is_bounded: bool
     path: list[str | int] = field(default_factory=list)
     num_values: int = 0
+    large: set[int] = field(default_factory=set)
 
     def node(self, value: Any) -> Any:
         if isinstance(value, np.generic):
@@ -91,16 +97,25 @@ class _Encoder:
             return {"$bytes": b64encode(value).decode()}
         if isinstance(value, Tensor):
             return {"$tensor": self._tensor(value)}
-        kind = type(value)
-        if kind is list or kind is tuple:
-            items = [self._child(i, item) for i, item in enumerate(value)]
-            return items if kind is list else {"$tuple": items}
-        if kind is not dict:
-            raise self._type_error(f"a {kind.__name__}")
-        if all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: self._child(key, item) for key, item in value.items()}
-        self._check_keys(value)
-        return {"$dict": [[key, self._child(key, item)] for key, item in value.items()]}
+        if type(value) in (list, tuple, dict):
+            return self._branch(value)
+        raise self._type_error(f"a {type(value).__name__}")
+
+    def _branch(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
+        before = self.num_values
+        node: Any
+        if not isinstance(value, dict):
+            items: Any = [self._child(i, item) for i, item in enumerate(value)]
+            node = items if isinstance(value, list) else {"$tuple": items}
+        elif all(type(key) is str and key[:1] != "$" for key in value):
+            node = items = {key: self._child(key, item) for key, item in value.items()}
+        else:
+            self._check_keys(value)
+            items = [[key, self._child(key, item)] for key, item in value.items()]
+            node = {"$dict": items}
+        if self.num_values - before > MAX_BLOCKING_VALUES:
+            self.large |= {id(node), id(items)}
+        return node
 
     def _child(self, name: str | int, value: Any) -> Any:
         self.num_values += 1
