@@ -8,8 +8,8 @@ copying the average where there is one.
 
 The second table has what a journal costs a `receive`. In turns, a server without a journal and a server with one
 receive the same update, and as many bytes as a record has are appended to a file and synced (with `"always"`). The
-lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new
-files, because the file system writes some files several times faster than others.
+lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new files,
+because the file system writes some files several times faster than others.
 
 The third table has what a resume from a journal costs. The lower bound reads the file once and lets a server without a
 journal receive the same updates.
@@ -32,7 +32,7 @@ from timing import machine, ratio
 
 from manifoldagg import Server
 from manifoldagg.averaging import SWA
-from manifoldagg.federated import Journal, Payload
+from manifoldagg.federated import Durability, Journal, Payload
 from manifoldagg.federated.rules import AsyncFedED
 from manifoldagg.manifolds import Flat
 
@@ -100,7 +100,7 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
         calls = []
         for _ in range(5):
             start = time.perf_counter()
-            server._make_snapshot()
+            server._durability.make_snapshot()
             calls.append(time.perf_counter() - start)
         averaging = SWA(server.space) if average else None
         start = time.perf_counter()
@@ -130,7 +130,13 @@ def journaled(size: int, fsync: str, rounds: int, repetitions: int, folder: Path
         place = folder / f"{fsync}-{turn}"
         place.mkdir()
         servers = {
-            name: Server(Flat(size), AsyncFedED(0.5), torch.zeros(size), weights="uniform", journal=journal)
+            name: Server(
+                Flat(size),
+                AsyncFedED(0.5),
+                torch.zeros(size),
+                weights="uniform",
+                durability=Durability(journal=journal),
+            )
             for name, journal in (("without", None), ("journal", Journal(place / "lines", fsync)))
         }
         (path,) = place.glob("lines.*.journal")
@@ -163,7 +169,7 @@ def resumed(size: int, updates: int, folder: Path) -> dict[str, Any]:
     """A line of the third table, in seconds."""
     space, rule = Flat(size), AsyncFedED(0.5)
     journal = Journal(folder / "lines", "batch")
-    written = Server(space, rule, torch.zeros(size), journal=journal)
+    written = Server(space, rule, torch.zeros(size), durability=Durability(journal=journal))
     payloads = [Payload(torch.rand(1, size), 1) for _ in range(8)]
     for i in range(updates):
         written.receive(written.dispatch(i % 100), payloads[i % 8]).check()
@@ -184,7 +190,7 @@ def resumed(size: int, updates: int, folder: Path) -> dict[str, Any]:
         apply += time.perf_counter() - start
     megabytes = path.stat().st_size / 1e6
     start = time.perf_counter()
-    after = Server.resume(folder / "checkpoint", space, rule, journal=journal)
+    after = Server.resume(folder / "checkpoint", space, rule, durability=Durability(journal=journal))
     whole = time.perf_counter() - start
     assert torch.equal(after.model, plain.model)
     after.close()
