@@ -20,7 +20,7 @@ MODEL = torch.tensor([2.0, 2.0, 1.0, 1.0])
 
 def updated(**options):
     """A server with one accepted update, a dropped ticket, and a ticket in flight."""
-    server = Server.of(NETWORK, RULE, max_staleness=3, **options)
+    server = Server.of(NETWORK, RULE, history_size=3, **options)
     ticket = server.dispatch("ward-7")
     server.receive(ticket, Payload(POINT, 10, buffers=ticket.message.buffers)).check()
     server.drop(server.dispatch("ward-8"))

@@ -29,11 +29,12 @@ def folder(request, tmp_path):
 @pytest.mark.parametrize("journal", [None, "journal"])
 def test_a_stored_checkpoint_and_a_stored_journal_are_read(folder, journal):
     path = folder / ("checkpoint" if journal is None else "missing")
-    server = Server.resume(path, NETWORK, RULE, journal=None if journal is None else folder / journal)
+    options = {} if journal is None else {"journal": folder / journal}
+    server = Server.resume(path, NETWORK, RULE, **options)
     assert torch.equal(server.model, MODEL)
     assert (server.version, server.updates, len(server.tickets)) == (1, 1, 1)
     assert [row["client"] for row in server.history] == ["ward-7"]
-    assert server._limits.max_staleness == 3
+    assert server._state.value.limits.history_size == 3
     assert server.state_dict().keys() == NETWORK.state_dict().keys()
 
 
