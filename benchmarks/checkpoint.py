@@ -8,8 +8,8 @@ copying the average where there is one.
 
 The second table has what a journal costs a `receive`. In turns, a server without a journal and a server with one
 receive the same update, and as many bytes as a record has are appended to a file and synced (with `"always"`). The
-lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new files,
-because the file system writes some files several times faster than others.
+lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new
+files, because the file system writes some files several times faster than others.
 
 The third table has what a resume from a journal costs. The lower bound reads the file once and lets a server without a
 journal receive the same updates.
