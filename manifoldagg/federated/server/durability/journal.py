@@ -24,7 +24,7 @@ from manifoldagg._io import close_with
 from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.log_format import KIND, encode_record, os_errors, pack_payload
+from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record, os_errors, pack_payload
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
@@ -175,8 +175,8 @@ class JournalWriter:
             CheckpointError: naming a value that a file cannot store, or with the system error.
         """
         magic, path = os.urandom(8), self.journal.segment_path(first_lsn)
-        header = {"name": self._name, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot}
-        tensor_file.save(path, KIND, {**header, "ancestors": self._ancestors})
+        header = {"version": VERSION, "name": self._name, "ancestors": self._ancestors}
+        tensor_file.save(path, KIND, {**header, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot})
         with os_errors(f"{path}: cannot be opened"):
             end, descriptor = os.path.getsize(path), os.open(path, os.O_RDWR)
         close, close_previous = close_with(self, descriptor), self._close_segment

@@ -30,6 +30,7 @@ from manifoldagg.federated.types import Payload
 __all__ = ["KIND", "Segment", "StoredRecord", "encode_record", "os_errors", "pack_payload", "read_payload", "scan"]
 
 KIND = "journal"
+VERSION = 1
 RECORD_HEADER = struct.Struct("<8sQQQQL")
 PAYLOAD_FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
 CHECKSUM_OFFSET = 8 + len(tensor_file.HEADER_PREFIX)
@@ -66,6 +67,9 @@ class Segment(NamedTuple):
             with os_errors("cannot be read"), open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header: dict[str, Any] = tensor_file.load_from(file, KIND, size, allow_trailing=True)
+                if header["version"] != VERSION:
+                    told = f"has version {header['version']} of the journal format"
+                    raise CheckpointError(f"{told}, and this version of the package reads {VERSION}")
                 if header["first_lsn"] != first_lsn:
                     raise CheckpointError(f"begins with record {header['first_lsn']}: the file was renamed")
                 return cls(path, header, file.tell())

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -254,11 +255,14 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
     assert ("unlink", "killed") in met
 
 
-def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, as_shipped):
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, saved, as_shipped):
     left, folder = tmp_path / "left", tmp_path / "resumed"
     left.mkdir()
     script = Script(fresh(FedBuff(2), journal=left / LINES), left)
-    script.run()
+    for i, step in enumerate(script.steps()):
+        if saved or i != SAVES:
+            step()
     crash(script.server)
     before = content(script.server)
 
@@ -902,6 +906,49 @@ class Forgets(Adds):
     def step(self, *given, **named):
         state, outcome = super().step(*given, **named)
         return state, replace(outcome, numbers={"step": float(next(COUNT))})
+
+
+def test_a_packed_payload_is_a_copy_and_its_buffer_is_used_again():
+    free_list = deque(maxlen=1)
+    first = answer(1)
+    packed = log_format.pack_payload(first, free_list)
+    before = bytes(packed)
+    # While a record refers to the buffer, another payload has its own.
+    other = log_format.pack_payload(answer(2), free_list)
+    first.points.zero_()
+    assert bytes(packed) == before
+    assert other.obj is not packed.obj
+    buffer = packed.obj
+    del packed
+    assert free_list[0] is buffer
+    again = log_format.pack_payload(answer(1), free_list)
+    assert again.obj is buffer
+    assert bytes(again) == before
+    larger = log_format.pack_payload(Payload(torch.ones(1, 10 * SIZE), 1), free_list)
+    assert len(larger.obj) > len(buffer)
+    assert larger.obj is not other.obj
+
+
+def test_threads_that_pack_at_once_get_their_own_buffers(tmp_path):
+    server = fresh(AsyncBezier(0.5), journal=tmp_path / LINES)
+    tickets = [server.dispatch(name) for name in range(8)]
+    payloads = [payload(server.rule, ticket, seed) for seed, ticket in enumerate(tickets)]
+    start = threading.Barrier(8)
+
+    def work(ticket, mine):
+        start.wait()
+        server.receive(ticket, mine).check()
+        for tensor in (mine.points, *mine.tensors.values()):
+            tensor.zero_()  # The receipt has arrived, so the memory is the caller's.
+
+    threads = [threading.Thread(target=work, args=given) for given in zip(tickets, payloads, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
 
 
 def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):

@@ -1,0 +1,45 @@
+"""Write a small file of each format. `python -m tests.format_files` replaces those that the tests read."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from manifoldagg import wire
+from manifoldagg.federated import Payload, Server
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.manifolds import ParameterSpace
+
+FOLDER = Path(__file__).parent / "data" / "formats"
+NETWORK = torch.nn.BatchNorm1d(2)
+RULE = FedAsync(0.5)
+POINT = torch.tensor([[3.0, 3.0, 2.0, 2.0]])
+MODEL = torch.tensor([2.0, 2.0, 1.0, 1.0])
+"""The model after one update from `NETWORK` to `POINT`."""
+
+
+def updated(**options):
+    """A server with one accepted update, a dropped ticket, and a ticket in flight."""
+    server = Server.of(NETWORK, RULE, history_size=3, **options)
+    ticket = server.dispatch("ward-7")
+    server.receive(ticket, Payload(POINT, 10, buffers=ticket.message.buffers)).check()
+    server.drop(server.dispatch("ward-8"))
+    server.dispatch(9)
+    return server
+
+
+def write(folder):
+    """Write the files into a folder."""
+    updated().save(folder / "checkpoint")
+    updated(journal=folder / "journal").close()
+    (folder / "journal.lock").unlink()
+    payload = Payload(POINT, 10, tensors={"extra": torch.arange(3)}, numbers={"loss": float("inf")})
+    spec = ParameterSpace.of(NETWORK).spec()
+    (folder / "message").write_bytes(wire.pack(payload, spec=spec, ticket="a ticket"))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        (FOLDER / "journal.0.journal").unlink()
+    write(FOLDER)
