@@ -1,4 +1,4 @@
-"""The case of a rule's law: one reproducible asynchronous run, driven through `step`, `Server` or `aggregate`."""
+"""The test case of a law of rules: one reproducible asynchronous run through `step`, `Server` or `aggregate`."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -102,8 +102,8 @@ class RuleCase:
     def sample_counts(self) -> dict[Hashable, int]:
         """The sample counts of the clients.
 
-        Their sum is a power of 2. A mean that weighs by `update.share` then equals bit for bit a mean that weighs by
-        `update.weight`, as `aggregate` provides no share.
+        Their sum is a power of 2. A mean with weights `update.share` is then bitwise equal to a mean with weights
+        `update.weight`. `aggregate` provides no share, so the results can be compared.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -166,13 +166,13 @@ class DirectRun:
             self._dispatch(client)
 
     def message(self, client: Hashable) -> Message:
-        """Return the message of the rule for a client."""
+        """Return the message for a client."""
         return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
 
     def _dispatch(self, client: Hashable) -> None:
-        # On copies, so that a message that writes to its inputs does not go unnoticed by the laws.
-        held = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
-        sent = self.case.rule.message(self.case.space, *held)
+        # The rule gets copies, so that a `message` that writes to its inputs cannot change the run.
+        inputs = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
+        sent = self.case.rule.message(self.case.space, *inputs)
         self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
 
     def next_update(self) -> Update:
@@ -244,10 +244,10 @@ class ServerRun:
         for _ in range(num_updates):
             ticket, payload = self.next_task()
             turn = self.case.turns[len(self.records)]
-            kept = replace(payload, points=payload.points.clone())
+            original = replace(payload, points=payload.points.clone())
             receipt = self.server.receive(ticket, payload).check()
             client, start_index, _ = self.in_flight.pop(turn.place)
-            self.records.append(Record(client, start_index, ticket.message, kept, receipt, self.server.model))
+            self.records.append(Record(client, start_index, ticket.message, original, receipt, self.server.model))
             self.dispatch(turn.next_client)
         return self
 
