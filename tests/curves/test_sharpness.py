@@ -108,7 +108,10 @@ def test_a_sharp_minimum_is_left():
         (lambda: SAM(0.0), "radius: expected a finite number > 0"),
         (lambda: ASAM(-1.0), "radius: expected"),
         (lambda: ASAM(eta=-1.0), "eta: expected"),
-        (lambda: ASAM().perturb(Sphere(2), torch.eye(2)[0], torch.ones(2)), "sharpness: ASAM scales coordinates"),
+        (
+            lambda: ASAM().perturb(Sphere(2), torch.eye(2)[0], torch.ones(2)),
+            "sharpness: expected a flat space for ASAM",
+        ),
         (
             lambda: sharpness_aware_gradient(Flat(1), lambda theta, batch: theta.detach().sum(), torch.ones(1), None),
             "loss: expected a scalar tensor that depends on theta",
@@ -125,5 +128,5 @@ def test_bad_input_is_refused_by_name(call, words):
 
 
 def test_a_loss_that_is_infinite_uphill_is_named():
-    with pytest.raises(DivergenceError, match="inf uphill"):
+    with pytest.raises(DivergenceError, match="loss: expected a finite value at the ascent point .* got inf"):
         sharpness_aware_gradient(Flat(1), lambda theta, batch: 1 / (2 - theta.sum()), torch.ones(1), None, SAM(1.0))
