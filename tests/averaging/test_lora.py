@@ -349,7 +349,7 @@ def test_nothing_has_the_size_of_a_weight():
         (([adapter(0, 1)], [-1], 1), ArgumentError, "weights: expected finite numbers >= 0"),
         (([adapter(0, 1), {A: draw(0, 1, 10)}], None, 1), StateDictError, rf"adapters\[1\]: missing or extra .*{B}"),
         (([{"w": draw(0, 2, 2)}], None, 1), StateDictError, "expected pairs such as"),
-        (([{A: draw(0, 2, 2)}], None, 1), StateDictError, rf"{A}: there is no {B}"),
+        (([{A: draw(0, 2, 2)}], None, 1), StateDictError, rf"{A}: expected {B} as the other factor"),
         (([{B: draw(0, 2, 2)}], None, 1), StateDictError, f"{B}: expected pairs"),
         (([adapter(0, 1) | {"x.hada_w1_a": draw(0, 2, 2)}], None, 1), StateDictError, "x.hada_w1_a: .* another kind"),
         (([adapter(0, 1) | {"q.lora_E.default": draw(0, 2, 2)}], None, 1), StateDictError, "q.lora_E.default: "),

@@ -315,7 +315,9 @@ def test_a_broken_class_can_be_mended_and_vouched_for():
         def proju(self, x, u):
             return u - x @ (x.mT @ u + u.mT @ x) / 2
 
-    with pytest.raises(ArgumentError, match="manifold: geoopt.CanonicalStiefel keeps too little"):
+    with pytest.raises(
+        ArgumentError, match="manifold: expected a manifold that satisfies the laws, got geoopt.CanonicalStiefel"
+    ):
         from_geoopt(Mended(), (4, 2))
     space = from_geoopt(Mended(), (4, 2), capabilities={"project", "project_tangent"})
     assert space.capabilities == {"project", "project_tangent"}
@@ -486,12 +488,15 @@ X = torch.ones(3)
         (lambda: from_geoopt(geoopt.Lorentz(2.0), (3,)), "geoopt.Lorentz with k = 1, got 2"),
         (lambda: from_geoopt(geoopt.Lorentz(math.nan), (3,)), "manifold: k: expected a finite number, got nan"),
         (lambda: from_geoopt(two_curvatures(), (2,)), r"manifold: expected one curvature, got \[1.0, 1.0\]"),
-        (lambda: from_geoopt(Bare(), (2,)), "manifold: expected one with an ndim, got None"),
+        (lambda: from_geoopt(Bare(), (2,)), "manifold: expected an integer ndim, got None"),
         (
             lambda: from_geoopt(geoopt.Sphere(intersection=draw(0, 2, 5, 3)), (5,)),
-            r"manifold: expected a Sphere in one subspace, got projectors \(2, 5, 5\)",
+            r"manifold: expected a Sphere in one subspace, got projectors of shape \(2, 5, 5\)",
         ),
-        (lambda: from_geoopt(geoopt.Euclidean()), r"shape: .* geoopt.Euclidean\(\) has points without axes"),
+        (
+            lambda: from_geoopt(geoopt.Euclidean()),
+            r"shape: expected the shape of a leaf for geoopt.Euclidean\(\), got None",
+        ),
         (lambda: from_geoopt(geoopt.Sphere(), 3), "shape: expected a shape of positive integers, got 3"),
         (lambda: from_geoopt(geoopt.Sphere(), (2, 0)), "shape: expected a shape of positive integers"),
         (lambda: from_geoopt(geoopt.Sphere(), (2.0,)), "shape: expected a shape of positive integers"),
@@ -504,13 +509,16 @@ X = torch.ones(3)
         (lambda: from_geoopt(geoopt.ProductManifold((geoopt.Sphere(), 3)), (4,)), "shape: expected a shape that fits"),
         (
             lambda: from_geoopt(geoopt.ManifoldTensor(X / X.norm(), manifold=geoopt.Sphere()), (4,)),
-            r"shape: expected \(3,\) as the tensor's, got \(4,\)",
+            r"shape: expected \(3,\) of the tensor, got \(4,\)",
         ),
         (lambda: from_geoopt(geoopt.Sphere(), (3,), capabilities={"inner"}), "capabilities: expected None"),
         (lambda: from_geoopt(geoopt.Sphere(), (3,), injectivity_radius=1.0), "geoopt.Sphere is known"),
         (lambda: from_geoopt(Retracting(), (3,), capabilities={"expmap"}), "capabilities: .*; got expmap"),
         (lambda: from_geoopt(Retracting(), (3,), capabilities=3), "capabilities: expected names of primitives, got 3"),
-        (lambda: from_geoopt(Retracting(), (3,), capabilities={"random_tangent"}), "needs inner and project_tangent"),
+        (
+            lambda: from_geoopt(Retracting(), (3,), capabilities={"random_tangent"}),
+            "capabilities: expected inner and project_tangent with random_tangent",
+        ),
         (lambda: from_geoopt(Retracting(), (3,), capabilities={"injectivity_radius"}), "injectivity_radius: expected"),
         (lambda: from_geoopt(Retracting(), (3,), injectivity_radius=0.0), "injectivity_radius: .*> 0, got 0"),
         (lambda: from_geoopt(Retracting(), (3,)).inner(X, X, torch.ones(4)), r"v: expected trailing shape \(3\)"),

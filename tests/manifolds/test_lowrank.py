@@ -431,7 +431,7 @@ X = torch.ones(5, 1)
         (lambda: LowRank(0, 1, 1), ArgumentError, "m: expected an integer >= 1, got 0"),
         (lambda: LowRank(2, 1.5, 1), ArgumentError, "n: expected an integer >= 1, got 1.5"),
         (lambda: LowRank(2, 3, 0), ArgumentError, "rank: expected an integer >= 1, got 0"),
-        (lambda: LowRank(2, 3, 3), ArgumentError, "rank: expected at most 2, the lesser of m and n, got 3"),
+        (lambda: LowRank(2, 3, 3), ArgumentError, r"rank: expected at most min\(m, n\) = 2, got 3"),
         (
             lambda: LowRank(2, 3, 1).retract(X, X[:4]),
             ArgumentError,

@@ -241,7 +241,7 @@ PARAMETER = torch.nn.Parameter(torch.eye(3)[0])
         (lambda: optimizer_on(Sphere(3), torch.optim.AdamW), "optimizer: expected SGD or Adam.*got AdamW"),
         (
             lambda: optimizer_on(Sphere(3), functools.partial(torch.optim.SGD, weight_decay=0.1)),
-            "optimizer: RiemannianSGD takes no weight_decay, which SGD was bound to",
+            "optimizer: expected options of RiemannianSGD, got weight_decay of SGD",
         ),
     ],
 )

@@ -362,7 +362,7 @@ def test_what_is_not_finite_is_refused_by_name():
     rule, narrow = FedBuff(1, rate=1e60), x.float()
     with pytest.raises(ArgumentError, match="points: the new model would not be finite"):
         rule.step(space, rule.init(space, narrow), Update(0, narrow, narrow, torch.full_like(narrow, 1e9)[None]))
-    with pytest.raises(ArgumentError, match="points: a sum would not be finite at LowRank"):
+    with pytest.raises(ArgumentError, match="points: expected a finite sum at LowRank"):
         AmbientSpace.of(space, x).combine(x, [drawn(space, 1)], [float("nan")])
 
 

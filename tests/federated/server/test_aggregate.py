@@ -628,7 +628,7 @@ class Bare(FedOrtho):
         (lambda: aggregate(ASGD(), None, B, B, B, space=ParameterSpace.of_state_dict(B, buffer_policy=["rm"]), out={"w": LINE[:2], "rm": LINE[1:3]}), "out: expected tensors with memory"),
         (lambda: aggregate(ASGD(), None, W, W, W, out={"w": torch.ones(2).to_sparse()}), "out: w: expected a dense tensor"),
         (lambda: aggregate(ASGD(), None, W, W, {"w": torch.ones(2, device="meta")}), "update: w: expected a dense tensor"),
-        (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a tensor that was not made in inference mode"),
+        (lambda: aggregate(ASGD(), None, W, W, W, out={"w": INFERENCE}), "out: w: expected a normal tensor, got one that was created in inference mode"),
         (lambda: aggregate(FedBuff(2), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
         (lambda: aggregate(ASGD(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy="*w*")), "buffer_policy: expected a sequence of glob patterns"),
         (lambda: aggregate(ASGD(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy=None)), "buffer_policy: expected a sequence of glob patterns"),
