@@ -89,7 +89,7 @@ def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
 def _gauss_legendre() -> tuple[Tensor, Tensor]:
     """Return the nodes and weights of the Gauss-Legendre rule on [-1, 1] that is exact up to degree 31.
 
-    They are computed on first use because NumPy loads its polynomial module on first use.
+    The result is cached. It is not computed at import, because NumPy imports its polynomial module lazily.
     """
     nodes, weights = np.polynomial.legendre.leggauss(16)
     return torch.from_numpy(nodes), torch.from_numpy(weights)

@@ -427,7 +427,10 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The subspace form, in which ξ is relative to a frame in the span of the control points, in units of the chord."""
+    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
+
+    The frame is in the span of the control points.
+    """
 
     curve: Bezier
     radius: float

@@ -44,8 +44,8 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the polar factor of z, the nearest matrix with orthonormal columns.
 
-    In the decomposition z = q h with a symmetric h, a change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹, where Ω h + h
-    Ω is twice the skew part of qᵀ e. This change for the residual z - q h, which is 0, is a Newton step. Two steps make
+    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹. The skew matrix Ω solves
+    Ω h + h Ω = qᵀ e - eᵀ q. For the residual z - q h, which is 0, this change is a Newton step. Two Newton steps make
     the first and second derivatives correct.
 
     Args:

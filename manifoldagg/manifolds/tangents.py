@@ -118,7 +118,10 @@ class TangentSpace(AmbientSpace):
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent from X to a point, or to 0 for `None`. The projection of a difference is linear."""
+            """Compute the tangent that points from X to a row, or to 0 for `None`.
+
+            The projection is linear, so the tangent of a difference is the difference of two such tangents.
+            """
             key = None if row is None else id(row)
             if key not in cache:
                 cache[key] = space._inverse_retract(

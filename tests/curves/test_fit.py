@@ -204,7 +204,7 @@ def test_the_first_phase_is_ordinary_training(seed, degree):
 
 
 @given(seeds, st.integers(2, 4), st.sampled_from(["chord", "base"]))
-def test_the_control_points_start_where_they_are_told(seed, degree, control_start):
+def test_the_control_points_have_the_given_start(seed, degree, control_start):
     loss, _ = quadratic(seed)
     phi = fit(
         Bezier(Flat(3), degree),
@@ -238,7 +238,7 @@ def test_a_step_of_phase_two_is_the_gradient_through_the_curve(seed, degree, fre
     assert relative(after, before - rates[:, None] * phi.grad) <= 1e-13
 
 
-def test_a_strong_proximal_term_keeps_the_model_at_home():
+def test_a_strong_proximal_term_keeps_the_model_at_the_base():
     loss, minimiser = quadratic(0)
     start = draw(2, 3)
     far = [

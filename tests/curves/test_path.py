@@ -84,7 +84,7 @@ def test_a_function_is_drawn_below(curve, phi):
     assert "learned curve" in lines(axes)
 
 
-def test_axes_are_made_where_none_are_given():
+def test_axes_are_created_by_default():
     from matplotlib import pyplot
 
     before = pyplot.get_fignums()

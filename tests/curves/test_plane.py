@@ -109,7 +109,7 @@ def test_points_have_the_shape_of_the_space():
     assert shapes == {(3, 2)}
 
 
-def test_its_ends_are_called_as_one_likes():
+def test_the_names_of_the_ends_are_configurable():
     axes = Figure().subplots()
     curve, phi = Bezier(Flat(4)), draw(0, 3, 4)
     other = {"cubic": (Bezier(Flat(4), 3), draw(1, 4, 4))}

@@ -40,7 +40,7 @@ def test_asam_takes_it_in_proportion_to_the_parameters(seed, radius):
 
 
 @given(seeds)
-def test_asam_goes_along_when_coordinates_are_rescaled(seed):
+def test_asam_is_invariant_to_rescaled_coordinates(seed):
     """With θ = A θ′ the derivative is A⁻¹ g′: perturbing and rescaling commute. SAM does not."""
     theta, g, a = draw(seed, 5), draw(seed + 1, 5), draw(seed + 2, 5).exp()
     for sharpness, commutes in ((ASAM(0.5, eta=0.0), True), (SAM(0.5), False)):

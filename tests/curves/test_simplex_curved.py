@@ -157,7 +157,7 @@ def test_single_precision_on_a_sphere():
     assert torch.autograd.grad(Simplex(Sphere(4), 3)(leaf, x).sum(), leaf)[0].dtype == torch.float32
 
 
-def test_a_mean_that_is_not_found_is_no_point():
+def test_a_mean_that_does_not_converge_raises_an_error():
     ends = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]], dtype=torch.float64)
     with pytest.raises(DivergenceError, match="move the vertices closer"):
         Simplex(Sphere(3), 2)(ends, torch.tensor([0.5, 0.5]))

@@ -465,7 +465,7 @@ def test_points_of_other_shapes_are_flattened():
 # Folds and cusps
 
 
-def test_a_fold_is_refused_where_it_is():
+def test_a_fold_is_rejected_with_its_parameter():
     # y = x² from -1 to 1: curvature 2 at its vertex, chord 2.
     phi = torch.tensor([[-1.0, 1.0], [0.0, -1.0], [1.0, 1.0]]).double()
     for form in ("ambient", "subspace"):
@@ -487,7 +487,7 @@ def test_a_fold_is_refused_where_it_is():
         ([[0, 0], [3, 3], [1, 1]], 0.6),
     ],
 )
-def test_a_cusp_is_refused_where_it_is(points, t):
+def test_a_cusp_is_rejected_with_its_parameter(points, t):
     phi = torch.tensor(points).double()
     tunnel = Tunnel(Bezier(Flat(2), len(phi) - 1), 1e-3)
     for call in (tunnel.check, tunnel.sample_in, tunnel.log_volume):
@@ -596,7 +596,7 @@ def test_draws_are_orthogonal_in_the_metric_of_the_space():
         (lambda f, p: f.sample(3), "sample: expected form='subspace', got 'ambient'; use sample_in"),
     ],
 )
-def test_what_a_curved_space_lacks_is_refused_by_name(call, words):
+def test_unsupported_methods_of_curved_spaces_are_rejected_by_name(call, words):
     with pytest.raises(NotImplementedError, match=words):
         call(Tunnel(Bezier(Sphere(3), 1), 0.1), torch.eye(3)[:2])
 

@@ -39,7 +39,7 @@ CURVED = {"turn.weight": SpecialOrthogonal(4), "table.*": PoincareBall(3)}
 SPACE = ParameterSpace.of(Net(), CURVED)
 
 
-def test_leaves_live_where_they_are_said_to():
+def test_leaves_have_their_assigned_spaces():
     assert SPACE.manifolds == (("turn.weight", SpecialOrthogonal(4)), ("table.weight", Power(PoincareBall(3), (5,))))
     assert not SPACE.flat
     assert SPACE.symmetric
@@ -86,7 +86,7 @@ def test_on_the_way_between_two_models_leaves_stay_on_their_manifolds():
     assert torch.allclose(mean.point, geodesic(SPACE, x, y, 0.5), atol=1e-6)
 
 
-def test_the_order_of_what_is_said_is_names_then_patterns():
+def test_names_have_precedence_over_patterns():
     manifolds = {"*weight": PoincareBall(3), "first.*": Sphere(3), "first.weight": Flat(3), "first.bias": Sphere(4)}
     with pytest.raises(
         ArgumentError,
@@ -138,7 +138,7 @@ def test_a_point_off_its_manifold_leaves_the_model_alone():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_leaves_may_be_called_anything():
+def test_leaves_can_have_arbitrary_names():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()

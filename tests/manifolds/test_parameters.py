@@ -102,7 +102,7 @@ def test_tied_weights_are_one_leaf():
     assert state["out.weight"] is state["embed.weight"]
 
 
-def test_only_what_learns_is_geometry():
+def test_only_trainable_parameters_are_leaves():
     layout = ParameterSpace.of(Tied()).layout
     carried = {entry.name for entry in layout.buffers}
     assert carried == {"frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mask", "minus_infinity"}  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_buffer_that_was_made_geometry_is_part_of_theta():
     assert loss(theta + torch.tensor([0.0] * 6 + [5.0] * 2), batch) > 1
 
 
-def test_extra_state_is_no_tensor_and_names_that_end_like_it_are():
+def test_extra_state_is_skipped_by_its_exact_name():
     class Stateful(nn.Linear):
         def get_extra_state(self):
             return {"version": 3}
@@ -278,7 +278,7 @@ def test_a_state_dict_hook_that_hides_a_parameter_is_refused():
         ParameterSpace.of(model)
 
 
-def test_what_is_carried_is_copied_and_checked():
+def test_buffers_are_copied_and_checked():
     model = nn.BatchNorm1d(2)
     space, carried = ParameterSpace.of(model), ParameterSpace.of(model).buffers(model)
     state = space.state_dict(space.point(model), carried)

@@ -148,7 +148,7 @@ def test_a_space_of_geoopt_or_of_ones_own_is_refused_by_the_name_of_its_leaf():
     ],
     ids=str,
 )
-def test_what_is_no_spec_is_refused(as_shipped, change, told):
+def test_malformed_specs_are_rejected(as_shipped, change, told):
     spec = ParameterSpace(Layout((Entry("w", (3,), torch.float32),))).spec()
     with pytest.raises(ArgumentError, match=f"^spec: .*{told}|^{told}"):
         ParameterSpace.of_spec(spec | change)
@@ -200,7 +200,7 @@ class Wrapped(nn.Module):
     ],
     ids=["parallel", "compiled", "both", "a part"],
 )
-def test_names_that_wrappers_change_are_told(wrap, told):
+def test_wrapper_prefixes_are_reported(wrap, told):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     server = Server.of(model, FedAsync(rate=0.5))
     ticket = server.dispatch("ward-7")
@@ -215,7 +215,7 @@ def test_names_that_wrappers_change_are_told(wrap, told):
         ParameterSpace.of(wrapped).point(model)
 
 
-def test_names_that_differ_otherwise_are_not_put_down_to_wrappers():
+def test_other_differences_of_names_give_no_wrapper_hint():
     space = ParameterSpace.of(nn.Linear(4, 8))
     for names in (
         {"module.weight": draw(0, 8, 4).float()},

@@ -226,13 +226,13 @@ CHANGES = [
 
 @pytest.mark.parametrize(("changes", "message"), CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_constants_have_doors(kind, changes, message, as_shipped):
+def test_invalid_constants_are_rejected(kind, changes, message, as_shipped):
     with pytest.raises(ArgumentError, match=message):
         make(kind, [1.0, 2.0], 3, **changes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_routings_have_doors(kind, as_shipped):
+def test_invalid_routings_are_rejected(kind, as_shipped):
     bound = make(kind, [1.0, 2.0], 3)
     for function in (bound, bound.gradient, bound.value_and_gradient):
         with pytest.raises(ArgumentError, match=r"routing: expected shares that sum to 1, got 1.25: 0.25 too much"):

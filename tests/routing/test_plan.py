@@ -80,7 +80,7 @@ def test_rates_that_are_close_have_groups_of_their_own():
     assert [len(members) for members in many.members().values()] == [5] * 6
 
 
-def test_a_name_in_the_table_is_no_markup():
+def test_names_in_the_table_are_escaped():
     pytest.importorskip("typer")
     from rich.console import Console
 
@@ -166,7 +166,7 @@ def test_files_are_written_whole(plan, tmp_path):
     assert out.read_bytes() == before
 
 
-def test_a_place_that_cannot_be_written_is_said_before(tmp_path):
+def test_an_invalid_output_path_is_rejected_before_the_computation(tmp_path):
     (tmp_path / "folder.csv").mkdir()
     for out, message in (
         (tmp_path / "routing.txt", "expected the path of a .csv file"),
@@ -177,7 +177,7 @@ def test_a_place_that_cannot_be_written_is_said_before(tmp_path):
             check_output_path(out)
 
 
-def test_a_failed_write_leaves_what_was_there(plan, tmp_path, monkeypatch):
+def test_a_failed_write_preserves_the_old_file(plan, tmp_path, monkeypatch):
     out = write(tmp_path / "routing.csv", "before")
 
     def fail(*_):

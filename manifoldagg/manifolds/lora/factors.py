@@ -202,8 +202,8 @@ class JointBasis:
     def gram(self, rows: Tensor) -> Tensor:
         r"""Compute inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$, for coefficients (j, k).
 
-        A displacement has the coefficients 1 and -1. The cores are combined before the multiplication. The error of a
-        small displacement is therefore relative to its end points, and not to the difference of their squared norms.
+        The cores are combined before the multiplication. For a small displacement, whose coefficients are 1 and -1,
+        this avoids the cancellation of a difference of squared norms.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5

@@ -65,7 +65,7 @@ def off(state, names=Q):
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_a_state_dict_of_any_rank_is_a_point_and_comes_back(seed, rank, other, scaling, theirs):
+def test_a_state_dict_of_any_rank_can_be_converted_and_restored(seed, rank, other, scaling, theirs):
     space = ParameterSpace.of_state_dict(adapter(seed, rank), adapters=True, scaling=scaling)
     state = adapter(seed + 7, other)
     own = None if other == rank and seed % 2 else theirs
@@ -112,7 +112,7 @@ def test_dtypes_shapes_and_order_are_those_of_the_space_and_points_are_wide():
     assert torch.equal(back[BIAS], state[BIAS])
 
 
-def test_what_is_not_learned_yet_is_told_as_it_is():
+def test_initial_factors_are_returned_unchanged():
     begun = {name: torch.zeros_like(x) if "lora_B.w" in name else x for name, x in adapter(0, 4).items()}
     space = ParameterSpace.of_state_dict(begun, adapters=True, scaling=3.0)
     back = space.state_dict(space.point(begun))
@@ -120,7 +120,7 @@ def test_what_is_not_learned_yet_is_told_as_it_is():
         assert torch.equal(back[name], begun[name])
 
 
-def test_where_nothing_is_left_of_either_factor_there_is_something_to_learn():
+def test_factors_of_a_zero_matrix_can_be_trained():
     space = ParameterSpace.of_state_dict(adapter(0, 4), adapters=True)
     back = space.state_dict(torch.zeros_like(space.point(adapter(0, 4))))
     assert not back[Q.format("B")].any()
@@ -128,7 +128,7 @@ def test_where_nothing_is_left_of_either_factor_there_is_something_to_learn():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_matrix_of_a_lower_rank_goes_on_learning_in_all_directions(dtype):
+def test_factors_of_a_lower_rank_can_be_trained_in_all_directions(dtype):
     space = ParameterSpace.of_state_dict(adapter(0, 6, dtype), adapters=True)
     back = space.state_dict(space.point(adapter(10, 2, dtype)))
     a, b = back[Q.format("A")], back[Q.format("B")]
@@ -208,7 +208,7 @@ def test_ranks_of_a_config_are_those_of_the_tensors():
         (config(target_parameters=["experts"]), "got one with target_parameters"),
     ],
 )  # fmt: skip
-def test_scalings_that_are_none_are_refused_by_name(scaling, words):
+def test_invalid_scalings_are_rejected_by_name(scaling, words):
     with pytest.raises(ArgumentError, match=words):
         resolve_scalings(scaling, PAIRS)
 
@@ -238,7 +238,7 @@ def spaced(**options):
         (adapter(0, 2), {"manifolds": {"*q.lora.weight": Sphere(2)}}, "adapters: .*q.lora.weight: expected a leaf of shape"),
     ],
 )  # fmt: skip
-def test_what_is_no_adapter_is_refused_by_name(state, options, words):
+def test_invalid_adapters_are_rejected_by_name(state, options, words):
     with pytest.raises(ArgumentError, match=words):
         ParameterSpace.of_state_dict(state, **{"adapters": True} | options)
 
@@ -260,7 +260,7 @@ def test_what_is_no_adapter_is_refused_by_name(state, options, words):
         ({}, config(), "expected the config of this adapter, got rank 4 for base_model.model.q, whose rank is 2"),
     ],
 )  # fmt: skip
-def test_what_is_not_of_the_space_is_refused_by_name(change, scaling, words):
+def test_mismatched_state_dicts_are_rejected_by_name(change, scaling, words):
     state = {name: x for name, x in (adapter(3, 2) | change).items() if x is not None}
     space = spaced()
     if words is None:
@@ -297,7 +297,7 @@ def test_a_scaling_that_overflows_is_refused_by_the_name_of_a_factor():
             space.point(adapter(3, rank, torch.float32), scaling=1e200)
 
 
-def test_what_is_kept_of_sums_may_have_a_rank_of_its_own():
+def test_stored_sums_can_have_another_rank():
     name = "base_model.model.q.lora.weight"
     own = LowRank(8, 10, 2, state_rank=7)
     space = ParameterSpace.of_state_dict(adapter(0, 2), {name: own}, adapters=True)
@@ -342,7 +342,7 @@ def test_a_spec_tells_all_of_it_and_the_wire_knows_another_scaling():
         lambda told: told.__setitem__("factors", None),
     ],
 )
-def test_a_spec_that_is_none_is_refused(change):
+def test_an_invalid_spec_is_rejected(change):
     told = json.loads(json.dumps(spaced().spec()))
     change(told["adapters"])
     with pytest.raises(ArgumentError, match="^spec: "):
