@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    r"""Base class of embeddings by means of the control points $\varphi$, in barycentric coordinates."""
+    r"""Base class of embeddings whose points are means of $\varphi$, with barycentric coordinates as weights."""
 
     @property
     def domain(self) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination as a stored row, with low-rank leaves truncated to their `state_rank`."""
+        """Compute a linear combination of rows, with low-rank leaves truncated to their `state_rank`."""
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         truncations = []
         for i in self._low_rank_leaves:
@@ -380,7 +380,7 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal stack, or `None`. Equal stacks must share a core for an exact difference of 0."""
+    """Return the index of an equal stack, or `None`. Equal stacks share a core, so their difference is exactly 0."""
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index

@@ -1,4 +1,4 @@
-"""Spans of points of flat and spherical leaves, in which a mean is computed by coefficients and a Gram matrix."""
+"""Spans of points of flat and spherical leaves. A Karcher mean is computed from coefficients and a Gram matrix."""
 
 import math
 from collections.abc import Sequence

@@ -134,7 +134,7 @@ class TangentSpace(AmbientSpace):
 
 
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
-    """Return whether the matrices of all copies of a point have the rank of the space, up to rounding."""
+    """Return whether the matrix of every copy of a point has the full rank of the space, up to rounding."""
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

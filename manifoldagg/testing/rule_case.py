@@ -117,7 +117,7 @@ class RuleCase:
         return extra_fields(self.rule) == ({}, ())
 
     def payload(self, message: Message, index: int) -> Payload:
-        """Return the payload of update `index`, in memory of its own."""
+        """Return the payload of update `index`. It shares no memory with other objects."""
         generator = self.generator(index + 1)
         if self.make_payload is not None:
             return self.make_payload(message, generator)
@@ -176,7 +176,7 @@ class DirectRun:
         self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
 
     def next_update(self) -> Update:
-        """Return the next update, with base, current model and points in memory of their own."""
+        """Return the next update, with copies of the base, the current model and the points."""
         case = self.case
         client, version, base, message = self.in_flight.pop(case.turns[self.count].place)
         payload = case.payload(message, self.count)
@@ -280,7 +280,7 @@ class AggregateRun:
         self.models = [space.state_dict(case.start)]
 
     def next_models(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """Return the current model, the base and the update of the next step, in memory of their own."""
+        """Return copies of the current model, the base and the update of the next step."""
         record = self.records[len(self.models) - 1]
         current, base = (_cloned(self.models[i]) for i in (-1, record.start_index))
         points = [self.space.state_dict(point) for point in record.payload.points]
