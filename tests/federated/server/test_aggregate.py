@@ -620,7 +620,7 @@ class Bare(FedOrtho):
         (lambda: aggregate(FedAsync(), None, W, W, W, out={"w": torch.ones(2).half()}), "out: w: expected torch.float32"),
         (lambda: aggregate(FedAsync(), None, W, W, W, out=3), "out: expected a state dict or a list of arrays, got int"),
         (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.broadcast_to(1.0, 2)]), "out: 0: expected a writable array"),
-        (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in the byte order"),
+        (lambda: aggregate(FedAsync(), None, *[[np.ones(2)]] * 3, out=[np.ones(2, ">f8")]), "out: 0: expected a writable array in native byte order"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[:2], "b": LINE[1:3]}), "out: expected"),
         (lambda: aggregate(FedAsync(), None, *[{"a": LINE[:2], "b": LINE[2:4]}] * 3, out={"a": LINE[2:4], "b": LINE[:2]}), "out: expected"),
         (lambda: aggregate(ASGD(), None, B, B, B, space=ParameterSpace.of_state_dict(B, buffer_policy=["rm"]), out=B | {"rm": torch.zeros(1).expand(2)}), "out: expected tensors with memory"),
