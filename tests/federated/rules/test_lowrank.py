@@ -369,9 +369,7 @@ def test_what_is_not_finite_is_refused_by_name():
 def test_a_leaf_of_low_rank_within_another_or_beside_a_curved_one_is_refused():
     pair = Product({"a": LowRank(3, 2, 1), "b": Flat(2)})
     nested = ParameterSpace.of_state_dict({"w": torch.zeros(2, 7)}, {"w": pair})
-    with pytest.raises(
-        ArgumentError, match=r"space: expected leaves that are flat or LowRank, got w: Power"
-    ):
+    with pytest.raises(ArgumentError, match=r"space: expected leaves that are flat or LowRank, got w: Power"):
         FedAsync().init(nested, torch.zeros(nested.shape))
     mixed = Product({"a": LowRank(3, 2, 1), "b": Sphere(3)})
     with pytest.raises(ArgumentError, match="a: LowRank.* does not have"):
