@@ -1,13 +1,17 @@
 """Geometry for asynchronous federated optimisation: correct stale updates, step along learned curves, average.
 
-A stale update is *corrected* into the tangent space of the current model, the model *steps* along the curve
-that the update describes, and the models of a run are *averaged*. The names below and the packages are attributes,
-loaded when they are first touched: `manifoldagg.averaging`, `.corrections`, `.curves`, `.errors`,
-`.experiments`, `.federated`, `.integrations`, `.kernels`, `.manifolds`, `.optim`, `.routing`, `.simulation`,
-`.testing`, and `.rules` for `manifoldagg.federated.rules`.
+The library does three things to models:
+
+- *Correct*: map a stale client update to the tangent space of the current model.
+- *Step*: move the model along the curve that the update describes.
+- *Average*: compute means of models.
+
+The names in `__all__` and the following packages are loaded when they are first accessed: `manifoldagg.averaging`,
+`.corrections`, `.curves`, `.errors`, `.experiments`, `.federated`, `.integrations`, `.kernels`, `.manifolds`, `.optim`,
+`.routing`, `.simulation`, `.testing`, and `.rules`, which is `manifoldagg.federated.rules`.
 """
 
-TYPE_CHECKING = False  # as in `typing`, which takes its time to load
+TYPE_CHECKING = False  # Type checkers know this name. Importing it from `typing` would slow down the import.
 
 if TYPE_CHECKING:
     from manifoldagg import averaging as averaging
@@ -75,7 +79,7 @@ __all__ = [
     "fit",
 ]
 
-if not TYPE_CHECKING:  # or else a checker would take any name for one that is here
+if not TYPE_CHECKING:  # With `__getattr__`, a type checker would accept any attribute name.
 
     def __getattr__(name: str) -> object:
         from importlib import import_module

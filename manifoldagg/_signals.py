@@ -1,4 +1,4 @@
-"""Signal handling of the commands: immediate exit while idle, and unwinding while there is work to undo."""
+"""Signal handling of the commands: exit immediately by default, and unwind the stack inside `graceful_shutdown`."""
 
 import os
 import signal
@@ -11,45 +11,48 @@ from typing import NoReturn
 __all__ = ["exit_on_sigint", "graceful_shutdown"]
 
 SIGINT_EXIT_CODE = 130
-"""The exit code of what Ctrl-C ended: 128 and the number of the signal."""
+"""The exit code after Ctrl-C: 128 plus the number of the signal."""
 FINALISER_DELAY = 0.01
-"""Seconds in which a finaliser is over."""
+"""The delay in seconds after which a signal is sent again if it arrived during a finaliser."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """SIGINT in an unwinding block. (A plain KeyboardInterrupt through an `exec` makes Python end by the signal.)"""
+    """A SIGINT inside `graceful_shutdown`.
+
+    If a plain `KeyboardInterrupt` passes through `exec`, Python ends the process by the signal.
+    """
 
 
 def exit_immediately(*_: object) -> NoReturn:
-    """Print a message and end the process at once, also during an import that would swallow an exception."""
+    """Print a message and end the process immediately, even during an import that would suppress an exception."""
     os.write(2, b"interrupted\n")
     os._exit(SIGINT_EXIT_CODE)
 
 
 def exit_on_sigint() -> None:
-    """Make SIGINT end the process; a process that was started to ignore SIGINT continues to ignore it."""
+    """Make SIGINT end the process immediately. A process that ignores SIGINT continues to ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_immediately)
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `Interrupt`; within a finaliser, which would swallow it, raise it soon after."""
+    """Raise `Interrupt`. Postpone it during a finaliser, which would suppress the exception."""
     if not _postpone_in_finaliser(number, frame):
         raise Interrupt
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """End the process at once; within a finaliser, end it soon after."""
+    """Raise `SystemExit`. Postpone it during a finaliser, which would suppress the exception."""
     if not _postpone_in_finaliser(number, frame):
         sys.exit(128 + number)
 
 
 def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
-    """Whether the process is in a finaliser; the signal comes again then."""
+    """Return whether a finaliser is running. If it is, send the signal again after `FINALISER_DELAY`."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     if frame is not None:
-        import threading  # whose import at the start would be one more that Ctrl-C may meet
+        import threading  # not at the start, because Ctrl-C can interrupt every import
 
         threading.Timer(FINALISER_DELAY, os.kill, (os.getpid(), number)).start()
     return frame is not None
@@ -57,10 +60,13 @@ def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
 
 @contextmanager
 def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGINT and unwind on SIGTERM in this block, without partially written files.
+    """Raise exceptions on SIGINT and SIGTERM in this block, so that cleanup code runs and no file is partially written.
 
-    Once all is undone, `message`, or what it says then, goes to stderr, and the process ends as one does that was
-    interrupted.
+    After the cleanup for a SIGINT, the process prints a message to stderr and ends with exit code 130. After a SIGTERM
+    it ends with exit code 143.
+
+    Args:
+        message: the message, or a function that returns it.
 
     Example:
         >>> with graceful_shutdown():

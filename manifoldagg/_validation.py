@@ -1,6 +1,7 @@
 """Checks of arguments at the boundary of the library.
 
-Each check takes the *name* of the argument first. Its error names the argument, what was expected, and what was passed.
+The first parameter of each check is the *name* of the argument. The error message contains this name, the expected
+value and the given value.
 """
 
 import difflib
@@ -48,19 +49,20 @@ __all__ = [
 MAX_REPR_LENGTH = 100
 """The maximum number of characters of a value in a message."""
 HUGE_INT_BITS = 128
-"""Integers of at least this many binary digits are not written out in a message. Python may refuse to, too."""
+"""Messages do not contain the digits of integers with more bits than this. Python refuses to convert very long ones."""
 
 INTERNAL_PACKAGES = ("manifoldagg", "beartype", "jaxtyping", "torch")
-"""The packages whose lines a warning does not point to."""
+"""The packages that a warning skips when it selects the source line to report."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
-    """Represent a value in one line of a message, truncated if it is long, safe if `repr` fails.
+    """Represent a value in one line of an error message.
 
-    A model, a tensor or a container of them is represented by its type and size.
+    Long representations are truncated. A model, a tensor or a container of them is represented by its type and size. If
+    `repr` fails, the result is the name of the type.
 
     Example:
         >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
@@ -73,22 +75,22 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     if issubclass(kind, int) and int.bit_length(value) > HUGE_INT_BITS:
         return one_line(f"a huge {'negative ' if int.__lt__(value, 0) else ''}{kind.__name__}", max_length)
     try:
-        default: Any = object.__repr__  # it would print an address
+        default: Any = object.__repr__  # its result contains a memory address
         is_default = kind.__repr__ is default
         text = f"a {kind.__name__}" if is_default else _summary(value) or str.__str__(repr(value))
         if "\n" in text:  # an object that contains a module or a tensor
             text = f"a {kind.__name__}"
         elif len(text) > max_length and issubclass(kind, Mapping):
             text = f"{kind.__name__} of {len(value):,} entries"
-    except ValueError:  # more digits than Python writes
+    except ValueError:  # Python limits the number of digits of a converted integer
         text = f"a huge {kind.__name__}"
-    except Exception:  # the object's own code may raise any exception
+    except Exception:  # a user-defined `__repr__` may raise any exception
         text = f"a {kind.__name__}"
     return one_line(text, max_length)
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, a tensor, an array or a container of them; empty for other values."""
+    """Return the type and size of a module, a tensor, an array or a container of them. Return "" for other values."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
@@ -125,7 +127,7 @@ def check_number(
     """Return `value` as a finite float in the stated range.
 
     Raises:
-        ArgumentError: if `value` is not a number, is NaN or infinite, or lies outside the range.
+        ArgumentError: if `value` is not a number, is not finite, or is outside the range.
 
     Example:
         >>> check_number("rate", 0.5, above=0)
@@ -136,7 +138,7 @@ def check_number(
         manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
     """
     try:
-        # float() reads words, and buffers of them, too.
+        # `float` also parses strings and byte buffers, which are probably mistakes.
         if isinstance(value, str | bytes | bytearray | memoryview | bool):
             raise TypeError
         number = float(value)
@@ -154,7 +156,7 @@ def check_decay(name: str, value: SupportsFloat) -> float:
     """Return `value` as a float in [0, 1), the decay of a moving average.
 
     Raises:
-        ArgumentError: if `value` is not a number, or outside.
+        ArgumentError: if `value` is not a number or is outside this interval.
 
     Example:
         >>> check_decay("beta", 0.9)
@@ -169,7 +171,7 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
     """Return `value` as an int that is at least `at_least`.
 
     Raises:
-        ArgumentError: if `value` is not an integer or too small.
+        ArgumentError: if `value` is not an integer or is too small.
 
     Example:
         >>> check_count("clients", 30)
@@ -190,7 +192,7 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
     """Return `value`, which must be one of `choices`.
 
     Raises:
-        ArgumentError: naming the choices, and the one that was perhaps meant.
+        ArgumentError: if `value` is not one of `choices`. The message lists the choices and suggests the closest one.
 
     Example:
         >>> check_choice("data", "digit", ("digits", "letters"))
@@ -210,13 +212,13 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
     """Return `value`, which must be an instance of `kind`.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        kind: a class.
-        hint: what to write instead.
+        name: the name of the argument.
+        value: the value of the argument.
+        kind: the expected class.
+        hint: code that the message suggests instead.
 
     Raises:
-        ArgumentError: naming the class, and what to write.
+        ArgumentError: if `value` is not an instance of `kind`.
 
     Example:
         >>> check_instance("rate", "0.5", float, "0.5")
@@ -226,13 +228,13 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
     """
     if isinstance(value, kind):
         return value
-    # Others may be written out at any length, as a task with its tensors.
+    # The representation of any other object can be very long, for example that of a task with its tensors.
     given = short_repr(value) if isinstance(value, str | bool | type | None) else type(value).__name__
     raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
 
 
 def closest_match(word: object, choices: Collection[object]) -> str | None:
-    """Return the element of `choices` with the spelling closest to `word`, or `None`.
+    """Return the element of `choices` whose spelling is closest to `word`, or `None` if no element is similar.
 
     Example:
         >>> closest_match("fedasink", ("fedgs", "fedasync"))
@@ -246,7 +248,7 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def other_type_hint(value: object, known: Collection[object]) -> str:
-    """Return a hint if `known` contains the same integer with the other type, int or str; empty otherwise.
+    """Return a hint if `known` contains the same integer as the other type, `int` or `str`. Return "" otherwise.
 
     Example:
         >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})
@@ -265,16 +267,16 @@ def other_type_hint(value: object, known: Collection[object]) -> str:
 def check_keywords(
     name: str, keywords: Collection[str], known: Collection[str], moved: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Check that a function has the keywords that it is called with.
+    """Check that a function accepts the keywords of a call.
 
     Args:
         name: the name of the function.
         keywords: the keywords of the call.
         known: the keywords of the function.
-        moved: keywords of other functions, and how to pass these options instead.
+        moved: a mapping from keywords of other functions to hints how to pass these options instead.
 
     Raises:
-        TypeError: naming the first unknown keyword and the closest known one, or all known ones.
+        TypeError: if a keyword is unknown. The message suggests the closest known keyword, or lists all of them.
 
     Example:
         >>> check_keywords("FedOrtho", ["rat"], ["transport", "rungs", "rate"])
@@ -292,7 +294,7 @@ def check_keywords(
 
 @lru_cache(maxsize=256)
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the keywords of a function or a class; `None` if it accepts any.
+    """Return the keywords of a function or a class, or `None` if it accepts arbitrary keywords.
 
     Example:
         >>> keywords_of(check_keywords)
@@ -314,11 +316,11 @@ def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def suggests_keywords(
     name: str, *forwards_to: Callable[..., Any], moved: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that adds the closest keyword to the `TypeError` for an unknown one.
+    """Return a decorator that adds the closest known keyword to the `TypeError` for an unknown keyword.
 
     Args:
         name: the name of the function in the message.
-        *forwards_to: functions that receive the further keywords of the decorated function.
+        *forwards_to: functions that receive the other keywords of the decorated function.
         moved: as in `check_keywords`.
 
     Example:
@@ -345,10 +347,10 @@ def suggests_keywords(
 
 
 class KeywordHints:
-    """A base class of dataclasses, which adds the closest option to the `TypeError` for an unknown one.
+    """Base class of dataclasses that adds the closest known option to the `TypeError` for an unknown option.
 
-    The check runs in `__new__`, so that the generated `__init__` and its signature stay unchanged. `copy` and `pickle`
-    call `__new__` without arguments.
+    The check runs in `__new__`, so the generated `__init__` and its signature stay unchanged. `copy` and `pickle` call
+    `__new__` without arguments and skip the check.
 
     Example:
         >>> from dataclasses import dataclass
@@ -369,12 +371,12 @@ class KeywordHints:
 
 
 def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") -> str:
-    """Return an error message that names an argument of the caller instead of an internal one.
+    """Replace the name of an internal argument in an error message by the name of the caller's argument.
 
     Args:
-        message: an error message, which begins with the name of an argument and a colon.
-        names: the names of internal arguments, and the names of the caller's arguments.
-        prefix: the start of a message about any other argument.
+        message: an error message that starts with the name of an argument and a colon.
+        names: a mapping from names of internal arguments to names of the caller's arguments.
+        prefix: the prefix of messages about all other arguments.
 
     Example:
         >>> rename_argument("points[1]: expected one model", {"points": "model"})
@@ -392,9 +394,9 @@ def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") ->
 
 @contextmanager
 def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Rename the argument that an `ArgumentError` of the body names, as `rename_argument` does.
+    """Apply `rename_argument` to the message of an `ArgumentError` that the body raises.
 
-    An internal function names its own arguments, but the user knows only those of the public function.
+    An internal function reports the names of its own arguments. The user knows only those of the public function.
 
     Example:
         >>> with renamed_arguments({"start": "model"}):
@@ -411,9 +413,9 @@ def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[No
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line of the call stack that is outside of this package and of decorators' packages.
+    """Issue a warning at the innermost stack frame outside of `INTERNAL_PACKAGES`.
 
-    A fixed stack level would be wrong: the same check runs under several public functions and their decorators.
+    A fixed `stacklevel` would be wrong because several public functions and their decorators run the same check.
     """
     frame = inspect.currentframe()
     level = 0
@@ -424,10 +426,11 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
-    """Return a float64 copy of `values`: a non-empty vector of finite numbers in the stated range.
+    """Return a float64 copy of `values`, which must be a non-empty vector of finite numbers >= `at_least`.
 
     Raises:
-        ArgumentError: if `values` are not numbers or no vector, or naming the first entry that does not fit.
+        ArgumentError: if `values` is not a vector of numbers, or if an entry is not finite or too small. The message
+            contains the index of the first invalid entry.
 
     Example:
         >>> check_vector("rates", [1, 2.5]).tolist()
@@ -448,12 +451,18 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
-    """Return `tensor`, whose shape must be `shape`, after any batch dimensions with `batch`; `None` is any length.
+    """Return `tensor`, which must be a dense floating tensor of the given shape.
+
+    Args:
+        name: the name of the argument.
+        tensor: the value of the argument.
+        *shape: the expected length of each axis; `None` accepts any length.
+        batch: whether leading batch axes may precede `shape`.
 
     Raises:
-        ArgumentError: if `tensor` is not a floating tensor or its shape differs.
+        ArgumentError: if `tensor` is not a dense floating tensor, or if its shape differs.
     """
-    # By its type: what an object says of its class may be untrue.
+    # `isinstance` also trusts the attribute `__class__`, which an object can override.
     real = issubclass(type(tensor), Tensor)
     if not real or not tensor.dtype.is_floating_point:
         given = tensor.dtype if real else type(tensor).__name__
@@ -476,10 +485,12 @@ def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`, all of whose entries must be finite, in one or two passes without a temporary of its size.
+    """Return `tensor`, whose entries must all be finite.
+
+    The check needs one or two passes and allocates no temporary tensor of the same size.
 
     Raises:
-        ArgumentError: naming the tensor and the first position.
+        ArgumentError: if an entry is not finite. The message contains its value and its index.
     """
     if not is_finite(tensor):
         where = _first_nonfinite(tensor)
@@ -488,7 +499,7 @@ def check_finite(name: str, tensor: Tensor) -> Tensor:
 
 
 def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
-    """Where the first entry is that is not finite: halves are asked until what is left is small."""
+    """Return the index of the first entry that is not finite, by bisection along each axis."""
     start = [0] * tensor.ndim
     for dim in range(tensor.ndim):
         while tensor.shape[dim] > 1 and tensor.numel() > 2**14:
@@ -504,19 +515,20 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Return whether every entry is finite (an empty tensor is)."""
+    """Return whether all entries of all tensors are finite. An empty tensor is finite."""
     for tensor in tensors:
-        # The least and the largest are NaN where any entry is, and infinite where one is.
+        # If an entry is NaN, minimum and maximum are NaN. If an entry is infinite, one of them is infinite.
         if prefers_numpy(tensor):
             array = tensor.detach().numpy()
             ends = array.min(), array.max()
         elif tensor.numel():
-            # torch orders no numbers of eight bits.
-            given = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
-            # A finite sum has finite terms, and takes a third of the time. A sum of finite terms may overflow.
-            if given.is_floating_point() and math.isfinite(given.detach().sum().item()):
+            # `aminmax` does not support the float8 dtypes.
+            values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+            # If the sum is finite, all terms are finite. The sum takes a third of the time of `aminmax`. The converse
+            # does not hold because a sum of finite terms may overflow.
+            if values.is_floating_point() and math.isfinite(values.detach().sum().item()):
                 continue
-            low, high = given.detach().aminmax()
+            low, high = values.detach().aminmax()
             ends = low.item(), high.item()
         else:
             continue

@@ -42,7 +42,7 @@ class DivergenceError(ManifoldAggError, ArithmeticError):
 
 
 class CheckpointError(ManifoldAggError):
-    """A value cannot be saved, or a file is invalid. The message names the file, or the part of the state."""
+    """A value cannot be saved, or a file is invalid. The message names the file or the part of the state."""
 
 
 class WireError(ManifoldAggError):
@@ -54,7 +54,7 @@ class SpillError(ManifoldAggError):
 
     Args:
         message: the error message.
-        temporary: whether a later attempt may succeed, as after an error of a full disk.
+        temporary: whether a later attempt may succeed, for example after an error of a full disk.
 
     Example:
         >>> SpillError("spill: /tmp: no space left", temporary=True).temporary
@@ -67,4 +67,4 @@ class SpillError(ManifoldAggError):
 
 
 class StabilityWarning(UserWarning):
-    """A learning rate is above the stability limit of the concurrency, so that training may diverge."""
+    """A learning rate exceeds the stability limit for the given concurrency. Training may diverge."""

@@ -634,7 +634,7 @@ def test_a_client_whose_model_is_wrapped_is_told_so():
     wrapped = ParameterSpace.of(torch.nn.DataParallel(MODEL))
     data = pack(Payload(torch.zeros(1, P), 1), spec=wrapped)
     receipt = server.receive(server.dispatch("ward-7"), partial(unpack, data, spec=server.space))
-    assert "'module.' is in them: DataParallel" in receipt.reason
+    assert "got 'module.' in names, which DataParallel" in receipt.reason
 
 
 def test_a_spec_in_json_does_for_the_space():

@@ -1,4 +1,4 @@
-"""Embeddings: low-dimensional spaces in a manifold, such as curves, and how they are learned."""
+"""Embeddings: low-dimensional subsets of a manifold, such as curves, tunnels and simplices, and how to fit them."""
 
 from manifoldagg.curves.batchnorm import refresh_buffers
 from manifoldagg.curves.bezier import Bezier

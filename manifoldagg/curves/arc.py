@@ -1,4 +1,4 @@
-r"""Arc length on [0, 1] by quadrature, and its inverse."""
+r"""Arc length by adaptive quadrature, and the inverse function."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,23 +15,24 @@ __all__ = ["Speed", "arc_length", "parameter_at_arc_length"]
 
 Speed = Callable[[Tensor], Tensor]
 
-ROUGH = 500
-"""In units of rounding: by how much of the length the two halves of a panel may differ from the whole."""
+MAX_PANEL_ERROR = 500
+"""The maximum difference between a panel and the sum of its halves, in units of machine epsilon times the length."""
 
 MAX_PANELS = 4096
 MAX_BISECTIONS = 52
-"""Halvings of [0, 1] until float64 ends."""
+"""The number of bisections of [0, 1] that float64 can resolve."""
 
 
 def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
-    r"""Integrate $\int |v|$ over [first edge, last edge] to a relative error of 1e-12, if the speed is as exact.
+    r"""Compute the integral of the speed over [first edge, last edge].
 
-    Composite Gauss-Legendre of 16 nodes; a panel is halved until its halves agree with it, so that kinks and cusps cost
-    a few panels more. It is differentiable in what `speed` depends on.
+    The quadrature is a composite Gauss-Legendre rule with 16 nodes per panel. A panel is bisected until the sum of its
+    halves agrees with it, so kinks and cusps only need a few more panels. The relative error is 1e-12 if the speed is
+    as accurate. The result is differentiable with respect to the tensors on which `speed` depends.
 
     Args:
-        speed: parameters (m, 16) to speeds.
-        edges: ascending; where the speed may jump there must be one.
+        speed: a function from parameters (m, 16) to speeds.
+        edges: the ascending edges of the initial panels. Every jump of the speed must be an edge.
 
     Raises:
         ArgumentError: if the length is not finite.
@@ -45,15 +46,16 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
 
 
 def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Float[Tensor, "*batch"]) -> Tensor:
-    r"""Return the parameters at fractions of the arc length: the inverse of `arc_length`.
+    r"""Compute the parameters at fractions of the arc length: the inverse function of `arc_length`.
 
     Args:
         speed: as for `arc_length`.
-        edges: as there.
-        fraction: in [0, 1].
+        edges: as for `arc_length`.
+        fraction: fractions of the length, in [0, 1].
 
     Returns:
-        (*batch,) in float64; 0 and 1 exactly at part 0 and 1; where there is no length, `fraction` between the ends.
+        The parameters (*batch,) in float64. The fractions 0 and 1 map exactly to the first and the last edge. If the
+        length is 0, the parameters are linearly interpolated between these edges.
 
     Example:
         >>> parameter_at_arc_length(lambda t: 2 * t, [0.0, 1.0], torch.tensor(0.25))
@@ -61,21 +63,22 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
     """
     with torch.no_grad():
         cuts = _panels(speed, edges)
-        pieces = _quadrature(speed, cuts[:-1], cuts[1:]).double()
-        reached = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
-        fraction = fraction.to(reached)
-        straight = edges[0] + (edges[-1] - edges[0]) * fraction
-        wanted = (fraction * reached[-1]).flatten()
-        # Within one panel: the sum of those before it is not subtracted from one of its own size.
-        k = (torch.searchsorted(reached, wanted, right=True) - 1).clamp(0, len(pieces) - 1)
-        rest = wanted - reached[k]
-        t = find_sign_change(lambda t: rest - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
+        panels = _quadrature(speed, cuts[:-1], cuts[1:]).double()
+        cumulative = torch.cat([panels.new_zeros(1), panels.cumsum(0)])
+        fraction = fraction.to(cumulative)
+        linear = edges[0] + (edges[-1] - edges[0]) * fraction
+        target = (fraction * cumulative[-1]).flatten()
+        # The search is limited to one panel. The length of the earlier panels is subtracted only once, so the search
+        # does not cancel digits.
+        k = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(0, len(panels) - 1)
+        remaining = target - cumulative[k]
+        t = find_sign_change(lambda t: remaining - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
         t = torch.where(fraction == 0, edges[0], torch.where(fraction == 1, edges[-1], t.reshape(fraction.shape)))
-        return torch.where(reached[-1] > 0, t, straight)
+        return torch.where(cumulative[-1] > 0, t, linear)
 
 
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
-    """The integral of `speed` over each [low, high]."""
+    """Compute the integral of `speed` over each interval [low, high]."""
     half = ((high - low) / 2).unsqueeze(-1)
     nodes, weights = _gauss_legendre()
     values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
@@ -84,33 +87,36 @@ def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
 
 @cache
 def _gauss_legendre() -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss-Legendre on [-1, 1], exact up to degree 31: made late, as their maker loads late."""
+    """Return the nodes and weights of the Gauss-Legendre rule on [-1, 1] that is exact up to degree 31.
+
+    The result is cached. It is not computed at import, because NumPy imports its polynomial module lazily.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(16)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
 def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
-    """Edges between which the quadrature is as exact as the speed."""
+    """Return the edges of panels on which the quadrature has converged."""
     with torch.no_grad():
         cuts = torch.tensor(edges, dtype=torch.float64)
         low = cuts[:-1]
         high = cuts[1:]
         whole = _quadrature(speed, low, high)
-        tolerance = ROUGH * torch.finfo(whole.dtype).eps
+        tolerance = MAX_PANEL_ERROR * torch.finfo(whole.dtype).eps
         total = None
-        found = [cuts]
+        all_cuts = [cuts]
         for _ in range(MAX_BISECTIONS):
             middle = (low + high) / 2
             left, right = _quadrature(speed, torch.cat([low, middle]), torch.cat([middle, high])).chunk(2)
-            found.append(middle)
+            all_cuts.append(middle)
             total = (left + right).sum() if total is None else total
             if not bool(total.isfinite()):
                 raise ArgumentError(f"phi: expected a curve of finite length in float64, got length {total.item()}")
-            # Against the whole length: a short panel with a kink may be as rough as it likes.
-            rough = (left + right - whole).abs() > tolerance * total
-            if not rough.any() or sum(map(len, found)) > MAX_PANELS:
+            # The error is relative to the whole length, so a short panel with a kink may be inaccurate.
+            inaccurate = (left + right - whole).abs() > tolerance * total
+            if not inaccurate.any() or sum(map(len, all_cuts)) > MAX_PANELS:
                 break
-            low = torch.cat([low[rough], middle[rough]])
-            high = torch.cat([middle[rough], high[rough]])
-            whole = torch.cat([left[rough], right[rough]])
-        return torch.cat(found).sort().values
+            low = torch.cat([low[inaccurate], middle[inaccurate]])
+            high = torch.cat([middle[inaccurate], high[inaccurate]])
+            whole = torch.cat([left[inaccurate], right[inaccurate]])
+        return torch.cat(all_cuts).sort().values

@@ -15,64 +15,74 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["check_barycentric", "weighted_mean"]
 
 MAX_STEPS = 500
-"""Of a Karcher mean: points that need more spread so far that there may be no single one."""
+"""The maximum number of steps of a Karcher mean. Points that need more may be too far apart for a unique mean."""
 
 
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
-    """Return coordinates (*batch, n); an `ArgumentError` names a negative one or the sum, unless a transform hides it.
+    """Return barycentric coordinates (*batch, n), which must be nonnegative and have the sum 1.
 
-    Both hold up to the square root of the precision of their dtype.
+    The tolerance is the square root of the machine epsilon of their dtype. Inside functorch transforms, which hide the
+    values, only the shape is checked.
+
+    Raises:
+        ArgumentError: if a coordinate is negative, or a sum is not 1.
     """
     x = check_shape("x", coordinates, n, batch=True)
     values = x.detach().double()
-    slack = math.sqrt(torch.finfo(x.dtype).eps)
+    tolerance = math.sqrt(torch.finfo(x.dtype).eps)
     if needs_autograd_path([values]):
         return x
     sums = values.sum(-1)
-    for what, found, wrong in (
-        ("coordinates >= 0, got", values, ~(values >= -slack)),
-        ("coordinates that sum to 1, got a sum of", sums, ~((sums - 1).abs() <= slack)),
+    for what, checked, invalid in (
+        ("coordinates >= 0, got", values, ~(values >= -tolerance)),
+        ("coordinates that sum to 1, got a sum of", sums, ~((sums - 1).abs() <= tolerance)),
     ):
-        if bool(wrong.any()):
-            where = tuple(wrong.nonzero()[0].tolist())
-            raise ArgumentError(f"x: expected barycentric {what} {found[where].item():g} at {where}")
+        if bool(invalid.any()):
+            where = tuple(invalid.nonzero()[0].tolist())
+            raise ArgumentError(f"x: expected barycentric {what} {checked[where].item():g} at {where}")
     return x
 
 
 def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    r"""Compute Karcher means (*batch, *shape) of points (*batch, n, *shape), weights (*batch, n), in float64.
+    r"""Compute Karcher means (*batch, *shape) of points (*batch, n, *shape) with weights (*batch, n), in float64.
 
-    Right up to the second derivatives in both, under every transform; a `DivergenceError` if one is not found.
+    First and second derivatives with respect to points and weights are correct, also inside functorch transforms.
+
+    Raises:
+        DivergenceError: if a mean is not found.
     """
     *batch, n = weights.shape
     means = []
     for leaf, (part,) in factor_parts(space, points):
-        # The copies of a power come before the points whose mean is taken, as more of a batch.
+        # The axes of the copies of a power become batch axes, in front of the axis of the mean.
         copies = part.shape[weights.ndim : part.ndim - len(leaf.space.shape)]
-        spread = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)
-        mean = _leaf_mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), spread)
+        leaf_weights = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)
+        mean = _leaf_mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), leaf_weights)
         means.append(mean.flatten(len(batch)))
     return torch.cat(means, -1).reshape(*batch, *space.shape)
 
 
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """The same on one leaf."""
+    """Compute Karcher means on one leaf, with derivatives by implicit differentiation."""
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
     if space.flat:
         return (factor * points).sum(axis)
-    # The mean is that of the projections, which differ from the points by rounding: no derivative is lost.
+    # The projections differ from the points only by rounding, so the derivatives are those of the points.
     points = points + (space._project(points.detach()) - points).detach()
     mean: Tensor = _KarcherMeanFunction.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
     if not needs_autograd_path([points, weights]):
         return mean
 
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
-        """Zero at u = 0: the normal part of u, less the pull of the points at exp of its tangent part."""
+        """Evaluate a function whose root is the mean, which is u = 0 for the detached points and weights.
+
+        It is the normal part of u minus the weighted sum of the logs at exp of the tangent part of u.
+        """
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
-        place = space._exp(m, tangent).unsqueeze(axis).expand_as(points)
-        return u - tangent - space._project_tangent(m, (factor * space._log(place, points)).sum(axis))
+        base = space._exp(m, tangent).unsqueeze(axis).expand_as(points)
+        return u - tangent - space._project_tangent(m, (factor * space._log(base, points)).sum(axis))
 
     size = math.prod(space.shape)
     batch = mean.shape[: mean.ndim - len(space.shape)]
@@ -82,30 +92,34 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     rows = torch.func.vjp(lambda u: equation(u, frozen, factor.detach()), zero)[1](unit.reshape(zero.shape))[0]
     hessian = rows.flatten(1 + len(batch)).movedim(0, -2).detach()
     u = torch.zeros_like(mean)
+    # The residual minus its detached copy is 0, so a Newton step does not change the value. Each step makes the
+    # derivatives of one more order correct.
     for _ in range(2):
-        left = equation(u, points, factor)
-        step = torch.linalg.solve(hessian, (left - left.detach()).flatten(len(batch)).unsqueeze(-1))
+        residual = equation(u, points, factor)
+        step = torch.linalg.solve(hessian, (residual - residual.detach()).flatten(len(batch)).unsqueeze(-1))
         u = u - step.squeeze(-1).reshape(mean.shape)
-    moved = space._exp(mean, u)
-    return mean + (moved - moved.detach())
+    point = space._exp(mean, u)
+    return mean + (point - point.detach())
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """Karcher means as values without derivatives: under vmap, what is mapped over joins the batch."""
+    """Karcher means without derivatives. Under vmap, the mapped axis becomes a batch axis."""
 
     @staticmethod
     def forward(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-        # A place may be negative by rounding; what is more negative is refused.
+        # Rounding can make a coordinate slightly negative. `karcher_mean` rejects weights that are more negative.
         weights = torch.where(weights > -math.sqrt(torch.finfo(torch.float32).eps), weights.clamp(min=0), weights)
         mean = karcher_mean(space, points, weights, max_steps=MAX_STEPS)
         if not mean.converged:
-            left = f"in {mean.steps} steps, at the last of which the gradient is {mean.residual.max().item():.1e}"
-            raise DivergenceError(f"phi, x: found no Karcher mean on {space} {left}: the vertices lie too far apart")
+            found = f"a gradient of {mean.residual.max().item():.1e} after {mean.steps} steps"
+            raise DivergenceError(
+                f"phi, x: expected vertices with a Karcher mean on {space}, got {found}; move the vertices closer"
+            )
         return mean.point
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing, because the backward pass is not used."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], space: Manifold, *tensors: Tensor) -> tuple[Tensor, int]:

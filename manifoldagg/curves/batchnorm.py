@@ -1,4 +1,4 @@
-"""BatchNorm statistics for a point of a curve, recomputed from data."""
+"""Recomputation of BatchNorm statistics for a point of a curve."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,27 +20,27 @@ __all__ = ["batch_norm_layers", "evaluation_mode", "refresh_buffers", "refreshed
 def refresh_buffers(
     space: ParameterSpace, model: nn.Module, point: Float[Tensor, " P"], batches: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return the buffers of `model`, with BatchNorm statistics averaged over `batches` at `point`.
+    """Compute the buffers of `model` at `point`, with BatchNorm statistics averaged over `batches`.
 
-    Every batch counts alike, as in `torch.optim.swa_utils.update_bn`. The other layers compute as in evaluation, so
-    nothing is dropped out and nothing is drawn. The model lends its code: its parameters, buffers and modes are what
-    they were when this returns. Without BatchNorm the batches are not read.
+    All batches have the same weight, as in `torch.optim.swa_utils.update_bn`. The other layers are in evaluation mode,
+    so dropout is inactive and no random numbers are drawn. The parameters, buffers and modes of the model do not
+    change. If the model has no BatchNorm layers, the batches are not read.
 
     Args:
-        space: of the model's parameters.
-        model: with this layout.
-        point: (P,), where the statistics are wanted.
-        batches: each the model's inputs: a tensor; or a tuple or list that begins with it, as (inputs, targets); or a
-            mapping of keyword arguments.
+        space: the space of the model's parameters.
+        model: a module with the layout of the space.
+        point: the point (P,) at which the statistics are computed.
+        batches: the inputs of the model. A batch is a tensor, a tuple or list whose first element is the input, such as
+            (inputs, targets), or a mapping of keyword arguments.
 
     Returns:
-        Buffers and frozen parameters by name, as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]: what
-        `space.state_dict(point, carried)` takes.
+        Buffers and frozen parameters by name, as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]. They
+        are valid buffers for `space.state_dict(point, buffers)`.
 
     Raises:
-        ArgumentError: if `point` does not lie in the space, a batch has another form, or there is none.
+        ArgumentError: if `point` is not in the space, a batch has another type, or `batches` is empty.
         StateDictError: if `model` does not have the layout of the space.
-        DivergenceError: if a statistic is not finite, naming it.
+        DivergenceError: if a statistic is not finite. The message contains its name.
 
     Source: Izmailov et al. 2018, after (2).
 
@@ -49,8 +49,8 @@ def refresh_buffers(
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
         >>> space = ParameterSpace.of(model)
         >>> point = torch.zeros(10)
-        >>> carried = refresh_buffers(space, model, point, [torch.ones(4, 2)])
-        >>> _ = model.load_state_dict(space.state_dict(point, carried))
+        >>> buffers = refresh_buffers(space, model, point, [torch.ones(4, 2)])
+        >>> _ = model.load_state_dict(space.state_dict(point, buffers))
         >>> model[1].running_mean, int(model[1].num_batches_tracked)
         (tensor([0., 0.]), 1)
     """
@@ -61,12 +61,12 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Return the buffers of a loss, with statistics of these layers averaged over `batches` at `point`.
+    """Compute the buffers of a loss at `point`, with the statistics of the given layers averaged over `batches`.
 
     Raises:
-        ArgumentError: if a batch has another form than [`refresh_buffers`][manifoldagg.curves.refresh_buffers] takes,
-            or there is none.
-        DivergenceError: if a statistic is not finite, naming it.
+        ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]
+            accepts, or `batches` is empty.
+        DivergenceError: if a statistic is not finite. The message contains its name.
     """
     if not norms:
         return loss.buffers
@@ -79,7 +79,7 @@ def refreshed_buffers(
     with evaluation_mode(loss.model), torch.no_grad():
         for norm in norms:
             norm.training = True
-            # Without a momentum it takes the plain mean over batches, not an exponential one.
+            # If the momentum is None, BatchNorm computes the arithmetic mean over the batches.
             norm.momentum = None
         for batch in batches:
             args, options = _call_arguments(batch)
@@ -87,22 +87,22 @@ def refreshed_buffers(
             read = True
     if not read:
         raise ArgumentError("batches: expected at least one batch, got none")
-    carried = fresh.buffers
+    buffers = fresh.buffers
     statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
     for name, tensor in tensors_of(loss.model).items():
-        if id(tensor) in statistics and not bool(carried[name].isfinite().all()):
-            raise DivergenceError(f"{name}: the statistics at this point are not finite")
-    return carried
+        if id(tensor) in statistics and not bool(buffers[name].isfinite().all()):
+            raise DivergenceError(f"{name}: expected finite statistics at this point, got NaN or infinity")
+    return buffers
 
 
 def batch_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the layers that track running statistics."""
+    """Return the BatchNorm layers that track running statistics."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode within the block, and restore modes and momenta afterwards."""
+    """Set all modules to evaluation mode in this block, and restore their modes and momenta afterwards."""
     modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
     try:
         for module, *_ in modes:
@@ -120,7 +120,7 @@ def _no_loss(output: Any, target: Any) -> Tensor:
 
 
 def _call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with."""
+    """Return the positional and keyword arguments of the model for a batch."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):

@@ -1,6 +1,6 @@
-r"""Polynomials on [0, 1] by their Bernstein coefficients: $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
+r"""Polynomials on [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
 
-The weights, products, changes of sign and the least value; and where a function that is no polynomial changes its sign.
+The module contains basis polynomials, products, roots and minima. `find_sign_change` also works for other functions.
 """
 
 import math
@@ -26,14 +26,16 @@ __all__ = [
 ]
 
 MAX_BISECTIONS = 52
-"""Halvings of [0, 1] until float64 ends."""
+"""The number of bisections of [0, 1] that float64 can resolve."""
 
 MAX_ITERATIONS = 100
-"""Steps in a bracket before an interpolation is given up; halving alone leaves 2^-100 of the bracket by then."""
+"""The maximum number of interpolation steps. As many bisections reduce a bracket to 2^-100 of its length."""
 
 
 def weights(degree: int, t: Any) -> list[Any]:
-    r"""Compute the weights $\binom{n}{i} t^i (1-t)^{n-i}$, i = 0 … n, at numbers; degree -1 has no weights.
+    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n. Degree -1 has no weights.
+
+    `t` can be a number, an array, a tensor or a symbol.
 
     Example:
         >>> weights(2, 0.5)
@@ -44,7 +46,7 @@ def weights(degree: int, t: Any) -> list[Any]:
 
 
 def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"]:
-    """Compute the weights as one tensor in float64, differentiable in `t`.
+    """Compute the Bernstein weights as one float64 tensor, which is differentiable with respect to `t`.
 
     Example:
         >>> basis(2, torch.tensor(0.5))
@@ -55,14 +57,14 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
 
 
 def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    r"""Compute $\sqrt{w^\top G\, w}$ for weights $w$, with derivative 0 at 0: (*batch,)."""
+    r"""Compute $\sqrt{w^\top G\, w}$ for weights $w$, (*batch,). The derivative at 0 is defined as 0."""
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
     positive = value > 0
     return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Compute coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ in degree p + q.
+    r"""Compute the Bernstein coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$, of degree p + q.
 
     $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
 
@@ -86,7 +88,7 @@ def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
 
 
 def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
-    """Compute the coefficients of the derivative, one fewer.
+    """Compute the Bernstein coefficients of the derivative, whose degree is lower by 1.
 
     Example:
         >>> derivative_coefficients([0.0, 0.5, 2.0])
@@ -97,10 +99,11 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 
 
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
-    """Return the sign changes of a polynomial on [0, 1] in ascending order; 0 counts as negative.
+    """Yield the sign changes of a polynomial on [0, 1] in ascending order, where 0 counts as negative.
 
-    A polynomial changes sign no more often than its coefficients do (Descartes' rule): [0, 1] is halved until on each
-    piece they do so once at most. Newton's method, with bisection as its guard, finds the place on a piece.
+    A polynomial has at most as many sign changes as its Bernstein coefficients (Descartes' rule of signs). The interval
+    is bisected until the coefficients of each subinterval have at most one sign change. Newton's method with a
+    bisection safeguard then computes the root.
 
     Source: Lane, Riesenfeld 1981.
 
@@ -113,21 +116,22 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
         piece, low, width = pending.pop()
         signs = [value > 0 for value in piece]
         changes = sum(map(ne, signs, signs[1:]))
-        # Where floats end, of changes that cannot be told apart an odd number is one.
+        # At the resolution of float64, an odd number of inseparable sign changes counts as one.
         if changes == 1 or (changes > 1 and width <= 0.5**MAX_BISECTIONS and signs[0] != signs[-1]):
             yield low + width * _isolated_root(piece)
         elif changes > 1 and width > 0.5**MAX_BISECTIONS:
             width /= 2
             left, right = _subdivide(piece)
-            # The last in is the first out: places come in their order.
+            # The stack is last in, first out, so the left half comes first and the roots are ascending.
             pending.append((right, low + width, width))
             pending.append((left, low, width))
 
 
 def argmin(coefficients: Sequence[float]) -> float:
-    """Return the minimiser of a polynomial on [0, 1], among the critical points and both ends.
+    """Return a global minimiser of a polynomial on [0, 1].
 
-    That is a global minimum, to the rounding of the coefficients; of several minima it is one.
+    The candidates are the critical points and both ends of the interval. The result is exact up to the rounding of the
+    coefficients.
 
     Example:
         >>> round(argmin([1.0, -1.0, 2.0]), 12)
@@ -139,14 +143,16 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Find the sign changes of functions in [`low`, `high`]; without one, return `high` if positive, else `low`.
+    """Find a sign change of each of several functions in its interval [`low`, `high`].
 
-    Chandrupatla's method: inverse quadratic interpolation where it is trustworthy, else bisection; it always ends.
+    Chandrupatla's method uses inverse quadratic interpolation if it is reliable, and bisection otherwise. It always
+    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low`
+    otherwise.
 
     Args:
-        function: (*batch,) to (*batch,), each number by itself.
-        low: where to begin.
-        high: where to end.
+        function: an elementwise function from (*batch,) to (*batch,).
+        low: the lower ends of the intervals.
+        high: the upper ends of the intervals.
 
     Source: Chandrupatla 1997.
 
@@ -154,7 +160,7 @@ def find_sign_change(
         >>> find_sign_change(lambda t: 0.25 - t**2, torch.zeros(1).double(), torch.ones(1).double())
         tensor([0.5000], dtype=torch.float64)
     """
-    # x is the latest place, y the other end of the bracket, z the place before.
+    # x is the latest iterate, y the other end of the bracket, and z the previous iterate.
     x = low
     y = high
     fx = function(x)
@@ -168,21 +174,21 @@ def find_sign_change(
         done = ~changes | (least > 0.5) | (fx == 0) | (fy == 0)
         if bool(done.all()):
             break
-        place = torch.where(done, x, x + t.maximum(least).minimum(1 - least) * (y - x))
-        value = function(place)
+        iterate = torch.where(done, x, x + t.maximum(least).minimum(1 - least) * (y - x))
+        value = function(iterate)
         same = (value > 0) == (fx > 0)
         z = torch.where(same, x, y)
         fz = torch.where(same, fx, fy)
         y = torch.where(same, y, x)
         fy = torch.where(same, fy, fx)
-        x = place
+        x = iterate
         fx = value
-        near = (x - y) / (z - y)
-        part = (fx - fy) / (fz - fy)
-        trusted = (part**2 < near) & ((1 - part) ** 2 < 1 - near)
+        xi = (x - y) / (z - y)
+        phi = (fx - fy) / (fz - fy)
+        reliable = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
         quadratic = fx / (fy - fx) * fz / (fy - fz) + (z - x) / (y - x) * fx / (fz - fx) * fy / (fz - fy)
-        # Equal values divide by zero: there the quadratic is not trusted.
-        t = torch.where(trusted, quadratic, 0.5)
+        # If two values are equal, a quotient is NaN or infinite. The interpolation then counts as unreliable.
+        t = torch.where(reliable, quadratic, 0.5)
     return torch.where(changes, torch.where(fx.abs() <= fy.abs(), x, y), torch.where(positive, high, low))
 
 
@@ -192,7 +198,7 @@ def _binomials(n: int) -> tuple[int, ...]:
 
 
 def _subdivide(coefficients: Sequence[float]) -> tuple[list[float], list[float]]:
-    """de Casteljau at 1/2: the coefficients on both halves, the last of one being the first of the other."""
+    """Compute the coefficients on [0, 1/2] and on [1/2, 1] by de Casteljau's algorithm."""
     left = list(coefficients)
     right = [left[-1]]
     for k in range(1, len(left)):
@@ -203,9 +209,9 @@ def _subdivide(coefficients: Sequence[float]) -> tuple[list[float], list[float]]
 
 
 def _isolated_root(piece: Sequence[float]) -> float:
-    """The one change of sign of a polynomial on [0, 1]."""
+    """Compute the only sign change of a polynomial on [0, 1]."""
     rises = piece[-1] > 0
-    # Without negative coefficients it is nowhere negative, and 0 at an end alone.
+    # If no coefficient is negative, the polynomial is positive inside the interval and 0 at one end.
     if min(piece) == 0:
         return 0.0 if rises else 1.0
     below = 0.0
@@ -222,10 +228,11 @@ def _isolated_root(piece: Sequence[float]) -> float:
             below = t
         attempt += 1
         step = t - value / slope if slope else math.nan
-        # Less than the resolution of t is left to go; the other end of the bracket may still be far, and need not come.
+        # The Newton step is below the resolution of t. The bracket can still be wide because Newton's method may
+        # approach the root from one side.
         if step == t:
             return t
-        # After so many steps that gained too little halving alone, which always ends.
+        # After `MAX_ITERATIONS` Newton steps, only bisection is used, which always terminates.
         if attempt > MAX_ITERATIONS or not below < step < above:
             step = 0.5 * (below + above)
         if step in (t, below, above):
@@ -234,7 +241,10 @@ def _isolated_root(piece: Sequence[float]) -> float:
 
 
 def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
-    """A polynomial and its derivative at `t` in [0, 1], by de Casteljau: averages alone, so that nothing cancels."""
+    """Evaluate a polynomial and its derivative at `t` in [0, 1] by de Casteljau's algorithm.
+
+    The algorithm computes only convex combinations, so there is no cancellation.
+    """
     row = list(coefficients)
     n = len(row) - 1
     rest = 1 - t

@@ -26,9 +26,9 @@ MAX_DEGREE = 1000
 
 
 class BezierSpline(CurveEmbedding):
-    r"""A spline of one or more Bézier curves of one `degree`, with shared joints.
+    r"""Base class of splines: one or more Bézier pieces of the same `degree`, with shared joints.
 
-    On a flat space they and their derivatives are sums of control points and of their differences.
+    On a flat space, points are weighted sums of control points, and derivatives are weighted sums of their differences.
     """
 
     degree: int
@@ -47,7 +47,7 @@ class BezierSpline(CurveEmbedding):
         return tuple(k / self.pieces for k in range(self.pieces + 1))
 
     def __call__(self, phi: Phi, t: Parameter) -> Points:
-        """The point of the curve at `t`.
+        """Compute the point of the curve at `t`.
 
         Args:
             phi: control points (size, *space.shape).
@@ -68,33 +68,36 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\iota_\varphi'(t)$, of one piece on a flat space $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i}
-        (\varphi_{i+1} - \varphi_i)$: the hodograph, a Bézier curve of degree n - 1.
+        r"""Compute the velocity $\iota_\varphi'(t)$.
 
-        Arguments, result and errors as for a call; at a joint it is that of the piece that begins there. At the ends of
-        one piece it is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$.
+        On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
+        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, it is
+        $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the velocity of the
+        piece that starts there. Arguments, result and errors are those of a call.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""$\nabla_{\iota'} \iota'$ at $t$, on a flat space $\iota_\varphi''(t)$, the hodograph of the hodograph;
-        at a joint that of the piece that begins there.
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$.
+
+        On a flat space it is $\iota_\varphi''(t)$, the hodograph of the hodograph. At a joint, it is the acceleration
+        of the piece that starts there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
 
     def _derivative(self, phi: Tensor, t: Parameter, order: int) -> Tensor:
-        """On a flat space, a curve of degree n - order: weighted sums of consecutive differences of control points."""
+        """Compute a derivative on a flat space, which is a weighted sum of differences of control points."""
         piece, s = self._locate(as_parameter(t, phi))
-        shares = basis(self.degree - order, s)
+        coefficients = basis(self.degree - order, s)
         rows = phi
         if order:
             rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
         if self.pieces > 1:
-            blank = shares.new_zeros(*piece.shape, len(rows))
-            shares = blank.scatter(-1, self._control_indices(piece, shares.shape[-1]), shares)
-        return weighted_sum(shares, rows)
+            zeros = coefficients.new_zeros(*piece.shape, len(rows))
+            coefficients = zeros.scatter(-1, self._control_indices(piece, coefficients.shape[-1]), coefficients)
+        return weighted_sum(coefficients, rows)
 
     def _speed(self, phi: Tensor) -> Speed:
         if not self.space.flat:
@@ -110,7 +113,7 @@ class BezierSpline(CurveEmbedding):
         return speed
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Which piece a parameter belongs to, and where it is in it; before the first and past the last it extends."""
+        """Return the piece of each parameter and the local parameter. The end pieces extend beyond [0, 1]."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
         joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
@@ -118,31 +121,31 @@ class BezierSpline(CurveEmbedding):
         return piece, t * self.pieces - piece
 
     def _control_indices(self, piece: Tensor, count: int) -> Tensor:
-        """The numbers of consecutive points from each piece's first on: (*batch, count)."""
+        """Return the indices of the first `count` control points of each piece: (*batch, count)."""
         return (self.degree * piece).unsqueeze(-1) + torch.arange(count, device=piece.device)
 
 
 @dataclass(frozen=True)
 class Bezier(BezierSpline):
-    r"""The Bézier curve of $\varphi_0, \dots, \varphi_n$: de Casteljau's algorithm along geodesics,
+    r"""The Bézier curve with the control points $\varphi_0, \dots, \varphi_n$, by de Casteljau's algorithm.
 
     $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad
       \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
 
-    On a flat space that is $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$, which is what is computed there; the curve
-    then stays in the convex hull of its control points.
+    On a flat space, the curve is computed as $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$. It is then contained in
+    the convex hull of its control points.
 
-    It starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, to rounding on others (where points
-    are classes of tensors, in another representative). $t$ outside [0, 1] extends it. It is differentiable in
-    $\varphi$ and $t$.
+    The curve starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, and up to rounding on a curved
+    one. If points are equivalence classes of tensors, the representative at the end may differ from $\varphi_n$.
+    Parameters outside [0, 1] extrapolate the curve. The curve is differentiable with respect to $\varphi$ and $t$.
 
     Args:
-        space: flat, or with exp and log. Neighbouring control points, and those of every level, must be within each
-            other's injectivity radius.
-        degree: $n \ge 1$; $\varphi$ has shape (n + 1, *space.shape).
+        space: a flat space, or a space with exp and log. Neighbouring points of every level of the algorithm must be
+            within the injectivity radius of each other.
+        degree: $n \ge 1$. The control points $\varphi$ have the shape (n + 1, *space.shape).
 
     Raises:
-        ArgumentError: if `degree` is not a positive integer, or `space` is curved and has no exp or log.
+        ArgumentError: if `degree` is not an integer from 1 to 1000, or `space` is curved and lacks exp or log.
 
     Source: Manifold (8); Park, Ravani 1995.
 
@@ -163,7 +166,7 @@ class Bezier(BezierSpline):
     def __post_init__(self) -> None:
         if check_count("degree", self.degree) > MAX_DEGREE:
             raise ArgumentError(
-                f"degree: expected at most {MAX_DEGREE}, whose binomials float64 holds, got {self.degree}"
+                f"degree: expected at most {MAX_DEGREE}, so that binomials do not overflow, got {self.degree}"
             )
         check_space(self.space)
 
@@ -172,7 +175,7 @@ class Bezier(BezierSpline):
         return 1
 
     def weights(self, t: float) -> list[float]:
-        """Return the degree + 1 Bernstein weights of the control points at `t`, as numbers."""
+        """Return the Bernstein weights of the control points at `t` as a list of degree + 1 numbers."""
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
@@ -181,29 +184,33 @@ class Bezier(BezierSpline):
         Args:
             phi: control points (degree + 1, *space.shape).
             x: a number or a tensor (*batch,).
-            w: (*batch, *space.shape); the result is the sum over the batch.
+            w: derivatives (*batch, *space.shape).
+
+        Returns:
+            The sum of the pullbacks over the batch, in the shape of `phi`.
         """
         self._check_phi(phi)
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
-        place = as_parameter(x, phi)
-        check_shape("w", w, *place.shape, *phi.shape[1:])
-        lines = basis(self.degree, place).reshape(-1, self.size)
-        if len(lines) == 1:
-            return torch.outer(lines[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
-        return weighted_sum(lines.mT, w.reshape(len(lines), *phi.shape[1:]))
+        t = as_parameter(x, phi)
+        check_shape("w", w, *t.shape, *phi.shape[1:])
+        coefficients = basis(self.degree, t).reshape(-1, self.size)
+        if len(coefficients) == 1:
+            return torch.outer(coefficients[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
+        return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Return control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$, by de Casteljau.
+        r"""Return the control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$, by de Casteljau.
 
-        On a curved space these agree with the curve to third order in its size; their ends are on it.
+        On a curved space, the two parts agree with the curve up to an error of third order in its size. Their end
+        points are on the curve.
 
         Args:
             phi: control points (degree + 1, *space.shape).
-            t: where to cut.
+            t: the parameter at which to split the curve.
 
         Returns:
-            Two tensors of the shape of `phi`; the last point of the one is the first of the other.
+            Two tensors in the shape of `phi`. The last point of the first is the first point of the second.
 
         Raises:
             ArgumentError: if `phi` has another shape, or `t` is not finite.
@@ -234,20 +241,21 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Return control points of the curve in a higher degree: $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$.
+        r"""Return the control points of the same curve in a higher degree.
 
-        They belong to `Bezier(space, degree + times)`. On a curved space the curves agree to third order in their
-        size; the ends are the same.
+        One elevation computes the points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. The result belongs to
+        `Bezier(space, degree + times)`. On a curved space, the curves agree up to an error of third order in their
+        size. Their end points are the same.
 
         Args:
             phi: control points (degree + 1, *space.shape).
-            times: by how much the degree rises.
+            times: the increase of the degree.
 
         Returns:
-            (degree + 1 + times, *space.shape).
+            The control points (degree + 1 + times, *space.shape).
 
         Raises:
-            ArgumentError: if `phi` has another shape, or `times` is not an integer or negative.
+            ArgumentError: if `phi` has another shape, or `times` is not an integer >= 0.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -256,33 +264,34 @@ class Bezier(BezierSpline):
         """
         self._check_phi(phi)
         for n in range(self.size, self.size + check_count("times", times, at_least=0)):
-            back = torch.arange(1, n, dtype=torch.float64, device=phi.device) / n
+            fraction = torch.arange(1, n, dtype=torch.float64, device=phi.device) / n
             if self.space.flat:
-                shares = back.reshape(-1, *(1 for _ in phi.shape[1:]))
-                inner = ((1 - shares) * phi[1:].double() + shares * phi[:-1].double()).to(phi.dtype)
+                s = fraction.reshape(-1, *(1 for _ in phi.shape[1:]))
+                inner = ((1 - s) * phi[1:].double() + s * phi[:-1].double()).to(phi.dtype)
             else:
-                inner = geodesic(self.space, phi[1:], phi[:-1], back)
+                inner = geodesic(self.space, phi[1:], phi[:-1], fraction)
             phi = torch.cat([phi[:1], inner, phi[-1:]])
         return phi
 
     def through(
         self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
     ) -> Points:
-        r"""Fit control points to points: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+        r"""Fit control points to data points by least squares: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
 
-        With degree + 1 points the curve goes through each of them.
+        With degree + 1 data points, the curve interpolates them.
 
         Args:
-            points: (m, *space.shape), m > degree.
-            parameters: $t_j$ (m,); by chord length from 0 to 1 where not given.
-            fixed_ends: start at the first point and end at the last, exactly, and fit the rest.
+            points: data points (m, *space.shape) with m > degree.
+            parameters: $t_j$ (m,). By default they are proportional to the chord length, from 0 to 1.
+            fixed_ends: whether the curve starts exactly at the first data point and ends exactly at the last one.
 
         Returns:
-            (degree + 1, *space.shape), summed in float64; differentiable in `points` at given parameters.
+            The control points (degree + 1, *space.shape), accumulated in float64. If `parameters` is given, they are
+            differentiable with respect to `points`.
 
         Raises:
-            ArgumentError: if the space is curved, there are too few points, or the parameters are not m finite numbers
-                or so few different ones that they do not determine the curve.
+            ArgumentError: if the space is curved, there are too few points, or `parameters` does not contain m finite
+                numbers with enough distinct values to determine the curve.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -291,7 +300,7 @@ class Bezier(BezierSpline):
             True
         """
         if not self.space.flat:
-            raise ArgumentError(f"space: least squares need a flat space, got {self.space}")
+            raise ArgumentError(f"space: expected a flat space for least squares, got {self.space}")
         check_shape("points", points, None, *self.space.shape)
         if len(points) <= self.degree:
             raise ArgumentError(f"points: expected at least {self.size} for degree {self.degree}, got {len(points)}")
@@ -300,33 +309,38 @@ class Bezier(BezierSpline):
             parameters = _chord_parameters(rows)
         check_shape("parameters", parameters, len(points))
         if not bool(parameters.isfinite().all()):
-            raise ArgumentError("parameters: expected finite numbers")
-        shares = basis(self.degree, parameters.detach().cpu())
-        free = shares[:, 1:-1] if fixed_ends else shares
+            raise ArgumentError("parameters: expected finite numbers, got NaN or infinity")
+        design = basis(self.degree, parameters.detach().cpu())
+        free = design[:, 1:-1] if fixed_ends else design
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
         target = torch.eye(len(points), dtype=torch.float64)
         if fixed_ends:
-            target[:, 0] -= shares[:, 0]
-            target[:, -1] -= shares[:, -1]
-        lines = torch.linalg.lstsq(free, target).solution if free.shape[1] else target[:0]
-        fitted = [combine(None, rows, line.to(points.device)).reshape(points.shape[1:]) for line in lines]
+            target[:, 0] -= design[:, 0]
+            target[:, -1] -= design[:, -1]
+        solution = torch.linalg.lstsq(free, target).solution if free.shape[1] else target[:0]
+        fitted = [combine(None, rows, row.to(points.device)).reshape(points.shape[1:]) for row in solution]
         return torch.stack([points[0], *fitted, points[-1]] if fixed_ends else fitted)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""Return the $t \in [0, 1]$ of the nearest point, and the distance, for points (*batch, *space.shape).
+        r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        On a flat space the squared distance is a polynomial of degree 2n whose Bernstein coefficients are read from
-        one Gram matrix a point: the least of all changes of sign of its derivative, a global minimum up to the rounding
-        of the coefficients. On other spaces it is the best of 32 places a control point, refined to rounding, which
-        is not certified.
+        On a flat space, the squared distance is a polynomial of degree 2n. Its Bernstein coefficients follow from one
+        Gram matrix for each point, and all roots of its derivative are compared. The result is a global minimum up to
+        the rounding of the coefficients. On a curved space, the search starts at the best of 32 parameters per control
+        point and refines it to rounding. It can miss the global minimum.
+
+        Args:
+            phi: control points (degree + 1, *space.shape).
+            point: points (*batch, *space.shape).
 
         Returns:
-            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), whose first derivatives in
-            `phi` and `point` are right; higher ones are not, as they take the parameter for fixed.
+            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The first derivatives of the
+            distances with respect to `phi` and `point` are correct. Higher derivatives are not, because the parameter
+            counts as constant.
 
         Raises:
-            ArgumentError: if a shape does not fit, or the squared distances are not finite in float64.
+            ArgumentError: if a shape is invalid, or a squared distance is not finite in float64.
         """
         self._check_phi(phi)
         if not self.space.flat:
@@ -336,24 +350,24 @@ class Bezier(BezierSpline):
         rows = list(phi.flatten(1))
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
         if not all(map(is_finite, squares)):
-            raise ArgumentError("phi, point: expected finite values whose squares are finite in float64")
+            raise ArgumentError("phi, point: expected values with finite squares in float64, got NaN or infinity")
         t = phi.new_tensor([argmin(product_coefficients(inner.tolist())) for inner in squares], dtype=torch.float64)
-        away = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
-        lengths = [offset.double().norm() for offset in away]
-        found = torch.stack(lengths) if lengths else t
-        return t.reshape(batch), found.to(phi.dtype).reshape(batch)
+        offsets = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
+        lengths = [offset.double().norm() for offset in offsets]
+        distances = torch.stack(lengths) if lengths else t
+        return t.reshape(batch), distances.to(phi.dtype).reshape(batch)
 
 
 def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
-    r"""Compute the point at `t` of the curve of a polygon, along geodesics.
+    r"""Compute points of Bézier curves by de Casteljau's algorithm along geodesics.
 
     Args:
-        space: with exp and log.
-        polygon: (n + 1, *space.shape), or one for each parameter: (*batch, n + 1, *space.shape).
-        t: (*batch,).
+        space: a space with exp and log.
+        polygon: control points (n + 1, *space.shape), or those of each parameter, (*batch, n + 1, *space.shape).
+        t: parameters (*batch,).
 
     Returns:
-        (*batch, *space.shape). Cost: n (n + 1) / 2 geodesics for each parameter.
+        The points (*batch, *space.shape). Cost: n (n + 1) / 2 geodesics for each parameter.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -361,16 +375,16 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
         tensor([1.])
     """
     axis = -1 - len(space.shape)
-    shares = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
+    s = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
     while (n := polygon.shape[axis]) > 1:
         start = polygon.narrow(axis, 0, n - 1)
-        step = (shares * space._log(start, polygon.narrow(axis, 1, n - 1))).to(polygon.dtype)
+        step = (s * space._log(start, polygon.narrow(axis, 1, n - 1))).to(polygon.dtype)
         polygon = space._exp(start.expand_as(step), step)
     return polygon.squeeze(axis)
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape), in their dtype, also under autocast."""
+    """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, also under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])
@@ -381,27 +395,31 @@ def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
     rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
     inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
     if not bool(inner.isfinite().all()):
-        raise ArgumentError("phi: expected finite values whose squares are finite in float64")
+        raise ArgumentError("phi: expected values with finite squares in float64, got NaN or infinity")
     return inner
 
 
 def check_space(space: Manifold) -> None:
-    """Return `space`, which must support curves.
+    """Check that a space supports curves: that it is flat, or has exp and log.
 
     Raises:
-        ArgumentError: saying what is missing.
+        ArgumentError: if it does not. The message contains the missing primitive.
     """
     check_is_manifold(space)
     missing = sorted({"exp", "log"} - space.capabilities)
     if missing and not space.flat:
-        raise ArgumentError(f"space: expected a flat manifold or one with exp and log; {space} has no {missing[0]}")
+        raise ArgumentError(
+            f"space: expected a flat manifold or one with exp and log, got {space}, which has no {missing[0]}"
+        )
 
 
 def _chord_parameters(rows: list[Tensor]) -> Tensor:
-    """From 0 to 1, as far apart as neighbouring points are."""
+    """Return parameters from 0 to 1 whose differences are proportional to the distances of neighbouring points."""
     with torch.no_grad():
         steps = [gram([b.detach()], minus=a.detach()).sqrt().item() for a, b in pairwise(rows)]
-    reached = torch.tensor([0.0, *steps], dtype=torch.float64).cumsum(0)
-    if not 0 < reached[-1] < math.inf:
-        raise ArgumentError(f"points: expected different, finite ones; they are {reached[-1].item()} apart in all")
-    return reached / reached[-1]
+    lengths = torch.tensor([0.0, *steps], dtype=torch.float64).cumsum(0)
+    if not 0 < lengths[-1] < math.inf:
+        raise ArgumentError(
+            f"points: expected finite points that are not all equal, got a total length of {lengths[-1].item()}"
+        )
+    return lengths / lengths[-1]

@@ -24,19 +24,20 @@ VolumeMode = Literal["face", "volume"]
 
 @dataclass(frozen=True)
 class Complex(Hull):
-    r"""A simplicial complex on vertices $\varphi_0, \dots, \varphi_{V-1}$, which its simplices share.
+    r"""A simplicial complex with the vertices $\varphi_0, \dots, \varphi_{V-1}$, which its simplices share.
 
-    A place is $x \in \mathbb{R}^V$, barycentric coordinates of all vertices that vanish outside one face;
-    $\iota_\varphi(x)$ is the point of that face's [`Simplex`][manifoldagg.curves.simplex.Simplex], and two faces agree
-    where they meet. On a curved space a place on several faces has the derivatives of the first that holds it.
+    A point of the domain is a vector $x \in \mathbb{R}^V$ of barycentric coordinates that are 0 outside of one face.
+    Its image $\iota_\varphi(x)$ is the image under the [`Simplex`][manifoldagg.curves.simplex.Simplex] of this face.
+    Two faces have the same image on their intersection. On a curved space, the derivatives at a point of several faces
+    are those of the first of these faces.
 
     Args:
         space: as for a simplex.
-        faces: the vertices of each face, by their numbers; together 0, ..., V - 1.
+        faces: the vertex indices of each face. Together they must contain all indices 0, ..., V - 1.
 
     Raises:
-        ArgumentError: if `space` is no manifold, or `faces` are no tuples of distinct integers $\ge 0$, leave a vertex
-            out, or one lies in another.
+        ArgumentError: if `space` is not a manifold, `faces` is not a tuple of tuples of distinct integers $\ge 0$, a
+            vertex is missing, or one face contains another.
 
     Source: Benton, Maddox, Lotfi, Wilson 2021.
 
@@ -68,10 +69,10 @@ class Complex(Hull):
         used = set(itertools.chain(*self.faces))
         if len(used) < self.size:
             missing = next(vertex for vertex in itertools.count() if vertex not in used)
-            raise ArgumentError(f"faces: expected every vertex from 0 to {self.size - 1}, but {missing} is in none")
+            raise ArgumentError(f"faces: expected every vertex from 0 to {self.size - 1}, got no face with {missing}")
         for a, b in itertools.permutations(self.faces, 2):
             if set(a) <= set(b):
-                raise ArgumentError(f"faces: expected none inside another, {a} is inside {b}")
+                raise ArgumentError(f"faces: expected faces that do not contain each other, got {a} inside {b}")
 
     @property
     def size(self) -> int:
@@ -88,12 +89,12 @@ class Complex(Hull):
         """
         parts: list[set[int]] = []
         for face in self.faces:
-            apart = [part for part in parts if part.isdisjoint(face)]
-            parts = [*apart, set(face).union(*(part for part in parts if part not in apart))]
+            disjoint = [part for part in parts if part.isdisjoint(face)]
+            parts = [*disjoint, set(face).union(*(part for part in parts if part not in disjoint))]
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw places (*batch, V): a face with equal probability, and a uniform place on it."""
+        """Draw points of the domain, (*batch, V): a face with equal probability, and a uniform point of this face."""
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -106,13 +107,13 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        r"""Draw places (*batch, V) whose points are uniform in the image: a face is drawn by its volume.
+        r"""Draw points of the domain, (*batch, V), whose images are uniform: faces are drawn by their volumes.
 
         Args:
-            phi: all vertices (V, *space.shape).
-            batch: how many.
-            by: `"volume"`, or `"face"` for `sample`.
-            generator: of the draws.
+            phi: the vertices (V, *space.shape).
+            batch: the shape of the batch.
+            by: `"volume"` to draw faces by their volumes, or `"face"` to draw them with equal probability.
+            generator: the random generator.
 
         Raises:
             ArgumentError: as for `log_volume`, or if every face is degenerate.
@@ -121,45 +122,51 @@ class Complex(Hull):
             return self.sample(*batch, generator=generator)
         shares = self._volume_fractions(phi)
         if not bool(shares.any()):
-            raise ArgumentError("phi: expected a face that is not degenerate, whose volume could be drawn from")
+            raise ArgumentError("phi: expected a face with a positive volume, got only degenerate faces")
         shares = shares if generator is None else shares.to(generator.device)
-        # One draw more than is wanted: multinomial refuses none.
+        # `multinomial` does not accept 0 draws, so one additional face is drawn and discarded.
         faces = shares.multinomial(math.prod(batch) + 1, replacement=True, generator=generator)
         return self._sample_in_faces(faces[1:].reshape(batch), generator)
 
     def log_volumes(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, " faces"]:
-        """Compute the log-volume of each face, as of a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
+        """Compute the log-volume of each face, as for a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
         self._check_phi(phi)
         return torch.stack([Simplex(self.space, len(face)).log_volume(phi[list(face)]) for face in self.faces])
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        """Compute the sum of the faces' volumes on a flat space, for faces of one dimension; overlaps count twice."""
+        """Compute the sum of the volumes of the faces on a flat space. Overlaps count more than once.
+
+        Raises:
+            ArgumentError: if the space is curved, `phi` is invalid, or the faces have different dimensions.
+        """
         self._check_phi(phi)
         self._check_equal_dimensions()
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""Compute a regulariser: $\log \sum_f V_f$ or, `by="face"`, $\sum_f \log V_f$, which opens every face.
+        r"""Compute a volume regulariser: $\log \sum_f V_f$, or $\sum_f \log V_f$ with `by="face"`.
+
+        The second form keeps every face from degenerating.
 
         Raises:
-            ArgumentError: if the space is curved, `phi` does not fit, or volumes of faces of several dimensions are
-                to be added.
+            ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
+                would be added.
         """
         if check_choice("by", by, ("face", "volume")) == "face":
             return self.log_volumes(phi).sum()
         self._check_equal_dimensions()
         logs = self.log_volumes(phi)
-        top = logs.detach().amax()
-        solid = top > -math.inf
-        total = torch.where(solid, logs - torch.where(solid, top, 0.0), 0.0).exp().sum().log()
-        return torch.where(solid, top + total, -math.inf)
+        largest = logs.detach().amax()
+        is_positive = largest > -math.inf
+        total = torch.where(is_positive, logs - torch.where(is_positive, largest, 0.0), 0.0).exp().sum().log()
+        return torch.where(is_positive, largest + total, -math.inf)
 
     def log_volume_gradient(
         self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
     ) -> Float[Tensor, "size ..."]:
         r"""Compute the gradient of `log_volume`.
 
-        It is $\sum_f s_f\, \partial \log V_f$ with $s_f = V_f / \sum V$, or with $s_f = 1$ for `by="face"`.
+        It is $\sum_f s_f\, \partial \log V_f$, where $s_f = V_f / \sum V$, or $s_f = 1$ with `by="face"`.
         """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
@@ -173,25 +180,30 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """Return the nearest place over all faces, and its distance; ties go to the first face."""
+        """Compute the barycentric coordinates of the nearest points over all faces, and the distances.
+
+        The first face has precedence if several are equally near.
+        """
         self._check_phi(phi)
-        places = []
+        candidates = []
         distances = []
         for face in self.faces:
             x, distance = Simplex(self.space, len(face)).nearest(phi[list(face)], point)
-            places.append(x.new_zeros(*x.shape[:-1], self.size).index_copy(-1, torch.tensor(face, device=x.device), x))
+            index = torch.tensor(face, device=x.device)
+            candidates.append(x.new_zeros(*x.shape[:-1], self.size).index_copy(-1, index, x))
             distances.append(distance)
         nearest, face_of = torch.stack(distances).min(0)
-        chosen = torch.stack(places).take_along_dim(face_of[None, ..., None], 0)
+        chosen = torch.stack(candidates).take_along_dim(face_of[None, ..., None], 0)
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the float64 weights of the vertices at `x` (*batch, V), which lies on a face: `x` over its sum."""
+        """Return the float64 weights of the vertices at points `x` (*batch, V) of faces: `x` divided by its sum."""
         self._containing_face(x)
         return super().weights(x)
 
     def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
-        # The face's own vertices alone, the first repeated without weight to the length of the longest.
+        # The mean uses only the vertices of the face, so that vertices of other faces need no log. Shorter faces are
+        # padded with their first vertex and weight 0.
         face = self._containing_face(x).to(phi.device)
         longest = max(map(len, self.faces))
         table = [[*f, *[f[0]] * (longest - len(f))] for f in self.faces]
@@ -202,34 +214,34 @@ class Complex(Hull):
         return weighted_mean(self.space, phi[corners].double(), weights).to(phi.dtype)
 
     def _membership(self, device: torch.device) -> Tensor:
-        """Which vertices (V,) each face has: (faces, V)."""
+        """Return whether each face contains each vertex: (faces, V)."""
         return torch.tensor([[vertex in face for vertex in range(self.size)] for face in self.faces], device=device)
 
     def _containing_face(self, x: Coordinates) -> Tensor:
-        """The first face that holds each place: (*batch,)."""
-        place = check_barycentric(x, self.size)
-        outside = (place.detach().double().abs().unsqueeze(-2) * ~self._membership(place.device)).sum(-1)
+        """Return the index of the first face that contains each point of the domain: (*batch,)."""
+        coordinates = check_barycentric(x, self.size)
+        outside = (coordinates.detach().double().abs().unsqueeze(-2) * ~self._membership(coordinates.device)).sum(-1)
         least, face = outside.min(-1)
         if not needs_autograd_path([least]):
-            wrong = least > math.sqrt(torch.finfo(place.dtype).eps)
-            if bool(wrong.any()):
-                where = tuple(wrong.nonzero()[0].tolist())
-                support = tuple(place.detach()[where].nonzero().flatten().tolist())
+            invalid = least > math.sqrt(torch.finfo(coordinates.dtype).eps)
+            if bool(invalid.any()):
+                where = tuple(invalid.nonzero()[0].tolist())
+                support = tuple(coordinates.detach()[where].nonzero().flatten().tolist())
                 raise ArgumentError(f"x: expected vertices of one face, got coordinates on {support} at {where}")
         return face
 
     def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Uniform places in faces (*batch,): exponential variables of their vertices, by their sum."""
+        """Draw uniform points of faces (*batch,): exponential variables of the vertices, divided by their sum."""
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
         spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]
         return spacings / spacings.sum(-1, keepdim=True)
 
     def _volume_fractions(self, phi: Tensor) -> Tensor:
-        """The part of the total volume that each face has; zeros where there is none."""
+        """Return the fraction of the total volume of each face, or zeros if the total volume is 0."""
         self._check_equal_dimensions()
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:
         sizes = sorted({len(face) - 1 for face in self.faces})
         if len(sizes) > 1:
-            raise ArgumentError(f"faces: volumes are added for faces of one dimension, got dimensions {sizes}")
+            raise ArgumentError(f"faces: expected faces of one dimension, whose volumes add up, got dimensions {sizes}")

@@ -1,4 +1,4 @@
-"""Trainable control points of an embedding: which points are learned, from which start, as which parameters."""
+"""Trainable control points of an embedding: their selection, initialisation and parametrisation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,21 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""The settings of the inner points of $\varphi$: which learn, their initial positions, and their parameters.
+    r"""The settings of the inner points of $\varphi$ in a fit.
 
     Args:
-        rate: learning rate of the inner points; that of the ends where not given.
-        start: where the inner points are when the second phase begins: evenly on the `"chord"`, or all at the
+        rate: the learning rate of the inner points. The default is the learning rate of the end points.
+        start: the initial inner points of the second phase: equally spaced on the `"chord"`, or all equal to the
             `"base"` $\Theta^t$.
-        projection: $\gamma \in [0, 1]$: how much of an inner point's displacement from the chord is removed along the
-            chord. What is returned is without it. Flat spaces only.
-        free: indices of the points that learn; all but the first and the last where not given.
-        volume: $\lambda \ge 0$ of $-\lambda \log \operatorname{vol} \varphi$, for an embedding that has a
-            `log_volume`.
+        projection: $\gamma \in [0, 1]$, the fraction of the component along the chord that is removed from the
+            displacements of the inner points from the chord. The fit returns the points after the removal. It requires
+            a flat space.
+        free: the indices of the trainable points. The default is all points except the first and the last.
+        volume: $\lambda \ge 0$, the weight of the regulariser $-\lambda \log \operatorname{vol} \varphi$. It requires
+            an embedding with the method `log_volume`.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is invalid.
 
     Source: Report, Algorithm 2, for `projection`; Benton et al. 2021 for `volume`.
 
@@ -55,36 +56,36 @@ class Control:
         check_number("volume", self.volume, at_least=0)
 
     def indices(self, size: int) -> set[int]:
-        """Return the indices of the points that learn, from 0.
+        """Return the nonnegative indices of the trainable points.
 
         Raises:
-            ArgumentError: if `free` is not a sequence of different indices of `size` points.
+            ArgumentError: if `free` is not a sequence of distinct indices of `size` points.
         """
         if self.free is None:
             return {*range(1, size - 1)}
-        named = isinstance(self.free, Sequence) and all(isinstance(i, int) and -size <= i < size for i in self.free)
-        moving = {i % size for i in self.free} if named else set()
-        if not moving or len(moving) < len(self.free):
+        is_valid = isinstance(self.free, Sequence) and all(isinstance(i, int) and -size <= i < size for i in self.free)
+        trainable = {i % size for i in self.free} if is_valid else set()
+        if not trainable or len(trainable) < len(self.free):
             raise ArgumentError(f"free: expected different indices of {size} points, got {short_repr(self.free)}")
-        return moving
+        return trainable
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
-        """Check the indices, and return whether the inner points move relative to the chord.
+        """Check the settings for an embedding, and return whether the inner points are relative to the chord.
 
         Raises:
-            ArgumentError: if they should and cannot, or the embedding has no volume.
+            ArgumentError: if the settings require a curve on a flat space, other trainable points or a `log_volume`.
         """
         if self.volume and not hasattr(embedding, "log_volume"):
-            raise ArgumentError(f"volume: {embedding} has no log_volume")
+            raise ArgumentError(f"volume: expected an embedding with log_volume, got {embedding}")
         if not (self.projection or alternate):
             return False
         name = "control_projection" if self.projection else "alternate"
         if not embedding.space.flat or embedding.domain or embedding.size < 3:
-            raise ArgumentError(f"{name}: needs a curve with inner control points on a flat space, got {embedding}")
+            raise ArgumentError(f"{name}: expected a curve with inner control points on a flat space, got {embedding}")
         if not self.indices(embedding.size) >= {*range(1, embedding.size - 1)}:
-            raise ArgumentError(f"free: {name} moves all inner points, got {short_repr(self.free)}")
+            raise ArgumentError(f"free: expected all inner points because of {name}, got {short_repr(self.free)}")
         if self.start == "base":
-            raise ArgumentError(f"control_start: {name} begins at the chord, got base")
+            raise ArgumentError(f"control_start: expected chord because of {name}, got base")
         return True
 
     @torch.no_grad()
@@ -101,20 +102,22 @@ class Control:
 
 
 class FreePoints:
-    r"""The tensor $\varphi$, and parameters for its last point and for the `free` ones.
+    r"""The tensor $\varphi$, with optimiser parameters for its last point and for the `free` points.
 
-    Parameters are views of $\varphi$; neighbouring inner points share one. In the *relative* form (flat spaces) those
-    of the inner points are displacements $\delta_i$ from the chord:
+    The parameters are views of $\varphi$, and consecutive inner points share one parameter. In the *relative* form,
+    which requires a flat space, the parameter of the inner points contains their displacements $\delta_i$ from the
+    chord:
 
     $$\varphi_i = c_i + \delta_i - \gamma \operatorname{proj}_\Delta \delta_i, \qquad
-      c_i = \varphi_0 + \tfrac{i}{n} \Delta, \qquad \Delta = \varphi_n - \varphi_0,$$
+      c_i = \varphi_0 + \tfrac{i}{n} \Delta, \qquad \Delta = \varphi_n - \varphi_0.$$
 
-    so that they follow when the end moves, and with $\gamma = 1$ bend the chord but never run along it.
+    The inner points then move together with the end point. With $\gamma = 1$ they can bend the curve, but they cannot
+    move along the chord.
 
     Args:
-        phi: (size, *space.shape); it is written.
-        free: the indices of the points that learn in the second phase.
-        projection: $\gamma$ of the relative form; `None` for views.
+        phi: the points (size, *space.shape). The tensor is modified in place.
+        free: the indices of the points that are trained in the second phase.
+        projection: $\gamma$ of the relative form, or `None` for views.
     """
 
     def __init__(self, phi: Tensor, free: set[int], projection: float | None = None) -> None:
@@ -134,13 +137,13 @@ class FreePoints:
             self.inner = {(1, last): self.shift}
 
     def groups(self, rate: float, control_rate: float) -> list[dict[str, Any]]:
-        """Return parameter groups: the end points, then the inner ones."""
+        """Return the parameter groups of the end points and of the inner points."""
         starts = [self.start] if 0 in self.free and len(self.phi) > 1 else []
         inner = [{"params": list(self.inner.values()), "lr": control_rate}] if self.inner else []
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        r"""Set the gradients of the free points from a derivative by $\varphi$ (size, *shape)."""
+        r"""Set the gradients of the free points from the derivative with respect to $\varphi$, (size, *shape)."""
         pulled = derivative
         if self.shift is not None:
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
@@ -153,7 +156,7 @@ class FreePoints:
             self.start.grad = pulled[0]
 
     def refresh(self) -> None:
-        """Write the inner points of the relative form into φ; views are always current."""
+        """Write the inner points of the relative form into φ. Views need no refresh."""
         if self.shift is not None:
             with torch.no_grad():
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
@@ -161,7 +164,7 @@ class FreePoints:
     def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
         chord = end - start
         square = chord.double() @ chord.double()
-        # A closed curve has no chord to remove anything along: 0 / 1 there, whose derivative is 0 too.
+        # If the chord of a closed curve is 0, the quotient is 0 / 1, and its derivative is 0 as well.
         along = (shift.double() @ chord.double() / torch.where(square == 0, 1.0, square)).to(shift.dtype)
         bent = shift - (self.projection or 0.0) * torch.outer(along, chord)
         return torch.cat([start.unsqueeze(0), self._chord(start, end) + bent, end.unsqueeze(0)])
@@ -174,16 +177,16 @@ class FreePoints:
 def initial_points(
     embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the base, and a new tensor of the initial points of a fit.
+    """Return the base point, and a new tensor with the initial points of a fit.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is missing or invalid.
     """
     space = embedding.space
     if phi is None and start is None:
-        raise ArgumentError("start: expected a point, or phi in place of it; got None")
+        raise ArgumentError("start: expected a point, or phi instead, got None")
     if phi is not None and end is not None:
-        raise ArgumentError("end: phi has its own last point; give one of them")
+        raise ArgumentError("end: expected None together with phi, got a point; phi contains the last point")
     given = {name: x for name, x in (("start", start), ("end", end), ("phi", phi)) if x is not None}
     first = next(iter(given.values()))
     for name, x in given.items():
@@ -201,7 +204,7 @@ def initial_points(
 
 
 def _index_intervals(indices: list[int]) -> list[tuple[int, int]]:
-    """Consecutive indices as half-open intervals."""
+    """Return runs of consecutive indices as half-open intervals."""
     starts = [i for i in indices if i - 1 not in indices]
     ends = [i + 1 for i in indices if i + 1 not in indices]
     return list(zip(starts, ends, strict=True))

@@ -1,4 +1,4 @@
-"""Diagnostics of a path through a loss landscape: its barrier, its gain over the straight line, its curvature."""
+"""Diagnostics of a path through a loss landscape: its barrier, its ratio to the chord, and its curvature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ __all__ = ["Barrier", "Curvature", "barrier", "chord_ratio", "curvature"]
 
 PARAMETRISATIONS = ("parameter", "length")
 MIN_RELATIVE_SPEED = 1e-12
-"""Of the mean speed of a path: what is slower has no direction that rounding has left."""
+"""The speed, relative to the mean speed, below which rounding destroys the direction of a path."""
 LEFT_OFFSET = 2.0**-48
-"""A corner: more than what a parameter is rounded by, and nothing to a direction."""
+"""The offset of the parameter before a corner: larger than its rounding error, but too small to change a direction."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +51,12 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        r"""$\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1))$, the barrier of the curve: 0 or more."""
+        r"""The barrier of the curve, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$."""
         return self._excess(self.losses).max().item()
 
     @property
     def argmax(self) -> float:
-        """The `t` at which the curve is highest above the line between the losses at its ends."""
+        """The parameter `t` of the barrier of the curve."""
         return self.t[self._excess(self.losses).argmax()].item()
 
     @property
@@ -102,7 +102,7 @@ class Barrier:
         return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
-        """Above the line between the ends; there it is 0 whatever the rounding."""
+        """Return the losses minus their linear interpolation between the ends, which is exactly 0 at the ends."""
         excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
         excess[[0, -1]] = 0
         return excess
@@ -143,7 +143,7 @@ def barrier(
 
     $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big).$$
 
-    The maximum is over a grid that contains both ends, so a barrier is never negative.
+    The maximum is taken over a grid that contains both ends, so a barrier is never negative.
 
     Args:
         curve: a curve on any space. On a curved space the chord is the geodesic between the ends.
@@ -153,13 +153,13 @@ def barrier(
         by: `"parameter"` for a grid that is uniform in t, or `"length"` for one that is uniform in the length.
 
     Raises:
-        ArgumentError: naming the invalid argument, or the grid point at which `function` is not a finite number.
+        ArgumentError: if an argument is invalid, or `function` does not return a finite number at a grid point.
 
     Source: Frankle et al. 2020, section 2, for two unequal ends; Garipov et al. 2018. Cost: 2 `points` - 2 calls of
         `function`.
 
     Example:
-        A ridge between two valleys, and a way around its top.
+        The chord crosses a ridge between two valleys, and the curve avoids its top.
 
         >>> import torch
         >>> from manifoldagg.curves import Bezier
@@ -184,23 +184,26 @@ def barrier(
     inner = list(zip(t[1:-1].tolist(), part[1:-1].tolist(), strict=True))
     losses = [_value(function, curve(phi, s), f"t = {s:g}") for s, _ in inner]
     chord = [_value(function, geodesic(curve.space, start, end, s), f"{s:g} of the chord") for _, s in inner]
-    along, straight = (torch.tensor([ends[0], *values, ends[1]], dtype=torch.float64) for values in (losses, chord))
-    return Barrier(t, part, along, straight)
+    on_curve, on_chord = (torch.tensor([ends[0], *values, ends[1]], dtype=torch.float64) for values in (losses, chord))
+    return Barrier(t, part, on_curve, on_chord)
 
 
 def chord_ratio(profile: Barrier) -> float:
-    r"""$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda$: how many times better than the chord
-    $\hat\gamma$ the curve $\gamma$ is, on average.
+    r"""Compute the mean ratio of the loss along the chord to the loss along the curve.
 
-    It estimates the quality $Q$ of a learned manifold: the Report assumes that the loss a given part $\lambda$ of the
-    length along its geodesic is at most $1/Q$ of that at the same part of the chord. (As printed it asks for that at
-    every $\lambda$: at the ends the ratio is 1, so that no such $Q$ exceeds 1.)
+    $$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda,$$
+
+    where $\gamma$ is the curve and $\hat\gamma$ the chord. The ratio estimates the quality $Q$ of a learned manifold.
+    The Report assumes that the loss at a fraction $\lambda$ of the length of the geodesic is at most $1/Q$ times the
+    loss at the same fraction of the chord. As printed, the assumption requires this for every $\lambda$. At the ends
+    the ratio is 1, so no $Q > 1$ satisfies it.
 
     Args:
-        profile: from [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, of a positive loss.
+        profile: the result of [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, for a positive
+            loss.
 
     Returns:
-        The mean by the trapezoidal rule; above 1 where the curve is the better way.
+        The mean ratio by the trapezoidal rule. It is above 1 if the curve has a lower loss than the chord.
 
     Raises:
         ArgumentError: if a loss is 0 or negative.
@@ -217,35 +220,37 @@ def chord_ratio(profile: Barrier) -> float:
     """
     low = min(profile.losses.min().item(), profile.chord.min().item())
     if low <= 0:
-        raise ArgumentError(f"profile: expected positive losses to divide by, got {low:g}")
+        raise ArgumentError(f"profile: expected positive losses, got {low:g}")
     return torch.trapezoid(profile.chord / profile.losses, profile.fraction).item()
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
-    r"""Compute the curvature of a path with velocity $v$ and covariant acceleration $a$
+    r"""Compute the curvature and the total turning of a path.
+
+    With the velocity $v$ and the covariant acceleration $a$, they are
 
     $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
 
-    the sum being over the corners of a piecewise curve. A geodesic has $k = 0$; where a path rests, $\|v\|$ below 1e-12
-    of its mean, it counts as straight.
+    where the sum is over the angles at the corners of a piecewise curve. A geodesic has $k = 0$. If $\|v\|$ is below
+    1e-12 times its mean, the curvature counts as 0.
 
     Args:
-        curve: on any space.
-        phi: what draws it, (size, *space.shape).
-        points: how many evenly spaced places to look at. The sharpest place of a Bézier curve on a flat space is
-            found among the roots of a polynomial, and added to them.
+        curve: a curve on any space.
+        phi: the control points of the curve, (size, *space.shape).
+        points: the number of evenly spaced parameters. For a Bézier curve on a flat space, the parameter of the maximum
+            curvature is added. It is one of the roots of a polynomial.
 
     Returns:
-        The curvature at each place, and the total by quadrature.
+        The curvature at each parameter, and the total turning by quadrature.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
-    Cost: on a flat space two passes over `phi`, then small algebra.
+    Cost: two passes over `phi` on a flat space, and operations on small matrices.
 
     Example:
-        The two legs of this control polygon meet at a right angle.
+        The two sides of this control polygon are orthogonal.
 
         >>> import torch
         >>> from manifoldagg.curves import Bezier
@@ -257,56 +262,58 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {short_repr(curve)}")
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
-    slow = MIN_RELATIVE_SPEED * curve.length(phi.detach()).item()
+    min_norm = MIN_RELATIVE_SPEED * curve.length(phi.detach()).item()
     phi = phi.detach()
-    known = []
+    sharpest = []
     if not curve.space.flat:
         phi = phi.double()
     else:
-        # The same curve in as few coordinates as its points need.
+        # The same curve in coordinates of the span of its control points.
         phi = coordinates(phi)
         curve = replace(curve, space=Flat(phi.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
-        known = [max_curvature(phi)[0]] if isinstance(curve, Bezier) and min_speed(phi)[1] > slow else []
-    even = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
-    places = torch.cat([even, even.new_tensor(known)]).unique()
+        sharpest = [max_curvature(phi)[0]] if isinstance(curve, Bezier) and min_speed(phi)[1] > min_norm else []
+    grid = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
+    parameters = torch.cat([grid, grid.new_tensor(sharpest)]).unique()
     with torch.no_grad():
-        speed, turning = _turning_rate(curve, phi, places, slow)
-        values = turning / torch.where(speed > slow, speed, 1)
-        # One radian more, to which the rounding of a path that hardly turns is nothing: it is not to be resolved.
-        total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, slow)[1], curve.breaks).item() - 1
+        speed, turning = _turning_rate(curve, phi, parameters, min_norm)
+        values = turning / torch.where(speed > min_norm, speed, 1)
+        # The integrand gets an offset of one radian. The tolerance of the quadrature is relative, so it does not try to
+        # resolve the rounding errors of an almost straight path.
+        total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, min_norm)[1], curve.breaks).item() - 1
         corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)
         if len(corners):
-            total += _joint_angles(curve, phi, corners, slow).sum().item()
-    return Curvature(places.cpu(), values.double().cpu(), total)
+            total += _joint_angles(curve, phi, corners, min_norm).sum().item()
+    return Curvature(parameters.cpu(), values.double().cpu(), total)
 
 
 def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> float:
     return check_number(f"function at {label}", function(point))
 
 
-def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> tuple[Tensor, Tensor]:
-    """The speed, and by how many radians the direction turns a unit of t; 0 where the path rests."""
-    place = t.flatten()
-    here = curve(phi, place)
-    v = curve.velocity(phi, place)
-    a = curve.acceleration(phi, place)
-    speed = norm(curve.space, here, v)
-    moves = speed > slow
+def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> tuple[Tensor, Tensor]:
+    """Compute the speed and the turning rate in radians per unit of t, which is 0 if the speed is below `min_norm`."""
+    parameters = t.flatten()
+    point = curve(phi, parameters)
+    v = curve.velocity(phi, parameters)
+    a = curve.acceleration(phi, parameters)
+    speed = norm(curve.space, point, v)
+    moves = speed > min_norm
     square = torch.where(moves, speed, 1).square()
-    share = (curve.space._inner(here, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
-    turning = torch.where(moves, norm(curve.space, here, a - share * v) / square.sqrt(), 0)
+    coefficient = (curve.space._inner(point, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
+    turning = torch.where(moves, norm(curve.space, point, a - coefficient * v) / square.sqrt(), 0)
     return speed.reshape(t.shape), turning.reshape(t.shape)
 
 
-def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, slow: float) -> Tensor:
-    """Between the directions in which a path comes to places and leaves them, in [0, π]; 0 where it rests."""
-    here = curve(phi, t)
+def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
+    """Compute the angles in [0, π] between the velocities before and after joints; 0 if a speed is below `min_norm`."""
+    point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)
     after = curve.velocity(phi, t)
-    sizes = [norm(curve.space, here, v) for v in (before, after)]
-    # Of equal length, so that half the angle is that between their sum and their difference.
+    sizes = [norm(curve.space, point, v) for v in (before, after)]
+    # Both vectors are scaled to equal length. The tangent of half the angle is then |w - u| / |w + u|, which does not
+    # cancel digits at small angles.
     u, w = (
         size.reshape(-1, *(1 for _ in phi.shape[1:])) * v for size, v in zip(sizes[::-1], (before, after), strict=True)
     )
-    angles = 2 * torch.atan2(norm(curve.space, here, w - u), norm(curve.space, here, w + u))
-    return torch.where(torch.minimum(*sizes) > slow, angles, 0)
+    angles = 2 * torch.atan2(norm(curve.space, point, w - u), norm(curve.space, point, w + u))
+    return torch.where(torch.minimum(*sizes) > min_norm, angles, 0)

@@ -1,4 +1,4 @@
-"""Embeddings: low-dimensional spaces in the space of models, defined by a few control points."""
+"""Embeddings: low-dimensional subsets of the space of models that a few control points parameterise."""
 
 import abc
 from typing import Any
@@ -16,13 +16,13 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""An embedding $\iota_\varphi : M \to M_\Theta$, defined by $\varphi$: `size` points of $M_\Theta$.
+    r"""An embedding $\iota_\varphi : M \to M_\Theta$, parameterised by `size` control points $\varphi$ of $M_\Theta$.
 
-    $\varphi$ is one tensor (size, *space.shape). A place $x \in M$ is a tensor (*batch, *domain): `domain` is `()`
-    for a curve, whose places are numbers, and (m,) where they have m coordinates. Everything is differentiable in
-    $\varphi$ and in $x$.
+    The control points are one tensor (size, *space.shape). Coordinates $x \in M$ are a tensor (*batch, *domain), where
+    `domain` is `()` for a curve and (m,) for m coordinates. All methods are differentiable with respect to $\varphi$
+    and $x$, unless they state otherwise.
 
-    An embedding is a frozen value; what it draws is $\varphi$, which it does not hold.
+    An embedding is a frozen value. It does not contain $\varphi$, which is an argument of its methods.
     """
 
     space: Manifold
@@ -30,31 +30,31 @@ class Embedding(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        r"""The number of points of $\varphi$."""
+        r"""The number of control points $\varphi$."""
 
     @property
     @abc.abstractmethod
     def domain(self) -> tuple[int, ...]:
-        """The shape of one place: () for a number."""
+        """The shape of the coordinates of one point: () for a number."""
 
     @abc.abstractmethod
     def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
-        r"""$\iota_\varphi(x)$: (*batch, *space.shape)."""
+        r"""Compute the points $\iota_\varphi(x)$, (*batch, *space.shape)."""
 
     @abc.abstractmethod
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float[Tensor, "..."]:
-        """Draw places (*batch, *domain) in float64, uniform in $M$."""
+        """Draw coordinates (*batch, *domain) in float64, uniform in $M$."""
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Return the place $x$ whose $\iota_\varphi(x)$ is nearest to a point, and their distance."""
+        r"""Compute the coordinates $x$ for which $\iota_\varphi(x)$ is nearest to a point, and the distance."""
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
     def contains(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) lie in the image: (*batch,)."""
+        r"""Return whether points (*batch, *space.shape) are in the image: (*batch,)."""
         raise NotImplementedError(f"{type(self).__name__} has no contains")
 
     def collapse(self, point: Float[Tensor, "..."]) -> Float[Tensor, "size ..."]:
-        r"""Return the $\varphi_\Theta$ that maps all of $M$ to the single point $\Theta$."""
+        r"""Return the control points $\varphi_\Theta$ that map all of $M$ to the single point $\Theta$."""
         check_shape("point", point, *self.space.axes)
         return point.expand(self.size, *point.shape).clone()
 
@@ -62,7 +62,7 @@ class Embedding(abc.ABC):
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
         r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent `u` (*batch, *domain), by one jvp."""
-        pushed: Tensor = torch.func.jvp(lambda place: self(phi, place), (x.contiguous(),), (u.contiguous(),))[1]
+        pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(
@@ -70,20 +70,20 @@ class Embedding(abc.ABC):
     ) -> Float[Tensor, "..."]:
         r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
 
-        $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
+        It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
         """
-        pulled: Tensor = torch.func.vjp(lambda place: self(phi, place), x)[1](w)[0]
+        pulled: Tensor = torch.func.vjp(lambda at: self(phi, at), x)[1](w)[0]
         return pulled
 
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the points of $\varphi$."""
+        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the control points $\varphi$."""
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled
 
     def metric(self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."]) -> Float[Tensor, "*batch m m"]:
-        r"""Compute the pullback metric $J^\top G J$ at $x$, with m = 1 for a curve: positive semi-definite."""
+        r"""Compute the positive semi-definite pullback metric $J^\top G J$ at $x$, with m = 1 for a curve."""
         batch = x.shape[: x.ndim - len(self.domain)]
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
@@ -92,14 +92,14 @@ class Embedding(abc.ABC):
         return torch.stack([torch.stack(row, -1) for row in rows], -2).reshape(*batch, len(unit), len(unit))
 
     def at(self, phi: Float[Tensor, "size ..."]) -> Any:
-        r"""Return the image of one $\varphi$, if the embedding has such a view."""
-        raise NotImplementedError(f"{type(self).__name__} has no bound form")
+        r"""Return the embedding with fixed control points $\varphi$, if the class supports it."""
+        raise NotImplementedError(f"{type(self).__name__} has no form with fixed control points")
 
     def _check_phi(self, phi: Tensor) -> None:
         check_shape("phi", phi, self.size, *self.space.axes)
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
-    """Bound the displacement of a control point by rounding to the coarsest of the dtypes."""
+    """Return a bound on the displacement of a control point by rounding to the coarsest of the dtypes."""
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

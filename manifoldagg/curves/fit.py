@@ -30,16 +30,17 @@ class Training:
     r"""The settings of a training step and of its regularisers.
 
     Args:
-        optimizer: any optimiser of `torch.optim` that steps without a closure, called with parameter groups and `lr`;
-            bind further options with `functools.partial`, as in `partial(torch.optim.SGD, momentum=0.9)`. On a curved
-            space SGD or Adam, which become [Riemannian][manifoldagg.manifolds.RiemannianSGD].
-        rate: its learning rate.
-        proximal: $\mu \ge 0$ of $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$.
-        sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM] or [`ASAM`][manifoldagg.curves.sharpness.ASAM]: gradients
-            of the loss are taken uphill, for two passes each.
+        optimizer: any optimiser of `torch.optim` that steps without a closure. It is called with parameter groups and
+            `lr`. Other options can be bound with `functools.partial`, as in `partial(torch.optim.SGD, momentum=0.9)`.
+            On a curved space, it must be SGD or Adam, which is replaced by its
+            [Riemannian][manifoldagg.manifolds.RiemannianSGD] equivalent.
+        rate: the learning rate.
+        proximal: $\mu \ge 0$, the weight of the proximal term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$.
+        sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM] or [`ASAM`][manifoldagg.curves.sharpness.ASAM], which
+            evaluates gradients at an ascent point. Each gradient then needs two forward and backward passes.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is invalid.
 
     Example:
         >>> Training(torch.optim.SGD, rate=0.1).proximal
@@ -69,7 +70,7 @@ class Fit:
 
     Attributes:
         phi: the learned points (size, *space.shape).
-        losses: the loss of every step of both phases, in order of time, without the proximal and volume terms.
+        losses: the loss of every step of both phases, in chronological order, without the proximal and volume terms.
         state: the state from which `resume=` continues: a tree of tensors and numbers that `torch.save` can write.
         converged: whether every phase that had steps ended on a plateau.
     """
@@ -104,20 +105,26 @@ def fit(
     resume: Mapping[str, Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    r"""Learn a curve of low loss from $\Theta^t$ = `start`:
+    r"""Learn a curve of low loss that starts at $\Theta^t$ = `start`.
 
     $$\min_\varphi\; \mathbb{E}_{S \sim P,\, X}\Big[\ell(X; \iota_\varphi(S))
         + \tfrac{\mu}{2}\,d(\iota_\varphi(S), \Theta^t)^2\Big] - \lambda \log \operatorname{vol} \varphi,
         \qquad \varphi_0 = \Theta^t .$$
 
-    First $P = \delta_1$: ordinary training of the last point. Then $P$ is uniform, on $[0, 1]$ for a curve: the
-    gradient at $\iota_\varphi(S)$, $S$ drawn for each batch, is pulled back to the free points, for a Bézier curve on
-    a flat space $b_i(S)$ times it. So every step costs `sampling.samples` forward and backward passes of the model,
-    whatever the size of $\varphi$.
+    The fit has two phases:
 
-    Two trained models are connected by `start=a, end=b, phases=Phases(steps=(0, n))`. A simplex with a new vertex is
-    `phi=vertices, control=Control(free=[-1], volume=1e-3)`. A tunnel learns the control points of its curve at places
-    within it, each held fixed where it was drawn.
+    1. $P = \delta_1$: ordinary training of the last point.
+    2. $P$ is uniform, on $[0, 1]$ for a curve. The gradient at $\iota_\varphi(S)$, with $S$ drawn for each batch, is
+       pulled back to the free points. For a Bézier curve on a flat space, it is multiplied by $b_i(S)$.
+
+    A step costs `sampling.samples` forward and backward passes of the model, independently of the size of $\varphi$.
+
+    Common uses:
+
+    - To connect two trained models, pass `start=a, end=b, phases=Phases(steps=(0, n))`.
+    - To learn a new vertex of a simplex, pass `phi=vertices, control=Control(free=[-1], volume=1e-3)`.
+    - For a tunnel, the fit learns the control points of its curve. The coordinates within the tunnel are drawn for each
+      batch and count as constants.
 
     Args:
         curve: the embedding to fit: a curve, a tunnel, a simplex.
@@ -128,21 +135,21 @@ def fit(
             point of `phi`.
         end: the initial last point, such as `space.point(model)`. The default is `start`.
         phi: the initial points (size, *space.shape), which replace `end` and `control.start`.
-        phases: how long the two phases take, in which order, and what ends them.
-        training: the optimiser, its rate, and what is made small besides the loss.
-        control: which points learn in the second phase, and how.
-        sampling: how $S$ is drawn.
-        resume: the `state` of a fit with the same arguments, to go on from; the amounts of `phases` are totals that
-            may be larger. The generator is set back to where it was. Batches that were taken are skipped; those of a
-            `DataLoader` that shuffles are the same ones if it draws from `generator`.
-        generator: draws $S$; torch's default generator where not given, which `resume` leaves alone.
+        phases: the lengths, the order and the early stopping of the two phases.
+        training: the optimiser, its learning rate, and the regularisers.
+        control: the settings of the inner points.
+        sampling: the sampling of $S$.
+        resume: the `state` of a fit with the same arguments, from which the fit continues. The limits of `phases` are
+            totals and may be larger than before. The state of the generator is restored, and the batches that were
+            already used are skipped. A shuffling `DataLoader` repeats its order if it uses `generator`.
+        generator: the generator of $S$. The default is torch's default generator, whose state is not restored.
 
     Returns:
-        The learned points, the losses, the state, and whether the losses have stopped to fall.
+        The learned points, the losses, the state, and whether the losses have reached a plateau.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
-        DivergenceError: if a loss is not finite, naming the step, or a control point is not.
+        ArgumentError: if an argument is invalid.
+        DivergenceError: if a loss or a control point is not finite. The message contains the step of the loss.
 
     Source: Manifold (6), Algorithm 2; Report, Algorithm 2, for phases that alternate; Garipov et al. 2018 for two
         given ends.
@@ -178,10 +185,10 @@ def fit(
     base, points = initial_points(curve, start, end, phi)
     if phases.limits[1] and not free:
         name = "epochs" if phases.steps is None else "steps"
-        raise ArgumentError(f"{name}[1]: {curve} with all its points frozen has nothing to learn in phase two")
+        raise ArgumentError(f"{name}[1]: expected 0, got {phases.limits[1]}; {curve} has no trainable points")
     if resume is not None:
         if not (isinstance(resume, Mapping) and resume.keys() == STATE_KEYS):
-            raise ArgumentError("resume: expected the state of a Fit")
+            raise ArgumentError(f"resume: expected the state of a Fit, got {short_repr(resume)}")
         points.copy_(check_shape("resume['phi']", resume["phi"], *points.shape))
     elif relative and phi is None:
         control.initialize(curve.space, points)
@@ -193,7 +200,7 @@ def fit(
     except ManifoldAggError:
         raise
     except (TypeError, ValueError) as problem:
-        raise ArgumentError(f"optimizer: expected one that takes parameter groups and lr; {problem}") from None
+        raise ArgumentError(f"optimizer: expected one that accepts parameter groups and lr, got: {problem}") from None
     schedule = Schedule(batches, phases, generator, None if resume is None else resume["schedule"])
     losses: list[float] = []
     if resume is not None:
@@ -229,7 +236,7 @@ def fit(
         control.initialize(curve.space, points)
     learner.refresh()
     if not is_finite(points):
-        raise DivergenceError("the control points left the finite numbers although every loss was finite")
+        raise DivergenceError("phi: expected finite control points, got NaN or infinity although all losses are finite")
     state = {
         "phi": points.clone(),
         "shift": None if learner.shift is None else learner.shift.detach().clone(),
@@ -243,7 +250,7 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Objective:
-    """What a fit makes small: values without the proximal and volume terms, derivatives with them."""
+    """The objective of a fit. Its values exclude the proximal and volume terms, and its derivatives include them."""
 
     curve: Embedding
     loss: Loss
@@ -252,24 +259,26 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """At one point, for the first phase."""
+        """Compute the loss and the derivative at one point, for the first phase."""
         space = self.curve.space
         value, slope = sharpness_aware_gradient(space, self.loss, theta, batch, self.training.sharpness)
         if not torch.isfinite(value):
-            raise DivergenceError(f"the loss is {value.item()} at step {step}; try a smaller rate")
-        # A flat step carries what is not finite into the points, which are looked at once at the end; on a curved
-        # space exp and the projection after it would complain of the points instead.
+            raise DivergenceError(f"loss: expected a finite value at step {step}, got {value.item()}; reduce the rate")
+        # On a flat space, NaN and infinity propagate to the points, which are checked at the end of the fit. On a
+        # curved space, exp or project would report the points instead of the gradient.
         if not (space.flat or is_finite(slope)):
-            raise DivergenceError(f"the gradient is not finite at step {step} although the loss is")
+            raise DivergenceError(
+                f"loss: expected a finite gradient at step {step}, got NaN or infinity although the loss is finite"
+            )
         if self.training.proximal:
-            home = space._log(theta, self.base)
-            slope = slope - self.training.proximal * (home if space.flat else lower(space, theta, home))
+            to_base = space._log(theta, self.base)
+            slope = slope - self.training.proximal * (to_base if space.flat else lower(space, theta, to_base))
         return value.item(), slope
 
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """The mean over places, for the second phase, and its derivative by all points."""
+        """Compute the weighted mean of the loss over coordinates, and its derivative with respect to all points."""
         mean = 0.0
         total = torch.zeros(())
         for k, (weight, x) in enumerate(coordinates):
@@ -285,7 +294,9 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
         leaf = phi.detach().requires_grad_()
         value = embedding.log_volume(leaf)
         if not bool(torch.isfinite(value)):
-            raise ArgumentError(f"volume: the log of it is {value.item()}; begin with points in general position")
+            raise ArgumentError(
+                f"volume: expected a finite log-volume, got {value.item()}; start from points in general position"
+            )
         (slope,) = torch.autograd.grad(value, leaf)
     return slope
 
@@ -293,17 +304,17 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
 def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
-    """Set what steps and what draws to where they stood."""
-    kept = copy.deepcopy(state["optimizer"])
+    """Restore the optimiser, the displacements of the inner points, and the generator."""
+    saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):
-            raise ValueError("its points moved in another way")
-        # Torch would take the options of another class, and fail in a step.
-        if [group.keys() for group in optimizer.param_groups] != [group.keys() for group in kept["param_groups"]]:
-            raise ValueError("its optimizer has other options")
-        optimizer.load_state_dict(kept)
+            raise ValueError("another parametrisation of the inner points")
+        # `load_state_dict` accepts the options of another optimiser class, and the next step then fails.
+        if [group.keys() for group in optimizer.param_groups] != [group.keys() for group in saved["param_groups"]]:
+            raise ValueError("an optimizer with other options")
+        optimizer.load_state_dict(saved)
     except ValueError as problem:
-        raise ArgumentError(f"resume: expected the state of a fit with the same arguments; {problem}") from None
+        raise ArgumentError(f"resume: expected the state of a fit with the same arguments, got {problem}") from None
     if learner.shift is not None:
         with torch.no_grad():
             learner.shift.copy_(state["shift"])

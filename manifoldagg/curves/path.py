@@ -1,4 +1,4 @@
-"""Curves: the common interface of embeddings of [0, 1], and `Path`, a curve with its control points."""
+"""Curves: the base class of embeddings of [0, 1], and `Path`, a curve with fixed control points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ Phi = Float[Tensor, "control ..."]
 Points = Float[Tensor, "..."]
 
 SEARCH_SAMPLES = 32
-"""Places a control point, among which a search on a curved space begins."""
+"""The number of parameters per control point at which a search on a curved space evaluates the distance."""
 
 
 class CurveEmbedding(Embedding):
-    r"""An embedding of [0, 1], whose places are numbers $t$; $t$ outside of [0, 1] extends it.
+    r"""Base class of embeddings of [0, 1]. Parameters $t$ outside of [0, 1] extrapolate the curve.
 
-    What is here needs the primitives of the space alone; on a flat space a subclass has closed forms.
+    The methods of this class need only the primitives of the space. Subclasses have closed forms for flat spaces.
     """
 
     @property
@@ -41,44 +41,45 @@ class CurveEmbedding(Embedding):
 
     @property
     def breaks(self) -> tuple[float, ...]:
-        """The parameters between which the curve is smooth."""
+        """The parameters between which the curve is smooth, including 0 and 1."""
         return (0.0, 1.0)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute $\iota_\varphi'(t)$, a tangent at $\iota_\varphi(t)$: (*batch, *space.shape), by one jvp."""
+        r"""Compute the tangent $\iota_\varphi'(t)$ at $\iota_\varphi(t)$, (*batch, *space.shape), by one jvp."""
         return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute $\nabla_{\iota'} \iota'$ at $t$, the covariant acceleration: (*batch, *space.shape).
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$, (*batch, *space.shape).
 
-        It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ at s = 0: in normal coordinates the connection
-        vanishes at the centre. Two nested jvps.
+        It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0, because the
+        Christoffel symbols of normal coordinates vanish at the centre. It costs two nested jvps.
         """
         self._check_phi(phi)
-        place = as_parameter(t, phi)
-        here = self(phi, place).detach()
-        ones = torch.ones_like(place)
+        parameter = as_parameter(t, phi)
+        center = self(phi, parameter).detach()
+        ones = torch.ones_like(parameter)
 
         def velocity(s: Tensor) -> Tensor:
-            slope: Tensor = torch.func.jvp(lambda r: self.space._log(here, self(phi, r)), (s,), (ones,))[1]
+            slope: Tensor = torch.func.jvp(lambda r: self.space._log(center, self(phi, r)), (s,), (ones,))[1]
             return slope
 
-        bend: Tensor = torch.func.jvp(velocity, (place,), (ones,))[1]
-        return bend
+        acceleration: Tensor = torch.func.jvp(velocity, (parameter,), (ones,))[1]
+        return acceleration
 
     def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        r"""Compute $\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64, negative for b < a.
+        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64.
 
-        It is differentiable in $\varphi$. On a flat space it costs one pass over $\varphi$: speeds are read from the
-        Gram matrix of the differences of control points; what is shorter than 1e-150 there counts as none.
+        The length is differentiable with respect to $\varphi$, and negative for b < a. On a flat space it costs one
+        pass over $\varphi$, because the Gram matrix of the differences of control points determines the speed.
+        Differences shorter than 1e-150 then count as 0.
 
         Args:
             phi: control points (size, *space.shape).
-            a: where to begin.
-            b: where to end.
+            a: the first parameter.
+            b: the last parameter.
 
         Raises:
-            ArgumentError: if `a` or `b` is not finite, or the length is not.
+            ArgumentError: if `a`, `b` or the length is not finite.
         """
         self._check_phi(phi)
         low, high = sorted((check_number("a", a), check_number("b", b)))
@@ -87,35 +88,41 @@ class CurveEmbedding(Embedding):
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        r"""Find the $t$ with length(0, t) = part · length(0, 1), for traversal at constant speed.
+        r"""Compute the $t$ with length(0, t) = fraction · length(0, 1), for traversal at constant speed.
 
         Args:
             phi: control points (size, *space.shape).
-            fraction: of the length, in [0, 1]: a number, or (*batch,) numbers.
+            fraction: fractions of the length in [0, 1], a number or a tensor (*batch,).
 
         Returns:
-            (*batch,) in float64, without a derivative; 0 and 1 exactly for part 0 and 1; `fraction` where the curve is
-            a single point.
+            Parameters (*batch,) in float64, without derivatives. The fractions 0 and 1 map exactly to 0 and 1. If the
+            length is 0, the parameters are equal to the fractions.
 
         Raises:
-            ArgumentError: if a part lies outside of [0, 1], or the length is not finite.
+            ArgumentError: if a fraction is outside of [0, 1], or the length is not finite.
         """
         self._check_phi(phi)
-        parts = as_parameter(fraction, phi, "fraction")
-        if not bool(((parts >= 0) & (parts <= 1)).all()):
+        fractions = as_parameter(fraction, phi, "fraction")
+        if not bool(((fractions >= 0) & (fractions <= 1)).all()):
             raise ArgumentError(f"fraction: expected numbers in [0, 1], got {short_repr(fraction)}")
-        return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, parts.detach()).to(phi.device)
+        return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, fractions.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""Return the $t \in [0, 1]$ of the nearest point, and the distance, for points (*batch, *space.shape).
+        r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        The best of 32 places a control point, then the zero of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$
-        between its neighbours: exact to rounding where these have one minimum between them. The search is not
-        certified: a minimum narrower than the places are apart can be missed.
+        The search evaluates 32 parameters per control point. It then computes the root of
+        $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the neighbours of the best one. The result is exact up
+        to rounding if there is only one minimum between these neighbours. The search can miss a minimum that is
+        narrower than the distance of two parameters.
+
+        Args:
+            phi: control points (size, *space.shape).
+            point: points (*batch, *space.shape).
 
         Returns:
-            Parameters (*batch,) in float64, without a derivative, and distances (*batch,), whose first derivatives in
-            `phi` and `point` are right; higher ones are not, as they take the parameter for fixed.
+            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The first derivatives of the
+            distances with respect to `phi` and `point` are correct. Higher derivatives are not, because the parameter
+            counts as constant.
         """
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
@@ -126,13 +133,14 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether points (*batch, *space.shape) lie within `tolerance` of the curve: (*batch,).
+        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the curve, (*batch,).
 
-        Where it is not given it is what rounding may do: $\sqrt\varepsilon$ of the coarser dtype on a curved space,
-        $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat one.
+        The default tolerance is a bound on rounding errors, with the machine epsilon $\varepsilon$ of the coarser
+        dtype. It is $\sqrt\varepsilon$ on a curved space and $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
+        space.
 
         Raises:
-            ArgumentError: if `tolerance` is negative or a shape does not fit.
+            ArgumentError: if `tolerance` is negative, or a shape is invalid.
         """
         if tolerance is None:
             eps = max(torch.finfo(phi.dtype).eps, torch.finfo(point.dtype).eps)
@@ -145,52 +153,53 @@ class CurveEmbedding(Embedding):
         return torch.rand(*batch, generator=generator, dtype=torch.float64, device=device)
 
     def at(self, phi: Phi) -> "Path[Self]":
-        """Return the curve of one `phi`, as a value with methods of $t$ alone."""
+        """Return the curve with fixed control points, whose methods depend only on $t$."""
         self._check_phi(phi)
         return Path(self, phi)
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        """Return control points of the parts before and after `t`."""
+        """Return the control points of the parts before and after `t`."""
         raise NotImplementedError(f"{type(self).__name__} has no split")
 
     def reverse(self, phi: Phi) -> Points:
-        r"""Return control points of $t \mapsto \iota_\varphi(1 - t)$: the same ones in reverse order."""
+        r"""Return the control points of $t \mapsto \iota_\varphi(1 - t)$, which are reversed."""
         self._check_phi(phi)
         return phi.flip(0)
 
     def _speed(self, phi: Tensor) -> Speed:
-        """The speed as a function of parameters."""
+        """Return the speed as a function of the parameter."""
         return lambda t: norm(self.space, *self._point_and_velocity(phi, t)).to(t.device)
 
     def _point_and_velocity(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
-        """Point and velocity in one jvp."""
+        """Compute points and velocities in one jvp."""
         self._check_phi(phi)
-        # Forward mode refuses a tensor whose entries share memory.
-        place = as_parameter(t, phi).contiguous()
-        point, slope = torch.func.jvp(lambda s: self(phi, s), (place,), (torch.ones_like(place),))[:2]
-        # Where points are classes of tensors, the representative may turn while the point rests.
+        # Forward mode does not accept a tensor whose entries share memory, such as an expanded one.
+        parameter = as_parameter(t, phi).contiguous()
+        point, slope = torch.func.jvp(lambda s: self(phi, s), (parameter,), (torch.ones_like(parameter),))[:2]
+        # If points are equivalence classes of tensors, the representative may move within the class. The projection
+        # removes this component of the derivative.
         tangent = self.space._project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
         return point, tangent
 
     def _points(self, point: Tensor) -> Tensor:
-        """Checked points as one batch (m, *space.shape)."""
+        """Check the shape of points, and return them as one batch (m, *space.shape)."""
         check_shape("point", point, *self.space.axes, batch=True)
         return point.reshape(-1, *point.shape[point.ndim - len(self.space.shape) :])
 
     def _search(self, phi: Tensor, points: Tensor) -> Tensor:
-        places = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
-        trace = self(phi, places)
-        both = (len(points), len(places), *points.shape[1:])
-        away = distance(self.space, points.unsqueeze(1).expand(both), trace.expand(both))
-        k = away.nan_to_num(torch.inf).argmin(-1)
-        best = places[k]
+        grid = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
+        samples = self(phi, grid)
+        shape = (len(points), len(grid), *points.shape[1:])
+        distances = distance(self.space, points.unsqueeze(1).expand(shape), samples.expand(shape))
+        k = distances.nan_to_num(torch.inf).argmin(-1)
+        best = grid[k]
 
-        def fall(t: Tensor) -> Tensor:
-            """Half the rate at which the squared distance shrinks."""
-            here, onward = self._point_and_velocity(phi, t)
-            return self.space._inner(here, self.space._log(here, points), onward)
+        def decrease(t: Tensor) -> Tensor:
+            """Compute half the negative derivative of the squared distance."""
+            center, velocity = self._point_and_velocity(phi, t)
+            return self.space._inner(center, self.space._log(center, points), velocity)
 
-        t = find_sign_change(fall, places[(k - 1).clamp(min=0)], places[(k + 1).clamp(max=len(places) - 1)])
+        t = find_sign_change(decrease, grid[(k - 1).clamp(min=0)], grid[(k + 1).clamp(max=len(grid) - 1)])
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
         return torch.where(closer, t, best)
 
@@ -200,10 +209,10 @@ C = TypeVar("C", bound=CurveEmbedding)
 
 @dataclass(frozen=True, eq=False)
 class Path(Generic[C]):
-    r"""The image of one $\varphi$: $t \mapsto \iota_\varphi(t)$, from `curve.at(phi)`.
+    r"""A curve with fixed control points: $t \mapsto \iota_\varphi(t)$, as returned by `curve.at(phi)`.
 
     Args:
-        curve: how control points draw it.
+        curve: the embedding.
         phi: control points (size, *space.shape).
 
     Example:
@@ -224,11 +233,11 @@ class Path(Generic[C]):
         return format_result(self, curve=self.curve, phi=self.phi)
 
     def __call__(self, t: Parameter) -> Points:
-        """The point at `t`: (*batch, *space.shape)."""
+        """Compute the point at `t`, (*batch, *space.shape)."""
         return self.curve(self.phi, t)
 
     def velocity(self, t: Parameter) -> Points:
-        """Compute the tangent at `t`."""
+        """Compute the velocity at `t`."""
         return self.curve.velocity(self.phi, t)
 
     def acceleration(self, t: Parameter) -> Points:
@@ -240,15 +249,15 @@ class Path(Generic[C]):
         return self.curve.length(self.phi, a, b)
 
     def parameter_at_length(self, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        """Return the parameter at a `fraction` of the length."""
+        """Compute the parameter at a `fraction` of the length."""
         return self.curve.parameter_at_length(self.phi, fraction)
 
     def nearest(self, point: Points) -> tuple[Tensor, Tensor]:
-        """Return the parameter of the nearest point, and the distance."""
+        """Compute the parameter of the nearest point, and the distance."""
         return self.curve.nearest(self.phi, point)
 
     def contains(self, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        """Return whether points lie within `tolerance` of the path."""
+        """Return whether points are within `tolerance` of the path."""
         return self.curve.contains(self.phi, point, tolerance=tolerance)
 
     def split(self, t: float) -> tuple["Path[C]", "Path[C]"]:
@@ -261,9 +270,9 @@ class Path(Generic[C]):
         return Path(self.curve, self.curve.reverse(self.phi))
 
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
-        r"""Draw the path and its control polygon in the plane through start, end and farthest control point.
+        r"""Plot the path and its control polygon in the plane through its ends and its farthest control point.
 
-        On a curved space that is a plane of the tangent space at $\varphi_0$, where everything is drawn by its log.
+        On a curved space, the plot shows the logs at $\varphi_0$, in a plane of the tangent space at this point.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -274,13 +283,13 @@ class Path(Generic[C]):
             The axes.
 
         Raises:
-            ArgumentError: if there is a function and the control points span no plane.
+            ArgumentError: if `function` is given and the control points do not span a plane.
         """
         phi = self.phi.detach()
-        seen = View.of(self.curve.space, phi)
-        control = seen(phi)
+        view = View.of(self.curve.space, phi)
+        control = view(phi)
         t = torch.linspace(0, 1, 101, dtype=torch.float64, device=phi.device)
-        path = seen.curve(self.curve, phi, t)
+        path = view.curve(self.curve, phi, t)
         if function is None:
             axes = new_figure().subplots() if axes is None else axes
             axes.plot(path[:, 0], path[:, 1], color="black", linewidth=2.2, label="path")
@@ -290,11 +299,11 @@ class Path(Generic[C]):
             axes.set_aspect("equal", adjustable="datalim")
             legend_below(axes)
             return axes
-        if not bool(seen.axes[1].any()):
-            raise ArgumentError("phi: its control points lie on one line: there is no plane to draw a function on")
+        if not bool(view.axes[1].any()):
+            raise ArgumentError("phi: expected control points that span a plane, got points on one line")
         low, high = torch.cat([control, path]).aminmax(dim=0)
-        reach = 0.25 * (high - low).max()
-        x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
+        margin = 0.25 * (high - low).max()
+        x, y, values = view.grid(function, phi.dtype, low - margin, high + margin, resolution)
         return Plane(x, y, values, control, path).plot(axes, label="function", ends=("start", "end"))
 
 

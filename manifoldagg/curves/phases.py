@@ -1,4 +1,4 @@
-"""The two phases of a fit: their batches, their stopping criteria, and their state for resuming."""
+"""The two phases of a fit: their batches, their stopping criteria, and their state for resuming a fit."""
 
 import copy
 import math
@@ -20,24 +20,25 @@ __all__ = ["Phases", "Schedule"]
 class Phases:
     """The lengths, the order and the early stopping of the two phases.
 
-    The first trains the last point alone, the second the embedding.
+    The first phase trains only the last point. The second phase trains the embedding.
 
     Args:
-        epochs: passes over the batches in the first and in the second phase.
-        steps: optimiser steps ($K_1$, $K - K_1$) in place of `epochs`; batches are cycled.
-        alternate: let the phases take turns, a pass over the batches each; the inner control points keep their
-            displacement from the chord when the end moves, and the optimiser forgets theirs before each turn. Flat
-            spaces only.
-        patience: end a phase when the running mean of its losses has not improved for so many steps; a phase that has
-            ended so stays ended where a fit is resumed.
-        plateau: the relative improvement that counts.
-        callback: called as `callback(step, loss, phi)` after every step, counted from 0, with a copy of the points;
-            the fit stops where it returns `True`.
-        watch: called as `watch(point)` after every step of the first phase with the last point itself, which is to be
-            read then, neither kept nor written: nothing is copied for it.
+        epochs: the number of passes over the batches in the first and in the second phase.
+        steps: the number of optimiser steps ($K_1$, $K - K_1$), instead of `epochs`. The batches are repeated as often
+            as necessary.
+        alternate: whether the phases alternate after each pass over the batches. The inner control points keep their
+            displacements from the chord when the end point moves. The optimiser state of these displacements is reset
+            before each pass of the second phase. It requires a flat space.
+        patience: the number of steps without an improvement of the running mean of the losses after which a phase ends.
+            It does not continue when the fit is resumed.
+        plateau: the minimum relative improvement.
+        callback: a function `callback(step, loss, phi)` that is called after every step with a copy of the points. The
+            steps start at 0. If it returns `True`, the fit stops.
+        watch: a function `watch(point)` that is called after every step of the first phase. The argument is the last
+            point itself and not a copy. The function must not store or modify it.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is invalid.
 
     Example:
         >>> Phases(steps=(0, 200)).limits
@@ -55,7 +56,7 @@ class Phases:
     def __post_init__(self) -> None:
         for name, pair in (("epochs", self.epochs), ("steps", (0, 0) if self.steps is None else self.steps)):
             if not (isinstance(pair, Sequence) and len(pair) == 2):
-                raise ArgumentError(f"{name}: expected a pair, first and second phase; got {short_repr(pair)}")
+                raise ArgumentError(f"{name}: expected a pair for the two phases, got {short_repr(pair)}")
             for i, amount in enumerate(pair):
                 check_count(f"{name}[{i}]", amount, at_least=0)
         if self.patience is not None:
@@ -64,30 +65,31 @@ class Phases:
 
     @classmethod
     def first(cls, epochs: int, steps: int | None = None) -> "Phases":
-        """Return the first phase alone: ordinary training."""
+        """Return phases with only the first phase, which is ordinary training."""
         return cls((epochs, 0), None if steps is None else (steps, 0))
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The limits of each phase: steps if given, else passes."""
+        """The limits of both phases: `steps` if given, and `epochs` otherwise."""
         return self.epochs if self.steps is None else self.steps
 
 
 class Schedule:
-    """The (phase, batch) of every step, phase 0 for the end point and 1 for the embedding.
+    """An iterable over the (phase, batch) of every step: phase 0 for the end point and phase 1 for the embedding.
 
-    One phase after the other, or in turn, a pass over the batches each. A phase is done after its amount of steps or
-    passes, or when its losses have reached a plateau. Where it stands can be asked for, and gone on from, between any
-    two steps.
+    The phases run one after the other, or they alternate after each pass over the batches. A phase ends after its
+    number of steps or passes, or when its losses have reached a plateau. `state` returns the position between any two
+    steps, and a schedule can resume from it.
 
     Args:
-        batches: iterated once a pass.
-        phases: how long.
-        generator: whose state at the beginning of a pass is kept, so that a pass that shuffles with it can be repeated.
-        resume: from `state()`.
+        batches: a re-iterable object, which is iterated once for each pass.
+        phases: the lengths of the phases.
+        generator: the generator of a shuffling loader. Its state at the start of a pass is stored, so that a resumed
+            schedule can repeat the order of the batches.
+        resume: a result of `state`.
 
     Raises:
-        ArgumentError: if the second phase of what is resumed had begun and the first one is to go on.
+        ArgumentError: if the resumed schedule is in its second phase, and the limit of the first phase is larger.
 
     Example:
         >>> list(Schedule("ab", Phases(steps=(3, 1))))
@@ -106,22 +108,23 @@ class Schedule:
         self.generator = generator
         self.progress = _Progress(**copy.deepcopy(dict(resume or {})))
         if not phases.alternate and self.progress.steps[1] and not self._finished(0):
-            raise ArgumentError("resume: the second phase had begun; the first cannot be made longer")
+            raise ArgumentError("resume: expected a first phase of the same length, got a longer one in phase two")
 
     @property
     def converged(self) -> bool:
-        """Whether every phase that had steps to take ended on a plateau."""
-        asked = [done for done, amount in zip(self.progress.done, self.phases.limits, strict=True) if amount]
-        return bool(asked) and all(asked)
+        """Whether every phase that has steps ended on a plateau."""
+        ended = [done for done, limit in zip(self.progress.done, self.phases.limits, strict=True) if limit]
+        return bool(ended) and all(ended)
 
     def state(self) -> dict[str, Any]:
         """Return the position in the schedule as numbers and tensors."""
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Record the loss of the latest step, and end its phase on a plateau.
+        r"""Record the loss of the latest step, and end its phase if it has reached a plateau.
 
-        Compared are running means $a \leftarrow a + (\ell - a) / n$, n the patience, relative to the best of them.
+        The criterion compares the running mean $a \leftarrow a + (\ell - a) / n$ with its best value, where n is the
+        patience.
         """
         now = self.progress
         patience = self.phases.patience
@@ -130,7 +133,7 @@ class Schedule:
         last = now.mean[now.phase]
         best = now.best[now.phase]
         mean = loss if last is None else last + (loss - last) / patience
-        # inf - inf is NaN, to which nothing compares: the first mean is the best one whatever it is.
+        # The first mean is always the best. The comparison would be false, because inf - inf is NaN.
         better = best == math.inf or mean < best - self.phases.plateau * abs(best)
         now.mean[now.phase] = mean
         now.best[now.phase] = mean if better else best
@@ -152,24 +155,24 @@ class Schedule:
             yield from self._remaining_batches()
 
     def _remaining_batches(self) -> Iterator[tuple[int, Any]]:
-        """The batches of one pass, but those that were taken already."""
+        """Yield the batches of one pass, except those that were already used."""
         now = self.progress
-        taken = now.position
-        standing = None if self.generator is None else self.generator.get_state()
-        # A loader that shuffles draws its order when it is iterated: it has to draw the same one again, and what is
-        # drawn after the batches that were taken comes from where the fit stood.
-        if taken:
+        used = now.position
+        current = None if self.generator is None else self.generator.get_state()
+        # A shuffling loader draws its order at the start of the iteration. To repeat this order, the generator is reset
+        # to the start of the pass. After the used batches are skipped, it is set to the state at which the fit stopped.
+        if used:
             self._rewind(now.opening)
         else:
-            now.opening = standing
+            now.opening = current
         iterator = iter(self.batches)
         if iterator is self.batches:
-            raise ArgumentError("batches: expected a re-iterable object, such as a list; got an iterator")
-        if taken:
-            seen = sum(1 for _ in islice(iterator, taken))
-            if seen < taken:
-                raise ArgumentError(f"batches: expected at least {taken}, as when the fit was stopped; got {seen}")
-            self._rewind(standing)
+            raise ArgumentError("batches: expected a re-iterable object, such as a list, got an iterator")
+        if used:
+            skipped = sum(1 for _ in islice(iterator, used))
+            if skipped < used:
+                raise ArgumentError(f"batches: expected at least the {used} batches of the stopped fit, got {skipped}")
+            self._rewind(current)
         for batch in iterator:
             now.position += 1
             now.steps[now.phase] += 1
@@ -192,7 +195,7 @@ class Schedule:
 
 @dataclass
 class _Progress:
-    """How far a schedule is: what it counts for both phases, and where it is in a pass."""
+    """The counters of a schedule for both phases, and its position in the current pass."""
 
     steps: list[int] = field(default_factory=lambda: [0, 0])
     passes: list[int] = field(default_factory=lambda: [0, 0])

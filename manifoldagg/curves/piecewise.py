@@ -17,19 +17,19 @@ __all__ = ["Piecewise"]
 
 @dataclass(frozen=True)
 class Piecewise(BezierSpline):
-    r"""A curve of m Bézier pieces of one degree n, each over an m-th of [0, 1], with shared joints.
+    r"""A curve of m Bézier pieces of degree n, with shared joints. Each piece covers an interval of length 1/m.
 
-    $\varphi$ has $mn + 1$ points, of which every n-th is a joint: the curve is continuous whatever they are. Its
-    velocity is continuous where the neighbours of a joint mirror each other, which `smooth` makes them do; at a joint,
-    derivatives are those of the piece that begins there.
+    The curve has $mn + 1$ control points, and every n-th control point is a joint, so the curve is always continuous.
+    Its velocity is continuous at a joint if the neighbours of the joint are reflections of each other. `smooth` returns
+    such control points. At a joint, derivatives are those of the piece that starts there.
 
     Args:
-        space: flat, or with exp and log.
-        degree: n, of each piece.
-        pieces: m.
+        space: a flat space, or a space with exp and log.
+        degree: n, the degree of each piece.
+        pieces: m, the number of pieces.
 
     Raises:
-        ArgumentError: if `degree` or `pieces` is not a positive integer, or `space` is curved and has no exp or log.
+        ArgumentError: if `degree` or `pieces` is not a positive integer, or `space` is curved and lacks exp or log.
 
     Example:
         >>> import torch
@@ -49,20 +49,20 @@ class Piecewise(BezierSpline):
         check_space(self.space)
 
     def smooth(self, phi: Phi) -> Points:
-        r"""Return control points of a curve with continuous velocity: a joint's successor mirrors its predecessor.
+        r"""Return control points of a curve with continuous velocity.
 
-        From the start on, the control point after each joint $J$ becomes $\exp_J(-\log_J \varphi_{-})$, the
-        reflection of the one before it. The first piece, the joints and all other control points stay. Of degree 2 each
-        piece then follows from the one before it, so that a reflection is handed on to the end.
+        The joints are processed from the start to the end. The control point after a joint $J$ becomes
+        $\exp_J(-\log_J \varphi_{-})$, the reflection of the control point before the joint. The first piece, the joints
+        and all other control points do not change. With degree 2, a reflection therefore affects all later pieces.
 
         Args:
             phi: control points (size, *space.shape).
 
         Returns:
-            A tensor of the same shape; `smooth` does nothing more to it.
+            A tensor of the same shape. The function is idempotent.
 
         Raises:
-            ArgumentError: if the degree is 1 and there is a joint: a polygon has corners.
+            ArgumentError: if the degree is 1 and there is a joint, because a polygon has corners.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -78,19 +78,19 @@ class Piecewise(BezierSpline):
         return torch.stack(points)
 
     def piece(self, phi: Phi, k: int) -> Path[Bezier]:
-        """Return the k-th piece, from 0 on, as a Bézier curve over [0, 1].
+        """Return the piece with the index k, from 0, as a Bézier curve over [0, 1].
 
         Raises:
-            ArgumentError: if there is no such piece.
+            ArgumentError: if the index is invalid.
         """
         self._check_phi(phi)
         if check_count("k", k, at_least=0) >= self.pieces:
-            raise ArgumentError(f"k: expected one of {self.pieces} pieces, from 0 on; got {k}")
+            raise ArgumentError(f"k: expected an index from 0 to {self.pieces - 1}, got {k}")
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Return the parameter of the nearest point over all pieces, and the distance, as `Bezier.nearest`."""
-        found = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
-        places = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(found)])
-        distances, best = torch.stack([d for _, d in found]).min(0)
-        return places.gather(0, best.unsqueeze(0)).squeeze(0), distances
+        """Compute the parameters of the nearest points over all pieces, and the distances, as `Bezier.nearest`."""
+        nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
+        parameters = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(nearest)])
+        distances, best = torch.stack([d for _, d in nearest]).min(0)
+        return parameters.gather(0, best.unsqueeze(0)).squeeze(0), distances

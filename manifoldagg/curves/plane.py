@@ -20,21 +20,21 @@ from manifoldagg.manifolds.formulas import norm
 __all__ = ["Plane", "plane"]
 
 PATH_SAMPLES = 101
-"""Points of a drawn curve."""
+"""The number of points of a plotted curve."""
 MIN_ASPECT_RATIO = 0.5
-"""The shorter side of the control points' box counts as at least this part of the longer one."""
+"""The minimum ratio of the shorter to the longer side of the box around the control points, without the margin."""
 
 
 RANK_TOLERANCE = 1e-7
-"""Of the largest: a shorter distance has no direction worth drawing."""
+"""The relative distance below which a point counts as equal to the centre or as a point of the line."""
 
 
 @dataclass(frozen=True)
 class Plane:
     r"""The values of a function over the plane that a curve spans.
 
-    The plane has the curve's start at (0, 0), its end at (chord, 0), and the control point farthest from the
-    chord above it.
+    In the coordinates of the plane, the start of the curve is (0, 0) and its end is (chord length, 0). The control
+    point farthest from the chord has a positive second coordinate.
 
     Attributes:
         x: (columns,) coordinates along the chord, in units of the space.
@@ -81,14 +81,14 @@ class Plane:
         axes = new_figure().subplots() if axes is None else axes
         from matplotlib.colors import PowerNorm
 
-        # Levels crowd towards the minimum, where a landscape is flat.
+        # The levels are denser near the minimum, where a loss landscape is flat.
         low, high = (limit.item() for limit in self.values.aminmax())
         steps = low + (high - low) * torch.linspace(0, 1, levels + 1, dtype=torch.float64) ** 2
         shades = axes.contourf(
             self.x, self.y, self.values, levels=steps, cmap="viridis_r", norm=PowerNorm(0.5, low, high)
         )
         axes.contour(self.x, self.y, self.values, levels=steps, colors="white", linewidths=0.4, alpha=0.6)
-        # As tall as the plot, whatever the shape that equal axes give it.
+        # An inset has the height of the plot, which equal scaling of the axes can change.
         axes.figure.colorbar(shades, cax=axes.inset_axes((1.03, 0.0, 0.04, 1.0)), label=label, format="%.3g")
         chord = self.control[[0, -1]]
         axes.plot(chord[:, 0], chord[:, 1], "--", color="crimson", linewidth=1.8, label="chord")
@@ -96,11 +96,11 @@ class Plane:
         axes.plot(self.control[:, 0], self.control[:, 1], ":", color="black", linewidth=0.8)
         for name, path in self.others.items():
             axes.plot(path[:, 0], path[:, 1], "-.", linewidth=1.4, label=name)
-        marks = [(0, "o", ends[0]), (-1, "s", ends[1])]
-        marks += [(i, "^", "control point" if i == 1 else "_") for i in range(1, len(self.control) - 1)]
-        for i, mark, name in marks:
+        markers = [(0, "o", ends[0]), (-1, "s", ends[1])]
+        markers += [(i, "^", "control point" if i == 1 else "_") for i in range(1, len(self.control) - 1)]
+        for i, marker, name in markers:
             style = {"color": "white", "markeredgecolor": "black", "markersize": 8, "linestyle": "none", "zorder": 5}
-            axes.plot(self.control[i, 0], self.control[i, 1], mark, label=name, **style)
+            axes.plot(self.control[i, 0], self.control[i, 1], marker, label=name, **style)
         axes.set_xlabel("along the chord")
         axes.set_ylabel("across the chord")
         axes.set_aspect("equal")
@@ -133,8 +133,8 @@ def plane(
             projected onto the plane.
 
     Raises:
-        ArgumentError: if the space is curved, the degree is 1, the ends coincide, the control points lie on one line,
-            or another curve is of another space.
+        ArgumentError: if the space is curved, the degree is 1, the ends are equal, the control points are on one line,
+            or a further curve has another space.
 
     Source: Manifold, Figure 1. Cost: `resolution`² calls of `function`.
 
@@ -148,36 +148,36 @@ def plane(
     """
     check_count("resolution", resolution, at_least=2)
     check_number("margin", margin, at_least=0)
-    drawn = {"curve": (curve, phi)} | dict(others or {})
-    for name, (each, points) in drawn.items():
+    curves = {"curve": (curve, phi)} | dict(others or {})
+    for name, (each, points) in curves.items():
         if not (isinstance(each, Embedding) and not each.domain and each.space.flat and each.space == curve.space):
             raise ArgumentError(f"{name}: expected a curve on one flat space, got {short_repr(each)}")
         each._check_phi(points)
     if curve.size < 3:
-        raise ArgumentError("curve: expected degree 2 or more, a line spans no plane")
+        raise ArgumentError("curve: expected degree 2 or more, got 1; a line does not span a plane")
 
     phi = phi.detach()
-    seen = View.of(curve.space, phi)
-    control = seen(phi)
-    if not bool((phi[-1] != phi[0]).any() and seen.axes[1].any()):
-        raise ArgumentError("phi: its ends coincide, or its control points lie on one line: they span no plane")
+    view = View.of(curve.space, phi)
+    control = view(phi)
+    if not bool((phi[-1] != phi[0]).any() and view.axes[1].any()):
+        raise ArgumentError("phi: expected points that span a plane, got equal ends or control points on one line")
     low, high = control.aminmax(dim=0)
     extent = high - low
-    reach = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
-    x, y, values = seen.grid(function, phi.dtype, low - reach, high + reach, resolution)
+    border = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
+    x, y, values = view.grid(function, phi.dtype, low - border, high + border, resolution)
     t = torch.linspace(0, 1, PATH_SAMPLES, dtype=torch.float64, device=phi.device)
-    paths = {name: seen.curve(each, points.detach(), t) for name, (each, points) in drawn.items()}
+    paths = {name: view.curve(each, points.detach(), t) for name, (each, points) in curves.items()}
     return Plane(x, y, values, control, paths.pop("curve"), paths)
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    r"""Points in coordinates of a tangent space: at a centre $c$, along unit tangents $a_i$ there, in float64.
+    r"""A float64 coordinate system of a tangent space: the components of $\log_c x$ along unit tangents $a_i$ at $c$.
 
     Attributes:
-        space: of the points.
-        center: $c$ (*shape).
-        axes: $a_i$ (k, *shape), orthonormal; zero where nothing is to be seen.
+        space: the space of the points.
+        center: the centre $c$ (*shape).
+        axes: the orthonormal tangents $a_i$ (k, *shape). An axis is zero if the points have no extent along it.
     """
 
     space: Manifold
@@ -189,36 +189,36 @@ class View:
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":
-        """Return the plane at the first of some points (n + 1, *space.shape) that contains or approximates them.
+        """Return the plane at the first of several points (n + 1, *space.shape) that contains or approximates them.
 
-        Its first axis points to the last point, or to the farthest where the ends meet; the second to what is farthest
-        from that line, and is zero where nothing is.
+        The first axis points to the last point, or to the farthest point if the first and the last are equal. The
+        second axis points to the point farthest from this line, and is zero if all points are on the line.
         """
-        rows = phi.double()
-        here = rows[0]
-        center = here.expand_as(rows)
-        rows = space._log(center, rows)
-        lengths = norm(space, center, rows)
-        tiny = RANK_TOLERANCE * lengths.max()
-        end = rows[-1] if lengths[-1] > tiny else rows[lengths.argmax()]
-        size = norm(space, here, end)
+        points = phi.double()
+        center = points[0]
+        centers = center.expand_as(points)
+        logs = space._log(centers, points)
+        lengths = norm(space, centers, logs)
+        tolerance = RANK_TOLERANCE * lengths.max()
+        end = logs[-1] if lengths[-1] > tolerance else logs[lengths.argmax()]
+        size = norm(space, center, end)
         first = end / size if size > 0 else torch.zeros_like(end)
-        along = space._inner(center, rows, first.expand_as(rows))
-        across = rows - along.reshape(-1, *(1 for _ in end.shape)) * first
-        heights = norm(space, center, across)
+        along = space._inner(centers, logs, first.expand_as(logs))
+        across = logs - along.reshape(-1, *(1 for _ in end.shape)) * first
+        heights = norm(space, centers, across)
         k = heights.argmax()
-        second = across[k] / heights[k] if heights[k] > tiny else torch.zeros_like(end)
-        return cls(space, here, torch.stack([first, second]))
+        second = across[k] / heights[k] if heights[k] > tolerance else torch.zeros_like(end)
+        return cls(space, center, torch.stack([first, second]))
 
     def __call__(self, points: Float[Tensor, "m ..."]) -> Float64[Tensor, "m k"]:
-        r"""$\langle \log_c x, a_i \rangle$ for points (m, *shape)."""
+        r"""Compute the coordinates $\langle \log_c x, a_i \rangle$ of points (m, *shape)."""
         x = points.detach().double()
         center = self.center.expand_as(x)
         logs = self.space._log(center, x)
         return torch.stack([self.space._inner(center, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
     def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
-        """Return the curve in the view; on a flat space it is the curve of the viewed control points."""
+        """Compute the coordinates of points of a curve, on a flat space from those of its control points."""
         if not self.space.flat:
             return self(curve(phi, t))
         flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
@@ -227,13 +227,13 @@ class View:
     def grid(
         self, function: Callable[[Tensor], float], dtype: torch.dtype, low: Tensor, high: Tensor, resolution: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluate the function on a grid of coordinates from `low` to `high`, of points in `dtype`."""
+        """Evaluate a function of points in `dtype` on a grid of coordinates from `low` to `high`."""
         ends = zip(low.tolist(), high.tolist(), strict=True)
         x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
 
         def value(a: float, b: float) -> float:
-            place = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
-            return function(place.to(dtype))
+            point = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
+            return function(point.to(dtype))
 
         values = [[value(a, b) for a in x.tolist()] for b in y.tolist()]
         return x, y, torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Sampling of places of an embedding for a batch: uniform, stratified, or fixed by a quadrature."""
+"""Sampling of coordinates of an embedding for a batch: uniform, stratified, or by a quadrature rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,25 +16,26 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""A sampling of `samples` (weight, place) pairs with $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$ for uniform $P$.
+    r"""A sampling of (weight, coordinates) pairs for a batch, with $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$.
 
     Args:
-        kind: how places are drawn:
+        kind: the method:
 
-            - `"uniform"`: independent, of weight 1 / samples.
-            - `"stratified"`, on a curve: one, uniform, in each of `samples` equal parts of [0, 1].
-            - `"quadrature"`, on a curve: the Gauss-Legendre nodes of [0, 1]; nothing is drawn, and the sum is exact
-              for polynomials of degree 2·samples - 1.
-        samples: places for each batch.
+            - `"uniform"`: independent uniform coordinates with the weights 1 / samples.
+            - `"stratified"`: one uniform parameter in each of `samples` equal subintervals of [0, 1]. It requires a
+              curve.
+            - `"quadrature"`: the nodes and weights of the Gauss-Legendre rule on [0, 1], without randomness. The sum is
+              exact for polynomials of degree 2·samples - 1. It requires a curve.
+        samples: the number of coordinates for each batch.
 
     Raises:
-        ArgumentError: naming the option that does not fit.
+        ArgumentError: if an option is invalid.
 
     Example:
         >>> from manifoldagg.curves.bezier import Bezier
         >>> from manifoldagg.manifolds import Flat
-        >>> places = Sampling("quadrature", samples=2).coordinates(Bezier(Flat(1)), torch.zeros(3, 1))
-        >>> [(weight, round(t, 4)) for weight, t in places]
+        >>> nodes = Sampling("quadrature", samples=2).coordinates(Bezier(Flat(1)), torch.zeros(3, 1))
+        >>> [(weight, round(t, 4)) for weight, t in nodes]
         [(0.5, 0.2113), (0.5, 0.7887)]
     """
 
@@ -46,23 +47,23 @@ class Sampling:
         check_count("samples", self.samples)
 
     def check(self, embedding: Embedding) -> None:
-        """Check that strata and quadratures are used for embeddings of [0, 1] only.
+        """Check that stratified sampling and quadrature are used only for curves.
 
         Raises:
-            ArgumentError: if `embedding` has other places.
+            ArgumentError: if `embedding` is not an embedding of [0, 1].
         """
         if self.kind != "uniform" and embedding.domain:
-            raise ArgumentError(f"sampling: {self.kind} needs a curve, whose places are numbers; got {embedding}")
+            raise ArgumentError(f"sampling: expected uniform, or a curve with {self.kind}, got {embedding}")
 
     def coordinates(
         self, embedding: Embedding, phi: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[tuple[float, Coordinates]]:
-        r"""Return the weights and places for one batch.
+        r"""Yield the weights and coordinates for one batch.
 
         Args:
-            embedding: with `sample`; where it has `sample_in`, as a tunnel, that draws them.
-            phi: the points that draw it.
-            generator: draws; torch's default generator where not given.
+            embedding: the embedding. If its `sample` is not implemented, as for some tunnels, `sample_in` is called.
+            phi: the control points of the embedding.
+            generator: the random generator; `None` for torch's default generator.
         """
         if self.kind == "quadrature":
             nodes, weights = np.polynomial.legendre.leggauss(self.samples)
@@ -73,7 +74,7 @@ class Sampling:
                 try:
                     drawn = embedding.sample(1, generator=generator)
                 except NotImplementedError:
-                    # An ambient tunnel's places depend on its curve.
+                    # The coordinates of an ambient tunnel depend on its control points.
                     drawn = embedding.sample_in(phi, 1, generator=generator, validate=False)  # type: ignore[attr-defined]
                 yield 1 / self.samples, drawn[0]
             else:

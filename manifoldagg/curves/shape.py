@@ -1,6 +1,6 @@
-"""The shape of a Bézier curve on a flat space, in coordinates of the span of its control points.
+"""The shape of a Bézier curve on a flat space, in float64 coordinates of the span of its control points.
 
-Where it is slow or sharp, how it bends, and which of its points are the feet of others. Everything is in float64.
+The module computes the minimum speed, the maximum curvature, curvature vectors, and the feet of points on the curve.
 """
 
 import torch
@@ -24,18 +24,19 @@ __all__ = [
 CHUNK_SIZE = 1 << 16
 
 REFINEMENT_WIDTH = 1e-6
-"""A step of Newton's method that is longer does not start at a root."""
+"""The maximum length of a Newton refinement step. A longer step shows that the start is not close to a root."""
 
 Control = Float64[Tensor, "control k"]
 Times = Float64[Tensor, "*times"]
 
 
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
-    """Compute control points in an orthonormal basis of their span, the first at 0: (n + 1, min(n, P)), no derivatives.
+    """Compute the coordinates of control points in an orthonormal basis of their span: (n + 1, min(n, P)).
 
-    Distances and angles are those of the control points, to rounding also where these nearly lie in a line.
+    The first point is 0. Distances and angles are preserved up to rounding, also if the points are almost collinear.
+    The result has no derivatives.
 
-    Cost: one pass over `phi`; no scratch of size P.
+    Cost: one pass over `phi`, without temporary memory of size P.
 
     Example:
         >>> import torch
@@ -44,7 +45,7 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
                 [5.]], dtype=torch.float64)
     """
     points = phi.detach().flatten(1)
-    # Of all chunks so far: a Gram matrix would square the condition of control points that nearly lie in a line.
+    # The R factor of all chunks so far. A Gram matrix would square the condition number of almost collinear points.
     triangle = points.new_zeros(0, len(points) - 1, dtype=torch.float64)
     for low in range(0, points.shape[1], CHUNK_SIZE):
         piece = points[:, low : low + CHUNK_SIZE].double()
@@ -55,26 +56,29 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
     r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and differentiable coordinates in it.
 
-    The basis is that of Gram and Schmidt: the first vector along $\varphi_1 - \varphi_0$, and so along $b'(0)$, the
-    first two with $\varphi_2$ in their plane, and so on.
+    The Gram-Schmidt process determines the basis. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
+    therefore to $b'(0)$. The plane of the first two vectors contains $\varphi_2 - \varphi_0$, and so on.
     """
     points = phi.double().flatten(1)
-    lines, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
-    # LAPACK's diagonal has either sign, that of Gram and Schmidt is positive.
+    columns, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
+    # The diagonal of the R factor of LAPACK can have either sign. In the Gram-Schmidt process it is positive.
     sign = torch.where(triangle.detach().diagonal() < 0, -1.0, 1.0).to(triangle)
     control = (sign[:, None] * triangle).mT
-    return (lines * sign).mT, torch.cat([control.new_zeros(1, control.shape[1]), control])
+    return (columns * sign).mT, torch.cat([control.new_zeros(1, control.shape[1]), control])
 
 
 def derivative(control: Control, t: Times, order: int = 1) -> Float64[Tensor, "*times k"]:
-    """Compute the derivative of the curve of this order at `t`; order 0 is the curve itself."""
+    """Compute a derivative of the curve at `t`. Order 0 is the curve itself."""
     for _ in range(order):
         control = (len(control) - 1) * control.diff(dim=0)
     return basis(len(control) - 1, t) @ control
 
 
 def min_speed(control: Control) -> tuple[float, float]:
-    r"""Find the minimum of $|b'|$ on [0, 1]: its $t$, a root of $(|b'|^2)'$ or an end, and its value."""
+    r"""Compute the minimum of the speed $|b'|$ on [0, 1] and return its parameter and its value.
+
+    The parameter is a root of $(|b'|^2)'$ or an end of the interval.
+    """
     velocity = (len(control) - 1) * control.diff(dim=0)
     t = _critical_parameters(derivative_coefficients(_gram(velocity, velocity)), control)
     speed = derivative(control, t).norm(dim=-1)
@@ -83,16 +87,16 @@ def min_speed(control: Control) -> tuple[float, float]:
 
 
 def max_curvature(control: Control) -> tuple[float, float]:
-    r"""Find the maximum of the curvature on [0, 1]: its parameter and its value; $b'$ must not vanish.
+    r"""Compute the maximum of the curvature on [0, 1] and return its parameter and its value.
 
-    $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2,$$
+    $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2 .$$
 
-    so that $t$ is a root of the polynomial $N'\sigma - 3N\sigma'$, or an end.
+    The parameter is a root of the polynomial $N'\sigma - 3N\sigma'$, or an end of the interval. $b'$ must not be 0.
     """
     degree = len(control) - 1
     if degree == 1:
         return 0.0, 0.0
-    # Six factors of a velocity would leave float64; where the curvature is greatest does not depend on the unit.
+    # The sixth power of a velocity could overflow. The parameter of the maximum does not depend on the unit of length.
     scaled = control / control.diff(dim=0).norm(dim=-1).max()
     velocity = degree * scaled.diff(dim=0)
     bend = (degree - 1) * velocity.diff(dim=0)
@@ -120,23 +124,25 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 
 
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
-    r"""Find every foot t in [0, 1] of a point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, and both ends.
+    r"""Compute the parameters t in [0, 1] of all feet of points on the curve, $\langle y - b(t), b'(t)\rangle = 0$.
 
-    The roots of a polynomial of degree 2n - 1, and one step of Newton's method on the sum itself, which is exact where
-    the polynomial's coefficients cancel. The others of these 2n + 1 parameters are not feet.
+    They are roots of a polynomial of degree 2n - 1. One Newton step on the inner product itself then refines them,
+    because the coefficients of the polynomial are subject to cancellation. Each row contains 2n + 1 parameters: both
+    ends, the feet, and the end again as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     pairs = (control @ velocity.mT).unsqueeze(-1) - velocity @ points.mT
     rows = torch.stack(product_coefficients(pairs.detach().cpu()), -1).tolist()
-    # Not every point has as many feet: the end stands for what is missing.
+    # Rows with fewer feet are padded with the end, 1.
     t = points.new_ones(len(points), 2 * len(control) - 1)
-    for line, row in zip(t, rows, strict=True):
+    for parameters, row in zip(t, rows, strict=True):
         found = [0.0, *roots(row)]
-        line[: len(found)] = line.new_tensor(found)
-    apart = points[:, None] - derivative(control, t, 0)
-    along = derivative(control, t)
-    # Of ⟨y - b, b'⟩ by its own derivative; at a focal point, where that vanishes, the step is long and refused.
-    step = (apart * along).sum(-1) / (along.square() - apart * derivative(control, t, 2)).sum(-1)
+        parameters[: len(found)] = parameters.new_tensor(found)
+    offset = points[:, None] - derivative(control, t, 0)
+    velocity_at_foot = derivative(control, t)
+    # A Newton step for ⟨y - b, b'⟩. At a focal point its derivative is 0, and the long step is rejected.
+    curvature_term = offset * derivative(control, t, 2)
+    step = (offset * velocity_at_foot).sum(-1) / (velocity_at_foot.square() - curvature_term).sum(-1)
     return torch.where(step.abs() < REFINEMENT_WIDTH, t + step, t).clamp(0, 1)
 
 
@@ -148,10 +154,18 @@ def nearest_normal_disk(
     *,
     fills: bool,
 ) -> tuple[Float64[Tensor, " N"], Float64[Tensor, "N k"], Float64[Tensor, " N"]]:
-    """Of the disks normal to the curve the nearest one: its parameter, what leads from its centre to the point's foot
-    in its plane, and its distance.
+    """Find the nearest of the disks normal to the curve.
 
-    Points are `off` the span of the curve; the disks have these dimensions too if `fills`.
+    Args:
+        control: control points (n + 1, k).
+        points: the orthogonal projections of points onto the span of the curve.
+        radius: the radius of the disks.
+        off: the distances of the points from the span.
+        fills: whether the disks also extend in the directions orthogonal to the span.
+
+    Returns:
+        The parameters of the disks, the vectors from their centres to the projections of the points onto their planes,
+        and the distances of the points from the disks.
     """
     t = foot_parameters(control, points)
     tangent = unit(derivative(control, t))
@@ -169,23 +183,23 @@ def nearest_normal_disk(
 
 
 def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
-    """Normalise `v`; 0 remains 0."""
+    """Normalise `v`. The result for 0 is 0."""
     size = v.norm(dim=-1, keepdim=True)
-    # Not a quotient that is replaced: its derivative at 0 would be NaN all the same.
+    # The denominator is replaced before the division. Otherwise the derivative at 0 would be NaN.
     return v / torch.where(size > 0, size, torch.ones_like(size))
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
-    """Coefficients of the inner product of two curves."""
+    """Compute the Bernstein coefficients of the inner product of two curves."""
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
 
 def _multiply(p: list[float], q: list[float]) -> list[float]:
-    """Coefficients of a product of polynomials."""
+    """Compute the Bernstein coefficients of the product of two polynomials."""
     return product_coefficients([[a * b for b in q] for a in p])
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Where it changes its sign, both ends, and a grid, in which the value at a double root is not missed."""
+    """Return the sign changes of a polynomial, both ends, and a grid, which covers double roots approximately."""
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: gradients at an ascent point, which favour flat minima."""
+"""Sharpness-aware minimisation: gradients at an ascent point, which prefer flat minima."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ __all__ = ["ASAM", "SAM", "Sharpness", "sharpness_aware_gradient"]
 
 @runtime_checkable
 class Sharpness(Protocol):
-    """Base class of the choice of the ascent point near `theta`."""
+    """The protocol of methods that select an ascent point."""
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """Return the ascent point (*shape) of `theta` for the derivative (*shape) of the loss by coordinates.
+        """Return the ascent point (*shape) of `theta` for the derivative (*shape) of the loss in coordinates.
 
         Raises:
-            ArgumentError: if it has no meaning on `space`.
+            ArgumentError: if the method is not defined on `space`.
         """
 
 
 @dataclass(frozen=True)
 class SAM:
-    r"""Ascent by a radius: $\exp_\theta(\rho\, g / \|g\|_\theta)$, $g$ the gradient of the loss.
+    r"""Sharpness-aware minimisation with the ascent point $\exp_\theta(\rho\, g / \|g\|_\theta)$.
 
-    On a flat space that is $\theta + \rho g / \|g\|$. To first order it is the highest point within $\rho$. Where
-    $g = 0$ it is $\theta$.
+    $g$ is the gradient of the loss. On a flat space, the ascent point is $\theta + \rho g / \|g\|$. To first order, it
+    maximises the loss within the distance $\rho$. If $g = 0$, the ascent point is $\theta$.
 
     Args:
-        radius: $\rho > 0$.
+        radius: $\rho > 0$, the distance of the ascent point.
 
     Raises:
         ArgumentError: if `radius` is not a positive number.
@@ -62,13 +62,14 @@ class SAM:
 
 @dataclass(frozen=True)
 class ASAM:
-    r"""Ascent in proportion to the parameters: $\theta + \rho\, T^2 g / \|T g\|$, elementwise.
+    r"""Adaptive sharpness-aware minimisation with the elementwise ascent point $\theta + \rho\, T^2 g / \|T g\|$.
 
-    $T = |\theta| + \eta$. With $\eta = 0$ it goes along when coordinates are rescaled. On flat spaces only.
+    $T = |\theta| + \eta$. With $\eta = 0$, the method is invariant to a rescaling of the coordinates. It requires a
+    flat space.
 
     Args:
-        radius: $\rho > 0$, relative to the parameters: a tenfold of what SAM takes is usual.
-        eta: $\eta \ge 0$, the least scale.
+        radius: $\rho > 0$, relative to the parameters. A common value is ten times the radius of SAM.
+        eta: $\eta \ge 0$, the minimum scale.
 
     Raises:
         ArgumentError: if `radius` is not a positive number or `eta` is negative.
@@ -91,7 +92,7 @@ class ASAM:
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         if not space.flat:
-            raise ArgumentError(f"sharpness: ASAM scales coordinates, which {space} does not have; use SAM")
+            raise ArgumentError(f"sharpness: expected a flat space for ASAM, got {space}; use SAM")
         scale = theta.abs() + self.eta
         scaled = scale * derivative
         return theta + scale * _scale_to_radius(self.radius, scaled, formulas.norm(space, theta, scaled))
@@ -100,24 +101,26 @@ class ASAM:
 def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute the loss at $\theta$, and its derivative by coordinates at the ascent point of `sharpness`.
+    r"""Compute the loss at $\theta$, and its derivative in coordinates at the ascent point of `sharpness`.
 
-    With sharpness, $\theta' =$ `perturb` of the derivative at $\theta$, and the result is the derivative at
-    $\theta'$; on a curved space the gradient there, carried back to $\theta$. It costs a second pass of the model.
+    The ascent point $\theta'$ is the result of `perturb` for the derivative at $\theta$. On a curved space, the
+    gradient at $\theta'$ is transported to $\theta$. With sharpness, the computation needs a second forward and
+    backward pass.
 
     Args:
-        space: where $\theta$ lives.
-        loss: `loss(theta, batch)` to a scalar.
-        theta: (*shape); neither written nor differentiated further.
-        batch: what the loss takes.
-        sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM], [`ASAM`][manifoldagg.curves.sharpness.ASAM], or nothing.
+        space: the space of $\theta$.
+        loss: a function `loss(theta, batch)` that returns a scalar.
+        theta: the point (*shape). It is not modified, and the result has no derivatives with respect to it.
+        batch: the second argument of the loss.
+        sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM], [`ASAM`][manifoldagg.curves.sharpness.ASAM], or `None`
+            for the derivative at $\theta$.
 
     Returns:
-        The loss at `theta`, a scalar, and the derivative (*shape).
+        The scalar loss at `theta`, and the derivative (*shape).
 
     Raises:
-        ArgumentError: if the loss is not a scalar that depends on `theta`, or `sharpness` has no meaning on `space`.
-        DivergenceError: if the loss uphill is not finite.
+        ArgumentError: if the loss is not a scalar that depends on `theta`, or `sharpness` is not defined on `space`.
+        DivergenceError: if the loss at the ascent point is not finite.
 
     Example:
         >>> import torch
@@ -130,13 +133,16 @@ def sharpness_aware_gradient(
     if sharpness is None or not bool(torch.isfinite(value)):
         return value, derivative
     with torch.no_grad():
-        uphill = sharpness.perturb(space, theta.detach(), derivative)
-    there, slope = _loss_and_derivative(loss, uphill, batch)
-    if not bool(torch.isfinite(there)):
-        raise DivergenceError(f"the loss is {there.item()} uphill, at {sharpness}; try a smaller radius")
+        ascent_point = sharpness.perturb(space, theta.detach(), derivative)
+    ascent_loss, slope = _loss_and_derivative(loss, ascent_point, batch)
+    if not bool(torch.isfinite(ascent_loss)):
+        raise DivergenceError(
+            f"loss: expected a finite value at the ascent point of {sharpness}, got {ascent_loss.item()}; "
+            "reduce the radius"
+        )
     if not space.flat:
         with torch.no_grad():
-            slope = transport_momentum(space, uphill, theta.detach(), space._gradient(uphill, slope))
+            slope = transport_momentum(space, ascent_point, theta.detach(), space._gradient(ascent_point, slope))
         slope = lower(space, theta, slope)
     return value, slope
 
@@ -153,5 +159,5 @@ def _loss_and_derivative(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, b
 
 
 def _scale_to_radius(radius: float, u: Tensor, length: Tensor) -> Tensor:
-    """`u` scaled from this length to the radius; 0 stays 0."""
+    """Scale a vector of the given length to the radius. The result for 0 is 0."""
     return radius * u / torch.where(length == 0, 1.0, length)

@@ -1,4 +1,4 @@
-"""Simplices: the hull of a few models, its volume, its nearest points, and ensembles drawn from it."""
+"""Simplices: the convex hull of several models, its volume, its nearest points, and ensembles of its points."""
 
 import math
 from collections.abc import Callable
@@ -25,27 +25,27 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    r"""An embedding of combinations of the points of $\varphi$, whose places are barycentric coordinates."""
+    r"""Base class of embeddings whose points are means of $\varphi$, with barycentric coordinates as weights."""
 
     @property
     def domain(self) -> tuple[int, ...]:
         return (self.size,)
 
     def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
-        r"""The points $\iota_\varphi(x)$.
+        r"""Compute the points $\iota_\varphi(x)$.
 
         Args:
             phi: the vertices (size, *space.shape).
-            x: barycentric coordinates (*batch, size).
+            x: barycentric coordinates (*batch, size). They must be nonnegative with the sum 1, up to the square root of
+                the machine epsilon of their dtype.
 
         Returns:
-            (*batch, *space.shape) in the dtype of `phi`; a vertex where `x` is one.
+            The points (*batch, *space.shape) in the dtype of `phi`. The coordinates of a vertex map to this vertex.
 
         Raises:
-            ArgumentError: if a shape differs, or an entry of `x` is negative or its sum not 1, beyond the square root
-                of its dtype's precision; functorch transforms hide values, so that only shapes are checked there;
-                of a complex, if no face holds all vertices of a place.
-            DivergenceError: if the Karcher mean is not found: the vertices lie too far apart.
+            ArgumentError: if a shape or a value of `x` is invalid. For a complex, also if no face contains all vertices
+                with nonzero coordinates. Inside functorch transforms, which hide values, only shapes are checked.
+            DivergenceError: if the Karcher mean is not found because the vertices are too far apart.
         """
         self._check_phi(phi)
         weights = self.weights(x).to(phi.device)
@@ -56,14 +56,14 @@ class Hull(Embedding):
         return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the float64 weights of the vertices at `x` (*batch, size): `x` over its sum."""
+        """Return the float64 weights of the vertices at `x` (*batch, size): `x` divided by its sum."""
         weights = check_barycentric(x, self.size).double()
         return weights / weights.sum(-1, keepdim=True)
 
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull derivatives `w` (*batch, *space.shape) at $\iota_\varphi(x)$ back to the vertices: flat, $x_i w$."""
+        r"""Pull derivatives `w` (*batch, *space.shape) back to the vertices. On a flat space, they are $x_i w$."""
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
         self._check_phi(phi)
@@ -75,10 +75,13 @@ class Hull(Embedding):
     def contains(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
     ) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image: (*batch,).
+        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image, (*batch,).
 
-        The default is the rounding of $\iota_\varphi$: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$, $\varepsilon$
-        of the coarser dtype. Errors are those of `nearest`, and one for a negative `tolerance`.
+        The default tolerance is a bound on the rounding error of $\iota_\varphi$:
+        $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ with the machine epsilon $\varepsilon$ of the coarser dtype.
+
+        Raises:
+            ArgumentError: as `nearest`, or if `tolerance` is negative.
         """
         _, distances = self.nearest(phi.detach(), point.detach())
         if tolerance is None:
@@ -93,57 +96,63 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Compute $\frac1n \sum_j f(\iota_\varphi(x_j))$, the mean prediction of n draws, one model at a time.
+        r"""Compute the mean prediction of n random models, $\frac1n \sum_j f(\iota_\varphi(x_j))$, one after the other.
 
         Args:
-            phi: the points that draw the embedding.
-            predict: $f$, from a point (*space.shape) to a floating tensor of one shape, such as class probabilities.
-            num_draws: $n$.
-            generator: of the draws.
+            phi: the control points of the embedding.
+            predict: $f$, a function from a point (*space.shape) to a floating tensor, such as class probabilities.
+            num_draws: $n$, the number of models.
+            generator: the random generator.
 
         Returns:
-            A tensor like those of `predict`, without derivatives, summed in float64.
+            The mean in the shape and dtype of the predictions, accumulated in float64, without derivatives.
 
         Raises:
-            ArgumentError: if `num_draws` is no positive integer, or predictions are no floating tensors of one shape.
+            ArgumentError: if `num_draws` is not a positive integer, or the predictions are not floating tensors of the
+                same shape.
         """
-        total = made = torch.zeros(())
+        total = prediction = torch.zeros(())
         with torch.no_grad():
             for n, x in enumerate(self.sample(check_count("num_draws", num_draws), generator=generator)):
-                made = predict(self(phi, x))
-                check_shape("predict", made, *getattr(total if n else made, "shape", ()))
-                total = total.to(made.device) + made.double()
-        return (total / num_draws).to(made.dtype)
+                prediction = predict(self(phi, x))
+                check_shape("predict", prediction, *getattr(total if n else prediction, "shape", ()))
+                total = total.to(prediction.device) + prediction.double()
+        return (total / num_draws).to(prediction.dtype)
 
     def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
-        """The points of a curved space: Karcher means."""
+        """Compute the Karcher means on a curved space."""
         points = phi.expand(*weights.shape[:-1], *phi.shape)
         return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
 
 
 @dataclass(frozen=True)
 class Simplex(Hull):
-    r"""The simplex whose vertices are $\varphi_0, \dots, \varphi_k$, in barycentric coordinates.
+    r"""The simplex with the vertices $\varphi_0, \dots, \varphi_k$, in barycentric coordinates.
 
-    A place is $x \in \mathbb{R}^{k+1}$ with $x_i \ge 0$ and $\sum_i x_i = 1$, and
+    The coordinates are $x \in \mathbb{R}^{k+1}$ with $x_i \ge 0$ and $\sum_i x_i = 1$. They determine the point by
 
-    $$\iota_\varphi(x) = \sum_i x_i\, \varphi_i, \qquad \sum_i x_i \log_{\iota_\varphi(x)} \varphi_i = 0,$$
+    $$\iota_\varphi(x) = \sum_i x_i\, \varphi_i, \qquad \sum_i x_i \log_{\iota_\varphi(x)} \varphi_i = 0 .$$
 
-    the first on a flat space, the second, the weighted Karcher mean, on a curved one.
-    $x$ is divided by its sum, so that derivatives do not see a change of the sum: on a flat space $d\iota(x)\,u =
-    \sum_i u_i (\varphi_i - \iota(x))$, which is $\sum_i u_i \varphi_i$ for the tangents, $\sum_i u_i = 0$.
+    The first formula is for flat spaces. The second defines the weighted Karcher mean on curved spaces. $x$ is divided
+    by its sum, so derivatives along a change of the sum are 0. On a flat space,
+    $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$, which is $\sum_i u_i \varphi_i$ for tangents with
+    $\sum_i u_i = 0$.
 
-    On a curved space the mean is found to $10^{-12}$ and has the derivatives, in $\varphi$ and $x$, of the equation
-    that it solves, by two Newton steps with the exact Hessian: right up to the second, the third and higher ones are
-    not. Factors of a product and copies of a power are solved apart; $D$ coordinates cost $O(D^3)$ where derivatives
-    are followed. Volumes and nearest points are those of flat spaces: a curved simplex has no closed form of either.
+    On a curved space:
+
+    - The residual of the mean is at most $10^{-12}$.
+    - The first and second derivatives with respect to $\varphi$ and $x$ are correct. Two Newton steps with the exact
+      Hessian provide them. Third and higher derivatives are not correct.
+    - Factors of a product and copies of a power are solved separately. Derivatives with respect to $D$ coordinates cost
+      $O(D^3)$.
+    - Volumes and nearest points are not available, because they have no closed form.
 
     Args:
-        space: with exp, log, inner, project and project_tangent, unless it is flat.
-        vertices: $k + 1 \ge 1$; $\varphi$ has shape (vertices, *space.shape).
+        space: a flat space, or a space with exp, log, inner, project and project_tangent.
+        vertices: $k + 1 \ge 1$, the number of vertices. $\varphi$ has the shape (vertices, *space.shape).
 
     Raises:
-        ArgumentError: if `space` is not a manifold or `vertices` no positive integer.
+        ArgumentError: if `space` is not a manifold, or `vertices` is not a positive integer.
 
     Source: Benton, Maddox, Lotfi, Wilson 2021.
 
@@ -170,37 +179,43 @@ class Simplex(Hull):
         return self.vertices
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw places (*batch, k + 1) uniformly: Dirichlet(1, ..., 1), by normalised exponential variables."""
+        """Draw uniform coordinates (*batch, k + 1) from Dirichlet(1, ..., 1), as normalised exponential variables."""
         device = None if generator is None else generator.device
         spacings = torch.empty(*batch, self.vertices, dtype=torch.float64, device=device)
         spacings.exponential_(generator=generator)
         return spacings / spacings.sum(-1, keepdim=True)
 
     def log_volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""Compute $\tfrac12 \log\det(E E^\top) - \log k!$ in float64, $E$ the edges $\varphi_i - \varphi_0$; flat.
+        r"""Compute the log-volume $\tfrac12 \log\det(E E^\top) - \log k!$ in float64, on a flat space.
 
-        It is $\sum_i \log(h_i / i)$, the heights $h_i$ the pivots of the Cholesky factor of $E E^\top$. The error is
-        about $\varepsilon / \sin^2\alpha$, $\alpha$ the smallest angle of an edge with the span of those before it.
-        Where $\sin\alpha$ is rounding, below $\sqrt{8 k \varepsilon}$, the simplex is degenerate: $-\infty$, with
-        gradient 0. A single vertex has volume 1. It costs one pass over `phi`.
+        $E$ contains the edges $\varphi_i - \varphi_0$. The log-volume is $\sum_i \log(h_i / i)$, where the heights
+        $h_i$ are the pivots of the Cholesky factor of $E E^\top$.
+
+        - The error is about $\varepsilon / \sin^2\alpha$, where $\alpha$ is the smallest angle between an edge and the
+          span of the previous edges.
+        - If $\sin\alpha$ is below $\sqrt{8 k \varepsilon}$, the simplex is degenerate. Its log-volume is $-\infty$ with
+          gradient 0.
+        - The volume of a single vertex is 1.
+
+        Cost: one pass over `phi`.
 
         Raises:
-            ArgumentError: if the space is curved, or `phi` has another shape or edges without a finite square.
+            ArgumentError: if the space is curved, `phi` has another shape, or a squared edge length is not finite.
         """
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.log().sum(), -math.inf)
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""Compute $\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$; 0 if the simplex is degenerate."""
+        r"""Compute the volume $\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$, or 0 for a degenerate simplex."""
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`: $B^\top (E E^\top)^{-1} E$, $E = B \varphi$, 0 at $-\infty$.
+        r"""Compute the gradient of `log_volume`, $B^\top (E E^\top)^{-1} E$ with $E = B \varphi$.
 
         Returns:
-            (k + 1, *space.shape) in the dtype of `phi`, combinations of the edges that carry no derivative:
-            $\sum_i \langle \varphi_i, g_i \rangle = k$ and $\sum_i g_i = 0$.
+            The gradient (k + 1, *space.shape) in the dtype of `phi`, without derivatives. It satisfies
+            $\sum_i \langle \varphi_i, g_i \rangle = k$ and $\sum_i g_i = 0$. For a degenerate simplex it is 0.
         """
         vertices = phi.detach()
         factor, solid = _cholesky(self._edge_gram(vertices))
@@ -214,17 +229,21 @@ class Simplex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""Compute $\min_x \|\iota_\varphi(x) - p\|$ over the simplex on a flat space: the place and the distance.
+        r"""Compute the nearest points of the simplex on a flat space, $\min_x \|\iota_\varphi(x) - p\|$.
+
+        Args:
+            phi: the vertices (size, *space.shape).
+            point: points (*batch, *space.shape).
 
         Returns:
-            For points (*batch, *space.shape) $x$ (*batch, k + 1), without derivatives, and the distances (*batch,),
-            both float64. Distances have the first derivatives of the minimum in `phi` and `point`, 0 where they vanish;
-            higher ones take $x$ for fixed.
+            Barycentric coordinates (*batch, k + 1), without derivatives, and distances (*batch,), both in float64. The
+            first derivatives of the distances with respect to `phi` and `point` are correct, and 0 at distance 0.
+            Higher derivatives are not correct, because $x$ counts as constant.
 
         Raises:
-            ArgumentError: if the space is curved, or a shape differs or a value is not finite.
+            ArgumentError: if the space is curved, a shape is invalid, or a value is not finite.
 
-        Source: Wolfe 1976: an active set, each face solved exactly in k coordinates of the edges' span.
+        Source: Wolfe 1976, an active-set method. Each face is solved exactly in k coordinates of the span of the edges.
 
         Example:
             >>> import torch
@@ -237,67 +256,71 @@ class Simplex(Hull):
         batch = check_shape("point", point, *self.space.shape, batch=True).shape[: point.ndim - len(self.space.shape)]
         rows = phi.double().flatten(1)
         edges = rows - rows[0]
-        ways = point.double().reshape(-1, math.prod(self.space.shape)) - rows[0]
-        # In an orthonormal basis of the edges: a Gram matrix would square their condition.
+        offsets = point.double().reshape(-1, math.prod(self.space.shape)) - rows[0]
+        # Coordinates in an orthonormal basis of the edges. A Gram matrix would square the condition number.
         basis, columns = torch.linalg.qr(edges[1:].detach().mT)
         corners = torch.cat([columns.new_zeros(1, len(columns)), columns.mT]).cpu()
-        targets = ways.detach() @ basis
-        if not all(map(is_finite, (edges, ways, corners, targets))):
-            raise ArgumentError("phi, point: expected finite values, whose distances are finite")
+        targets = offsets.detach() @ basis
+        if not all(map(is_finite, (edges, offsets, corners, targets))):
+            raise ArgumentError("phi, point: expected values with finite distances, got NaN or infinity")
         x = targets.new_zeros(len(targets), self.vertices)
-        for line, target in zip(x, targets.cpu(), strict=True):
-            line.copy_(_nearest_on_simplex(corners, target))
-        gaps = (ways - x @ edges).reshape(-1, *self.space.shape)
+        for row, target in zip(x, targets.cpu(), strict=True):
+            row.copy_(_nearest_on_simplex(corners, target))
+        gaps = (offsets - x @ edges).reshape(-1, *self.space.shape)
         distances = norm(self.space, gaps, gaps)
         return x.reshape(*batch, self.vertices), distances.reshape(batch)
 
     def add_vertex(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float[Tensor, "more ..."], "Simplex"]:
-        r"""Append a vertex of the same dtype and device to $\varphi$, and return it with the larger simplex."""
+        r"""Append a vertex to $\varphi$, and return the vertices and the larger simplex.
+
+        The vertex must have the dtype and the device of $\varphi$.
+        """
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": check_shape("point", point, *self.space.shape)})
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """The heights by their number, $h_i / i$, and whether the simplex is solid (ones if it is not)."""
+        """Return $h_i / i$ for the heights, and whether the simplex is nondegenerate. Otherwise all heights are 1."""
         inner = self._edge_gram(phi)
-        solid = _cholesky(inner.detach())[1]
-        safe = torch.where(solid, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+        nondegenerate = _cholesky(inner.detach())[1]
+        safe = torch.where(nondegenerate, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         heights = torch.linalg.cholesky(safe).diagonal()
-        return heights / torch.arange(1, self.vertices, device=inner.device), solid
+        return heights / torch.arange(1, self.vertices, device=inner.device), nondegenerate
 
     def _edge_gram(self, phi: Tensor) -> Tensor:
-        """The Gram matrix (k, k) of the edges."""
+        """Compute the Gram matrix (k, k) of the edges."""
         self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)
         inner = gram(rows[1:], minus=rows[0])[0] if len(rows) > 1 else rows.new_zeros(0, 0, dtype=torch.float64)
         if not needs_autograd_path([inner.detach()]) and not is_finite(inner):
-            raise ArgumentError("phi: expected finite vertices, with edges whose squared lengths are finite")
+            raise ArgumentError("phi: expected vertices with finite squared edge lengths, got NaN or infinity")
         return inner
 
     def _require_flat(self, operation: str) -> None:
         if not self.space.flat:
-            raise ArgumentError(f"space: expected a flat one, curved {operation} have no closed form; got {self.space}")
+            raise ArgumentError(f"space: expected a flat space for {operation}, got {self.space}")
 
 
 def _cholesky(inner: Tensor) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor, and whether its pivots are more than rounding."""
+    """Compute the Cholesky factor, and whether all pivots exceed their rounding errors."""
     factor, info = torch.linalg.cholesky_ex(inner)
     return factor, (info == 0) & (factor.diagonal().square() > 8 * len(inner) * EPS * inner.diagonal()).all()
 
 
 def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
-    r"""$\min_x \|\sum_i x_i c_i - t\|$ over the simplex, by faces that each improve on the one before."""
+    r"""Minimise $\|\sum_i x_i c_i - t\|$ over the simplex by an active-set method that improves in every iteration."""
     x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
-    reach = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
-    while (gap := x @ vertices - target).norm() > EPS * reach:
+    scale = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
+    while (gap := x @ vertices - target).norm() > EPS * scale:
         slopes = vertices @ gap
-        # A thin simplex has vertices whose descent is below the rounding of its slope: they are tried.
-        steep = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * reach**2)
-        tried = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if steep[i])
-        better = next((y for y in tried if (y @ vertices - target).norm() < gap.norm()), None)
+        # In a thin simplex, the slope towards a vertex can be a descent that is hidden by rounding. The tolerance makes
+        # such vertices candidates, and only an actual improvement is accepted.
+        candidate = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * scale**2)
+        trials = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if candidate[i])
+        better = next((y for y in trials if (y @ vertices - target).norm() < gap.norm()), None)
         if better is None:
             break
         x = better
@@ -305,7 +328,7 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """The nearest place of the face of x and one vertex more, or of a face of that: a walk there that never climbs."""
+    """Minimise over the face of `x` with one additional vertex, or over a subface of it, without an increase."""
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()
@@ -317,7 +340,7 @@ def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int
         blocked = face & (best <= 0)
         if not bool(blocked.any()):
             return best
-        # As far as the first coordinate that vanishes, and on without it.
-        parts = torch.where(blocked, x / (x - best).clamp(min=TINY), math.inf)
-        face = face & (parts > parts.min())
-        x = torch.where(face, (x + parts.min() * (best - x)).clamp(min=0), 0.0)
+        # The step ends where the first coordinate becomes 0. This vertex leaves the face.
+        fractions = torch.where(blocked, x / (x - best).clamp(min=TINY), math.inf)
+        face = face & (fractions > fractions.min())
+        x = torch.where(face, (x + fractions.min() * (best - x)).clamp(min=0), 0.0)

@@ -1,4 +1,4 @@
-"""Curves from a stream of points: the nearest curve, or points of the path, without storing the stream."""
+"""Curves from a stream of points, without storing the stream: a least-squares fit, or points of the path."""
 
 import math
 
@@ -17,43 +17,50 @@ from manifoldagg.manifolds.formulas import distance, geodesic
 __all__ = ["PathFit", "PathPoints", "check_path"]
 
 MAX_DEGREE = 10
-"""The degree beyond which sums of powers in float64 determine control points less well than float32 rounds them."""
+"""The degree beyond which control points from float64 sums of powers are less accurate than float32 rounding."""
 
 SINGULAR_TOLERANCE = 1e-6
-"""Of singular values, of weights of at most 1: its square, of the normal equations, leaves four digits of float64."""
+"""The tolerance for singular values of the design matrix. Normal equations square it, which leaves four digits."""
 
 
 class PathFit:
-    r"""A streaming fit of the Bézier curve nearest to a path with points $\theta_1, \dots, \theta_K$.
+    r"""A streaming least-squares fit of a Bézier curve to a path with the points $\theta_1, \dots, \theta_K$.
 
     $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0, \quad \varphi_n = \theta_K,
         \qquad u_k = x_k / x_K,$$
 
-    $x_k$ the steps, or the length, until then. It is what
-    [`Bezier.through`][manifoldagg.curves.Bezier.through] makes of stored points with `fixed_ends=True`. With the
+    where $x_k$ is the number of steps or the path length up to $\theta_k$. The result is that of
+    [`Bezier.through`][manifoldagg.curves.Bezier.through] for stored points with `fixed_ends=True`. With the
     Bernstein weights $b_l$ of the free points and $G = \sum_k b\, b^\top(u_k)$,
 
     $$\varphi_i = \theta_0 + \tfrac{i}{n} (\theta_K - \theta_0) + \sum_l G^{-1}_{il} \sum_k b_l(u_k)
         \big(\theta_k - \theta_0 - u_k (\theta_K - \theta_0)\big).$$
 
-    Kept are n - 1 sums in float64 where K is known, $S_l = \sum_k b_l(u_k) (\theta_k - \theta_0)$. Where it is not, nor
-    the length, $M_j = \sum_k (x_k / x)^j (\theta_k - \theta_0)$ for j = 1 … n, scaled to the latest $x$ as it grows. On
-    a curved space differences from $\theta_0$ are logs at it, and the squares are taken of tangents there.
+    The object stores only sums in float64:
 
-    Points that determine no curve of this degree give the chord: fewer between the ends than there are free ones, or
-    all too near to the ends or to one another; a path of no length, or of one whose square overflows.
+    - If K is known, the n - 1 sums $S_l = \sum_k b_l(u_k) (\theta_k - \theta_0)$.
+    - Otherwise the n sums $M_j = \sum_k (x_k / x)^j (\theta_k - \theta_0)$ for j = 1 … n, which are rescaled to the
+      latest $x$ at each step.
+
+    On a curved space, the differences from $\theta_0$ are logs at $\theta_0$, and the squared norms are those of the
+    tangent space at this point.
+
+    If the points do not determine a curve of this degree, the result is the chord. This happens if there are too few
+    points between the ends, if they are too close to the ends or to each other, and if the path length is 0 or its
+    square overflows.
 
     Args:
-        space: flat, or with exp and log.
-        start: $\theta_0$ (*space.shape); it is not written.
+        space: a flat space, or a space with exp and log.
+        start: $\theta_0$ (*space.shape). It is not modified.
         degree: n, at most 10.
-        time: `"steps"` or `"length"`.
-        steps: K, where it is known and the time is by steps.
+        time: the parameter $x_k$: `"steps"` or `"length"`.
+        steps: K, if it is known and `time` is `"steps"`.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
-    Cost: for each sum a point is read, and the sum read and written; by length a point is read twice more.
+    Cost: for each sum, one read of the point and one read and write of the sum. With `"length"`, two more reads of the
+    point.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -78,114 +85,117 @@ class PathFit:
         if steps is not None:
             check_count("steps", steps, at_least=0)
             if time != "steps":
-                raise ArgumentError(f"steps: expected None by length, got {steps}")
+                raise ArgumentError(f"steps: expected None with time='length', got {steps}")
         self.space = space
         self.degree = degree
         self.start = start.detach()
         self.steps = steps
-        # A chord has nothing free: nothing is summed for it.
+        # A curve of degree 1 has no free points and needs no sums.
         count = 0 if degree == 1 else degree if steps is None else degree - 1
         self._sums = [start.new_zeros(start.numel(), dtype=torch.float64) for _ in range(count)]
         self._parameters = [0.0]
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Add the next point $\theta_k$ (*space.shape), which is neither stored nor modified."""
+        r"""Add the next point $\theta_k$ (*space.shape). It is not stored or modified."""
         before = self._parameters[-1]
         now = before + (1.0 if self._last is None else self._step(self._last, point))
         self._parameters.append(now)
         if not self._sums:
             return
         row, minus = self._displacement(point)
-        for total, (kept, taken) in zip(self._sums, self._factors(before, now), strict=True):
-            combine(None, [total, row], [kept, taken], minus=[None, minus], out=total)
+        for total, (scale, weight) in zip(self._sums, self._factors(before, now), strict=True):
+            combine(None, [total, row], [scale, weight], minus=[None, minus], out=total)
 
     def points(self, end: Float[Tensor, "..."]) -> Float[Tensor, "degree ..."]:
-        r"""Return $\varphi_1, \dots, \varphi_n$.
+        r"""Compute the control points $\varphi_1, \dots, \varphi_n$.
 
         Args:
-            end: $\theta_K$ (*space.shape), the last point that was seen; $\varphi_n$ is a copy of it.
+            end: $\theta_K$ (*space.shape), the last observed point. $\varphi_n$ is a copy of it.
 
         Raises:
-            ArgumentError: if there were more points than `steps`, or fewer.
+            ArgumentError: if the number of observed points differs from `steps`.
             DivergenceError: if a control point is not finite.
         """
         if self._sums and self.steps is not None:
             _check_num_observed(len(self._parameters) - 1, self.steps)
-        found = end.detach().expand(self.degree, *end.shape).clone()
+        points = end.detach().expand(self.degree, *end.shape).clone()
         row, minus = self._displacement(end.detach())
-        for phi, line in zip(found[:-1], self._solution_weights().tolist(), strict=True):
+        for phi, coefficients in zip(points[:-1], self._solution_weights().tolist(), strict=True):
             rows = [row, *self._sums]
-            less = [minus, *(None for _ in self._sums)]
+            subtrahends = [minus, *(None for _ in self._sums)]
             if self.space.flat:
-                combine(self.start.flatten(), rows, line, minus=less, out=phi.view(-1))
+                combine(self.start.flatten(), rows, coefficients, minus=subtrahends, out=phi.view(-1))
             else:
-                tangent = combine(None, rows, line, minus=less).view_as(phi)
-                phi.copy_(self._transported(tangent))
-        if not is_finite(found):
-            raise DivergenceError("the curve fitted to the path leaves the finite numbers; try a smaller rate")
-        return found
+                tangent = combine(None, rows, coefficients, minus=subtrahends).view_as(phi)
+                phi.copy_(self._exp_projected(tangent))
+        if not is_finite(points):
+            raise DivergenceError(
+                "points: expected a fitted curve with finite control points, got NaN or infinity; reduce the rate"
+            )
+        return points
 
     def _displacement(self, point: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""$\log_{\theta_0} \theta_k$ as a row, and what is to be subtracted from it."""
+        r"""Return $\log_{\theta_0} \theta_k$ as a row and an optional subtrahend."""
         if self.space.flat:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
 
-    def _transported(self, tangent: Tensor) -> Tensor:
+    def _exp_projected(self, tangent: Tensor) -> Tensor:
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
     def _step(self, last: Tensor, point: Tensor) -> float:
-        """How far it is from the point before, which this one replaces."""
+        """Return the distance from the last point, and overwrite the last point."""
         if self.space.flat:
-            away = math.sqrt(gram([point.flatten()], minus=[last.flatten()]).item())
+            length = math.sqrt(gram([point.flatten()], minus=[last.flatten()]).item())
         else:
-            away = distance(self.space, last, point).item()
+            length = distance(self.space, last, point).item()
         last.copy_(point)
-        return away
+        return length
 
     def _factors(self, before: float, now: float) -> list[tuple[float, float]]:
-        """For every sum, what it is multiplied by, and what the displacement added to it is."""
+        """Return the factors of every sum and of the displacement that is added to it."""
         if self.steps is None:
-            shrunk = before / now if now else 1.0
-            return [(shrunk**j, 1.0) for j in range(1, self.degree + 1)]
-        # More points than K are refused at the end.
-        place = min(now / self.steps, 1.0) if self.steps else 1.0
-        return [(1.0, weight) for weight in weights(self.degree, place)[1:-1]]
+            ratio = before / now if now else 1.0
+            return [(ratio**j, 1.0) for j in range(1, self.degree + 1)]
+        # `points` raises an error if there were more than K points.
+        u = min(now / self.steps, 1.0) if self.steps else 1.0
+        return [(1.0, weight) for weight in weights(self.degree, u)[1:-1]]
 
     def _solution_weights(self) -> Float64[Tensor, "free terms"]:
-        """What the free points are in terms of the chord and of the sums."""
+        """Return the coefficients of the chord and of the sums for each free point."""
         n = self.degree
-        shares = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
-        shares[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
+        coefficients = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
+        coefficients[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
         if n == 1 or not 0 < self._parameters[-1] < math.inf:
-            return shares
+            return coefficients
         u = torch.tensor(self._parameters, dtype=torch.float64) / self._parameters[-1]
-        lines = basis(n, u)[:, 1:-1]
-        if int(torch.linalg.matrix_rank(lines, atol=SINGULAR_TOLERANCE)) == n - 1:
+        design = basis(n, u)[:, 1:-1]
+        if int(torch.linalg.matrix_rank(design, atol=SINGULAR_TOLERANCE)) == n - 1:
             table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
-            sides = torch.cat([-(lines.mT @ u).unsqueeze(1), table], dim=1)
-            shares += torch.linalg.solve(lines.mT @ lines, sides)
-        return shares
+            right_sides = torch.cat([-(design.mT @ u).unsqueeze(1), table], dim=1)
+            coefficients += torch.linalg.solve(design.mT @ design, right_sides)
+        return coefficients
 
 
 class PathPoints:
-    r"""The points of a path of K steps at i/m of them, i = 1 … m: the corners of a polygon.
+    r"""The points of a path of K steps at the fractions i/m of the steps, i = 1 … m: the vertices of a polygon.
 
-    Between two points of the path that is the geodesic's; the last one is the end, bit for bit. They are the control
-    points but the first of `Piecewise(space, degree=1, pieces=m)`.
+    Between two points of the path, the vertex is interpolated along the geodesic. The last vertex is bitwise equal to
+    the end of the path. Together with the start, the vertices are the control points of
+    `Piecewise(space, degree=1, pieces=m)`.
 
     Args:
-        space: flat, or with exp and log.
-        start: where the path begins (*space.shape); it is not written.
-        pieces: m.
-        steps: K, how many points will be seen.
+        space: a flat space, or a space with exp and log.
+        start: the first point of the path (*space.shape). It is not modified.
+        pieces: m, the number of vertices.
+        steps: K, the number of points that will be observed.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
-    Cost: m vectors, one more where m does not divide K, and no arithmetic but for the points between two.
+    Cost: the memory of m points, or of m + 1 points if m does not divide K. Only interpolated vertices need arithmetic.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -207,10 +217,10 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Add the next point (*space.shape), which is neither stored nor modified."""
+        """Add the next point (*space.shape). It is copied if it is a vertex, and never modified."""
         m = self.pieces
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
-            # In m-ths of a step from the point before, so that nothing is rounded.
+            # The position between two points in units of 1/m, so that it is an exact integer.
             ahead = (self._found + 1) * self.steps - self._num_observed * m
             corner = point
             if self._last is not None and ahead < m:
@@ -222,36 +232,36 @@ class PathPoints:
             self._last.copy_(point)
 
     def points(self, end: Float[Tensor, "..."]) -> Float[Tensor, "pieces ..."]:
-        """Return all m points.
+        """Return all m vertices.
 
         Args:
-            end: the last point that was seen.
+            end: the last observed point.
 
         Raises:
-            ArgumentError: if there were more points than `steps`, or fewer.
+            ArgumentError: if the number of observed points differs from `steps`.
         """
         _check_num_observed(self._num_observed, self.steps)
         return self._points
 
 
 def check_path(degree: int, time: str) -> None:
-    """Check the embedding for a fit to a path.
+    """Check the degree and the time of a fit to a path.
 
     Raises:
-        ArgumentError: naming the argument that is out of range.
+        ArgumentError: if one of them is invalid.
     """
     if check_count("degree", degree) > MAX_DEGREE:
         raise ArgumentError(f"degree: expected at most {MAX_DEGREE}, got {degree}")
     check_choice("time", time, ("steps", "length"))
 
 
-def _check_num_observed(seen: int, steps: int) -> None:
-    if seen != steps:
-        raise ArgumentError(f"steps: expected {steps} points, as was said at the start; saw {seen}")
+def _check_num_observed(num_observed: int, steps: int) -> None:
+    if num_observed != steps:
+        raise ArgumentError(f"steps: expected {steps} observed points, got {num_observed}")
 
 
 def _monomial_to_bernstein(n: int) -> Float64[Tensor, "free n"]:
-    r"""Coefficients of $u^1, \dots, u^n$ in the Bernstein weights between the ends."""
+    r"""Return the coefficients of $u^1, \dots, u^n$ in the Bernstein weights of the free points."""
     table = torch.zeros(n - 1, n, dtype=torch.float64)
     for i in range(1, n):
         for j in range(i, n + 1):

@@ -33,7 +33,7 @@ from manifoldagg.manifolds.formulas import distance, norm
 __all__ = ["Tunnel", "log_ball"]
 
 NUM_CELLS = 64
-"""Pieces of [0, 1] in each of which a curved space's membership looks for one foot."""
+"""The number of subintervals of [0, 1] in which `contains` searches for one foot each on a curved space."""
 
 Phi = Float[Tensor, "size ..."]
 Generator = torch.Generator | None
@@ -42,31 +42,34 @@ Function = Callable[[Tensor], float]
 
 @dataclass(frozen=True)
 class Tunnel(Embedding):
-    r"""The $\varepsilon$-tunnel of a curve $b$: at each $b(t)$ the ball of radius $r$ in the normal space of $b'(t)$.
+    r"""The $\varepsilon$-tunnel of a curve $b$: the union of balls of radius $r$ in the normal spaces of the curve.
 
     $$r = \varepsilon\, |\varphi_n - \varphi_0| ,$$
 
-    so that a collapsed $\varphi$ draws a single point. A place is one tensor $x = (t, \xi)$:
+    so the tunnel of equal control points is a single point. The coordinates are one tensor $x = (t, \xi)$, in one of
+    two forms:
 
-    - *ambient*, (1 + P,): $\iota(t, \xi) = \exp_{b(t)}(\xi)$ with a tangent $\xi \perp b'(t)$, $|\xi| \le r$, all
-      coordinates of a point in one row. Nothing is larger than a place.
-    - *subspace*, (n,): the control points span n dimensions, $\xi \in \mathbb{R}^{n-1}$ is in units of the chord,
-      $|\xi| \le \varepsilon$, so that $M = [0, 1] \times B_\varepsilon$ does not depend on $\varphi$, and
-      $\iota(t, \xi) = b(t) + |\varphi_n - \varphi_0|\, R(t)\, \xi$ with $R$ the rotation-minimising orthonormal frame
-      that starts as the frame of Gram and Schmidt on the control points. Flat spaces only.
+    - *ambient*, (1 + P,): $\iota(t, \xi) = \exp_{b(t)}(\xi)$ with a tangent $\xi \perp b'(t)$, $|\xi| \le r$. $\xi$ has
+      all coordinates of a tangent. No larger tensors are allocated.
+    - *subspace*, (n,): $\iota(t, \xi) = b(t) + |\varphi_n - \varphi_0|\, R(t)\, \xi$ with
+      $\xi \in \mathbb{R}^{n-1}$, $|\xi| \le \varepsilon$. $R$ is the rotation-minimising orthonormal frame that starts
+      with the Gram-Schmidt frame of the control points. The domain $M = [0, 1] \times B_\varepsilon$ does not depend on
+      $\varphi$. This form requires a flat space and control points that span n dimensions.
 
-    Lines of constant $\xi$ follow the curve; $\xi = 0$ is the curve. The ends are flat. A call takes $x$ as it comes:
-    that $\xi$ is normal and short is a property of places that are drawn or found here.
+    The curve is the set with $\xi = 0$, and the ends of the tunnel are flat disks. A call does not check that $\xi$ is
+    normal and within the ball. The methods `sample`, `sample_in` and `nearest` return coordinates with these
+    properties.
 
     Args:
-        curve: $b$, of degree n.
-        radius: $\varepsilon \ge 0$, in units of the chord.
+        curve: the curve $b$ of degree n.
+        radius: $\varepsilon \ge 0$, in units of the chord length.
         form: `"ambient"` or `"subspace"`.
-        steps: grid steps of the frame; its error is of fourth order in 1 / steps.
+        steps: the number of grid steps of the frame, whose error is of fourth order in 1 / steps.
 
     Raises:
-        ArgumentError: where an argument does not fit, or a subspace is asked for in a curved space or in one of fewer
-            than n dimensions. `NotImplementedError` where a curved space has no such formula.
+        ArgumentError: if an argument is invalid, or the subspace form is requested for a curved space or for fewer than
+            n dimensions.
+        NotImplementedError: by a method that has no formula for curved spaces.
 
     Source: Dold et al. 2025; Weyl 1939, Hotelling 1939 (volumes).
 
@@ -106,20 +109,21 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
-        """The point at a place `x` (*batch, *domain): (*batch, *space.shape), in the dtype of `phi`.
+        """Compute points (*batch, *space.shape) at coordinates `x` (*batch, *domain), in the dtype of `phi`.
 
         Raises:
-            ArgumentError: if a shape does not fit, or (subspace) the control points span less than n dimensions.
+            ArgumentError: if a shape is invalid, or in the subspace form the control points span fewer than n
+                dimensions.
         """
         self._check_phi(phi)
         t, xi = self._split(x)
         return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
-        """Draw places (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball.
+        """Draw coordinates (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball.
 
         Raises:
-            NotImplementedError: for the ambient form, whose normal spaces are those of one `phi`: see `sample_in`.
+            NotImplementedError: for the ambient form, whose coordinates depend on the control points. Call `sample_in`.
         """
         return self._form.sample(*batch, generator=torch.default_generator if generator is None else generator)
 
@@ -127,25 +131,30 @@ class Tunnel(Embedding):
     def sample_in(
         self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product", validate: bool = True
     ) -> Float[Tensor, "..."]:
-        r"""Draw places of the tunnel of one $\varphi$.
+        r"""Draw random coordinates of the tunnel of given control points.
 
-        A normal vector $z$ is made uniform in the ball as $r z / \sqrt{|z|^2 + 2E}$, $E$ standard exponential: the
-        shadow of a sphere of two dimensions more, which needs no count of dimensions. By volume, $t$ has the density
-        $|b'(t)|$, and $\xi$ is turned to $-\xi$ with probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, which
-        makes its density $1 - \langle \xi, k(t) \rangle$; both exactly.
+        A standard normal vector $z$ becomes uniform in the ball as $r z / \sqrt{|z|^2 + 2E}$ with a standard
+        exponential $E$. This is the projection of a uniform point of a sphere with two more dimensions.
+
+        With `uniform="volume"`, $t$ has the density $|b'(t)|$. Then $\xi$ is replaced by $-\xi$ with the probability
+        $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, so its density is $1 - \langle \xi, k(t) \rangle$. Both densities
+        are exact.
 
         Args:
-            phi: control points.
-            *batch: of the result.
-            generator: torch's default one where not given.
-            uniform: `"product"`: in $[0, 1] \times B$; `"volume"`: in the image, counted with multiplicity.
-            validate: refuse a tunnel that folds; while one is learned, its curve may bend more sharply for some steps.
+            phi: the control points.
+            *batch: the shape of the batch.
+            generator: the random generator; `None` for torch's default generator.
+            uniform: `"product"` for coordinates that are uniform in $[0, 1] \times B$, or `"volume"` for points that
+                are uniform in the image, counted with multiplicity.
+            validate: whether to reject a tunnel that folds. During a fit, the curve may be too sharply curved for some
+                steps.
 
         Returns:
-            (*batch, *domain): float64 for the subspace form, the dtype of `phi` for the ambient one.
+            Coordinates (*batch, *domain), in float64 for the subspace form and in the dtype of `phi` for the ambient
+            form.
 
         Raises:
-            ArgumentError: as `check`; on a curved space if the velocity is 0 where a place is drawn.
+            ArgumentError: as `check`. On a curved space, also if the velocity is 0 at a drawn parameter.
         """
         check_choice("uniform", uniform, ("product", "volume"))
         if uniform == "volume":
@@ -160,50 +169,53 @@ class Tunnel(Embedding):
     def check(self, phi: Phi) -> float:
         r"""Check that the tunnel of $\varphi$ is regular, and return $r \max_t |k(t)|$, which is below 1.
 
-        Both $\min |b'|$ and $\max |k|$ are found among the roots of polynomials, not on a grid. Where r = 0 the tunnel
-        is the curve, whatever that is.
+        The candidates for $\min |b'|$ and $\max |k|$ are the roots of polynomials, so the check does not depend on a
+        grid. If r = 0, the tunnel is the curve, and every curve is valid.
 
         Raises:
-            ArgumentError: if `phi` has another shape or is not finite, the tunnel folds, or $b'(t) = 0$, naming t.
+            ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or $b'(t) = 0$. The
+                message contains t.
         """
         self._require_flat("check")
         self._check_phi(phi)
         control = coordinates(check_finite("phi", phi))
-        reach = self.radius * float(control[-1].norm())
-        if reach == 0:
+        r = self.radius * float(control[-1].norm())
+        if r == 0:
             return 0.0
         t, speed = min_speed(control)
         if speed <= 2 * self.curve.degree * rounding_error(phi):
-            raise ArgumentError(f"phi: the curve stands still at t = {t:.6g}, where it has no normal space")
+            raise ArgumentError(_no_velocity(t))
         self._form.check_span(phi, control)
-        t, bend = max_curvature(control)
-        if not reach * bend < 1:
+        t, curvature = max_curvature(control)
+        if not r * curvature < 1:
             raise ArgumentError(
-                f"radius: the tunnel folds at t = {t:.6g}, its radius {reach:g} times the curvature {bend:g} being "
-                f"{reach * bend:g}; expected below 1, a radius below {self.radius / (reach * bend):g}"
+                f"radius: expected less than {self.radius / (r * curvature):g}, got {self.radius:g}; the tunnel folds "
+                f"at t = {t:.6g}, where its radius {r:g} times the curvature {curvature:g} is {r * curvature:g}"
             )
-        return reach * bend
+        return r * curvature
 
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
-        r"""Compute the volume of the image of a unit of places: $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, in float64.
+        r"""Compute the volume element $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$ of the tunnel, in float64.
 
         $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, whose $\xi$ is in
-        chords, times $|\varphi_n - \varphi_0|^{n-1}$: the root of the determinant of the pullback metric.
+        units of the chord, the volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. It is the square root
+        of the determinant of the pullback metric.
         """
         self._require_flat("volume_element")
         self._check_phi(phi)
         t, xi = self._split(x)
         control, offset = self._form.offset(phi, t, xi)
-        bend = (offset * curvature_vector(control, t)).sum(-1)
+        component = (offset * curvature_vector(control, t)).sum(-1)
         scale = self._form.chord_scale(control) ** self._form.num_normal
-        return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - bend))
+        return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - component))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
-        r"""Compute $\log(L\, V_m(r))$, $L$ the curve's length and $V_m$ the volume of a ball in m normal dimensions.
+        r"""Compute the log-volume $\log(L\, V_m(r))$ in float64, by the tube formula of Weyl and Hotelling.
 
-        Weyl and Hotelling: exact for every regular curve with $r \max |k| < 1$, counted with multiplicity where the
-        tunnel meets itself. m is n - 1 for the subspace form and P - 1 for the ambient one. In float64 and
-        differentiable in $\varphi$; $-\infty$ for a radius of 0 (but for m = 0).
+        $L$ is the length of the curve, and $V_m$ the volume of a ball in m normal dimensions, where m is n - 1 for the
+        subspace form and P - 1 for the ambient form. The formula is exact for every regular curve with
+        $r \max |k| < 1$. Self-intersections count with multiplicity. The result is differentiable with respect to
+        $\varphi$. For radius 0 and m > 0, it is $-\infty$.
 
         Raises:
             ArgumentError: as `check`.
@@ -215,22 +227,23 @@ class Tunnel(Embedding):
         return length.log() + log_ball(self._form.num_normal, self.radius * chord)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
-        """Compute the exponential of `log_volume`: 0 or infinite outside the range of float64."""
+        """Compute the exponential of `log_volume`, which may underflow to 0 or overflow to infinity."""
         return self.log_volume(phi).exp()
 
     @torch.no_grad()
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Return the place nearest to a point, and their distance.
+        r"""Compute the coordinates of the nearest points of the tunnel, and the distances.
 
-        It lies at a foot of the point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, or in an end: of all roots of
-        that polynomial and both ends the one whose disk is nearest. No derivatives.
+        The nearest point is in the disk of a foot of the point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, or
+        in the disk of an end. All roots of this polynomial and both ends are compared. The results have no derivatives.
 
         Args:
-            phi: control points.
-            point: (*batch, *space.shape).
+            phi: the control points.
+            point: points (*batch, *space.shape).
 
         Returns:
-            Places (*batch, *domain), and distances (*batch,) in float64, 0 in the tunnel up to rounding.
+            Coordinates (*batch, *domain), and distances (*batch,) in float64. Inside the tunnel, the distance is 0 up
+            to rounding.
 
         Raises:
             ArgumentError: as `check`, or if `point` has another shape or is not finite.
@@ -239,69 +252,71 @@ class Tunnel(Embedding):
         self.check(phi)
         check_finite("point", check_shape("point", point, *self.space.shape, batch=True))
         batch = point.shape[: point.ndim - len(self.space.shape)]
-        lines, control = span(phi)
-        away = point.reshape(math.prod(batch), phi[0].numel()).double() - phi[0].flatten().double()
-        inside = away @ lines.mT
-        away = away - inside @ lines
-        reach = self.radius * control[-1].norm()
-        off = away.norm(dim=-1, keepdim=True)
-        t, normal, distances = nearest_normal_disk(control, inside, reach, off, fills=self._form.fills_normal_space)
-        xi = self._form.normal_coordinates(control, t, normal, normal @ lines + away)
+        axes, control = span(phi)
+        offset = point.reshape(math.prod(batch), phi[0].numel()).double() - phi[0].flatten().double()
+        within_span = offset @ axes.mT
+        orthogonal = offset - within_span @ axes
+        r = self.radius * control[-1].norm()
+        off = orthogonal.norm(dim=-1, keepdim=True)
+        t, normal, distances = nearest_normal_disk(control, within_span, r, off, fills=self._form.fills_normal_space)
+        xi = self._form.normal_coordinates(control, t, normal, normal @ axes + orthogonal)
         size = xi.norm(dim=-1, keepdim=True)
-        xi = torch.where(size > reach, reach / size, torch.ones_like(size)) * xi
-        if reach > 0:
+        xi = torch.where(size > r, r / size, torch.ones_like(size)) * xi
+        if r > 0:
             xi = xi / self._form.chord_scale(control)
         x = torch.cat([t[:, None], xi], -1).reshape(*batch, *self.domain)
         return x.to(self._form.dtype(phi, point)), distances.reshape(batch)
 
     @torch.no_grad()
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) lie in the tunnel: (*batch,).
+        r"""Return whether points (*batch, *space.shape) are in the tunnel, (*batch,).
 
-        For some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and no longer than $r$: the ends are flat. Points at
-        most $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$ away, $u$ the rounding of the coarser dtype, count as
-        inside; on a curved space $50\,u\,(1 + r)$, and one foot is looked for in each of 64 pieces of the curve.
+        A point $y$ is in the tunnel if for some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and not longer than $r$.
+        The tolerance is $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the
+        coarser dtype. On a curved space, it is $50\,u\,(1 + r)$, and the method searches for one foot in each of 64
+        subintervals.
 
         Raises:
             ArgumentError: as `nearest`.
         """
         if self.space.flat:
-            away = self.nearest(phi, point)[1]
-            return away <= 4 * self.size * (1 + 2 * self.radius) * rounding_error(phi, point)
+            distances = self.nearest(phi, point)[1]
+            return distances <= 4 * self.size * (1 + 2 * self.radius) * rounding_error(phi, point)
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
         batch = point.shape[: point.ndim - len(self.space.shape)]
-        reach = self.radius * _chord(self.space, phi)
+        r = self.radius * _chord(self.space, phi)
 
-        def look(t: Tensor) -> tuple[Tensor, Tensor]:
+        def tangential_component_and_distance(t: Tensor) -> tuple[Tensor, Tensor]:
             center, velocity = self.curve._point_and_velocity(phi, t)
-            away = self.space._log(center, point.expand_as(center))
+            log = self.space._log(center, point.expand_as(center))
             speed = norm(self.space, center, velocity)
-            ahead = self.space._inner(center, away, velocity) / torch.where(speed > 0, speed, 1.0)
-            return ahead, norm(self.space, center, away)
+            component = self.space._inner(center, log, velocity) / torch.where(speed > 0, speed, 1.0)
+            return component, norm(self.space, center, log)
 
         grid = torch.linspace(0, 1, NUM_CELLS + 1, dtype=torch.float64, device=phi.device)
         grid = grid.reshape(-1, *(1 for _ in batch)).repeat(1, *batch)
-        t = find_sign_change(lambda t: look(t)[0], grid[:-1], grid[1:])
-        ahead, size = look(torch.cat([grid[:1], t, grid[-1:]]))
-        slack = 50 * torch.finfo(phi.dtype).eps * (1 + reach)
-        return ((ahead.abs() <= slack) & (size <= reach + slack)).any(0)
+        t = find_sign_change(lambda t: tangential_component_and_distance(t)[0], grid[:-1], grid[1:])
+        component, size = tangential_component_and_distance(torch.cat([grid[:1], t, grid[-1:]]))
+        tolerance = 50 * torch.finfo(phi.dtype).eps * (1 + r)
+        return ((component.abs() <= tolerance) & (size <= r + tolerance)).any(0)
 
     @torch.no_grad()
     def profile(
         self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-        """Compute the mean and maximum of a function over cross-sections, from points drawn uniformly from each ball.
+        """Estimate the mean and the maximum of a function over cross-sections from uniform points of each ball.
 
         Args:
-            phi: control points.
-            function: a point to a number, such as a loss over a data set; called `points` * `draws` times.
-            points: cross-sections, evenly spaced in t, both ends among them.
-            draws: from each.
-            generator: torch's default one where not given.
+            phi: the control points.
+            function: a function from a point to a number, such as a loss over a data set. It is called
+                `points` * `draws` times.
+            points: the number of cross-sections, which are evenly spaced in t and include both ends.
+            draws: the number of random points in each cross-section.
+            generator: the random generator; `None` for torch's default generator.
 
         Returns:
-            Parameters, means and maxima, each (points,).
+            The parameters, means and maxima, each (points,).
         """
         check_count("points", points, at_least=2)
         check_count("draws", draws)
@@ -312,13 +327,13 @@ class Tunnel(Embedding):
         return t.cpu(), values.mean(1), values.amax(1)
 
     def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
-        """Places at parameters `t`, uniform in the ball or by the volume element."""
-        tail, coin = uniform_draws(2, *t.shape, generator=generator).to(t.device)
+        """Draw coordinates at parameters `t`, uniform in the ball or with the density of the volume element."""
+        tail, flip = uniform_draws(2, *t.shape, generator=generator).to(t.device)
         xi = self._form.sample_ball(phi, t, tail, generator)
         if by_volume:
             control, offset = self._form.offset(phi, t, xi)
-            bend = (offset * curvature_vector(control, t)).sum(-1)
-            xi = torch.where((2 * coin < 1 + bend)[..., None], -xi, xi)
+            component = (offset * curvature_vector(control, t)).sum(-1)
+            xi = torch.where((2 * flip < 1 + component)[..., None], -xi, xi)
         return torch.cat([t[..., None].to(xi), xi], -1)
 
     def _check_sampling(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
@@ -335,18 +350,23 @@ class Tunnel(Embedding):
 
     def _require_flat(self, operation: str) -> None:
         if not self.space.flat:
-            raise NotImplementedError(f"{operation} needs a flat space, where a tunnel has formulas; got {self.space}")
+            raise NotImplementedError(f"{operation}: expected a flat space, got {self.space}")
 
 
 @dataclass(frozen=True)
 class _AmbientForm:
-    """ξ is a normal tangent, all coordinates of it: as large as a point.
+    """The ambient form, in which ξ contains all coordinates of a normal tangent.
 
-    Each form defines `num_coordinates`, the number of coordinates of ξ; `num_normal`, the dimension of the ball normal
-    to the curve; `fills_normal_space`, whether that ball fills the space normal to the control points' span;
-    `chord_scale`, the length of a unit of ξ; and `point`, the point at (t, ξ). `offset` returns the vector from the
-    curve to that point and the control points, in common coordinates. `normal_coordinates` returns the ξ of a vector
-    normal to the curve, and `sample_ball` draws a ξ from the ball.
+    Each form defines:
+
+    - `num_coordinates`: the number of coordinates of ξ;
+    - `num_normal`: the dimension of the ball normal to the curve;
+    - `fills_normal_space`: whether the ball extends in the directions orthogonal to the span of the control points;
+    - `chord_scale`: the length of a unit of ξ;
+    - `point`: compute the point at (t, ξ);
+    - `offset`: compute the vector from the curve to the point, and the control points, in common coordinates;
+    - `normal_coordinates`: compute the ξ of a vector normal to the curve;
+    - `sample_ball`: draw a ξ from the ball.
     """
 
     curve: Bezier
@@ -366,7 +386,7 @@ class _AmbientForm:
         return 1.0
 
     def check_span(self, phi: Tensor, control: Tensor) -> None:
-        """Any will do."""
+        """Accept all control points."""
 
     def dtype(self, phi: Tensor, point: Tensor) -> torch.dtype:
         return torch.promote_types(phi.dtype, point.dtype)
@@ -381,33 +401,36 @@ class _AmbientForm:
         return away
 
     def sample(self, *batch: int, generator: torch.Generator) -> Tensor:
-        raise NotImplementedError("an ambient place depends on phi: use sample_in(phi, ...)")
+        raise NotImplementedError("sample: expected form='subspace', got 'ambient'; use sample_in(phi, ...)")
 
     def sample_ball(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
         space = self.curve.space
         center = self.curve(phi, t)
-        reach = self.radius * _chord(space, phi)
-        if reach == 0:
+        r = self.radius * _chord(space, phi)
+        if r == 0:
             return center.new_zeros(*t.shape, self.num_coordinates)
 
-        def times(factor: Tensor, u: Tensor) -> Tensor:
+        def scaled(factor: Tensor, u: Tensor) -> Tensor:
             return factor.to(u).reshape(*factor.shape, *(1 for _ in space.shape)) * u
 
         velocity = self.curve.velocity(phi, t)
         square = space._inner(center, velocity, velocity)
-        for still in t[~(square > 0)]:
-            raise ArgumentError(f"phi: the curve stands still at t = {still:.6g}, where it has no normal space")
+        for stationary in t[~(square > 0)]:
+            raise ArgumentError(_no_velocity(stationary.item()))
         xi = space._random_tangent(center, generator)
-        # Twice: what the first subtraction leaves along the velocity is rounding of a longer vector.
+        # The first subtraction leaves a rounding error of the longer vector along the velocity. The second removes it.
         for _ in range(2):
-            xi = xi - times(space._inner(center, xi, velocity) / square, velocity)
-        xi = times(reach * ball_scale(norm(space, center, xi).double(), tail), xi)
+            xi = xi - scaled(space._inner(center, xi, velocity) / square, velocity)
+        xi = scaled(r * ball_scale(norm(space, center, xi).double(), tail), xi)
         return xi.reshape(*t.shape, self.num_coordinates)
 
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """ξ is in chords, in a frame that follows the curve within the span of its n + 1 control points."""
+    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
+
+    The frame is in the span of the control points.
+    """
 
     curve: Bezier
     radius: float
@@ -417,9 +440,9 @@ class _SubspaceForm:
     def __post_init__(self) -> None:
         space = self.curve.space
         if not space.flat:
-            raise ArgumentError(f"form: a subspace needs a flat space, got {space}; use 'ambient'")
+            raise ArgumentError(f"form: expected a flat space for 'subspace', got {space}; use 'ambient'")
         if (n := self.curve.degree) > math.prod(space.shape):
-            raise ArgumentError(f"form: a curve of degree {n} does not span {n} dimensions in {space}")
+            raise ArgumentError(f"form: expected at least {n} dimensions for a curve of degree {n}, got {space}")
 
     @property
     def num_coordinates(self) -> int:
@@ -439,13 +462,13 @@ class _SubspaceForm:
     def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
         if not (phi[-1] != phi[0]).any():
             return center
-        lines, control = span(phi)
-        offset = self._within(phi, control, t, xi)
-        return center + (offset @ lines).reshape(center.shape).to(center.dtype)
+        axes, control = span(phi)
+        offset = self._offset_in_span(phi, control, t, xi)
+        return center + (offset @ axes).reshape(center.shape).to(center.dtype)
 
     def offset(self, phi: Tensor, t: Tensor, xi: Tensor) -> tuple[Tensor, Tensor]:
         control = span(phi)[1]
-        return control, self._within(phi, control, t, xi)
+        return control, self._offset_in_span(phi, control, t, xi)
 
     def normal_coordinates(self, control: Tensor, t: Tensor, normal: Tensor, away: Tensor) -> Tensor:
         return (self._frame(control, t).mT @ normal[..., None]).squeeze(-1)
@@ -460,7 +483,7 @@ class _SubspaceForm:
     def check_span(self, phi: Tensor, control: Tensor) -> None:
         if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding_error(phi):
             raise ArgumentError(
-                f"phi: expected control points spanning {self.curve.degree} dimensions, or form='ambient'"
+                f"phi: expected control points that span {self.curve.degree} dimensions, got fewer; use form='ambient'"
             )
 
     def _ball(self, tail: Tensor, generator: torch.Generator) -> Tensor:
@@ -471,11 +494,11 @@ class _SubspaceForm:
         return self.radius * ball_scale(z.norm(dim=-1), tail)[..., None] * z
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
-        # The first axis of the span is that of b'(0).
+        # The first axis of the span is parallel to b'(0), so the other axes are normal to the curve at t = 0.
         start = torch.eye(control.shape[1]).to(control)[:, 1:]
         return rotation_minimising(control, t, start=start, steps=self.steps)
 
-    def _within(self, phi: Tensor, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+    def _offset_in_span(self, phi: Tensor, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
         self.check_span(phi, control)
         return torch.mul(self.chord_scale(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
 
@@ -487,8 +510,14 @@ def _chord(space: Manifold, phi: Tensor) -> float:
     return float(distance(space, phi[0].double(), phi[-1].double()))
 
 
+def _no_velocity(t: float) -> str:
+    return (
+        f"phi: expected a curve with a velocity other than 0, got 0 at t = {t:.6g}, where the normal space is undefined"
+    )
+
+
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
-    r"""Compute $\log V_m(r)$, $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$, the volume of a ball of m dimensions.
+    r"""Compute $\log V_m(r)$, where $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$ is the volume of an m-dimensional ball.
 
     Example:
         >>> import torch
@@ -500,21 +529,27 @@ def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]
 
 
 def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, "..."]:
-    """Draw numbers uniform in [0, 1)."""
+    """Draw uniform float64 numbers in [0, 1)."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
-    """Return the factor that maps a standard normal vector of this length to a uniform point of the unit ball."""
+    """Return the factor that maps a standard normal vector of length `size` to a uniform point of the unit ball.
+
+    `tail` is a uniform random number in [0, 1), from which the exponential variable is computed.
+    """
     factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
     return factor
 
 
 def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
-    r"""Draw parameters with the density $|b'(t)| / L$, exactly: by rejection below the hodograph's longest vector."""
+    r"""Draw parameters with the exact density $|b'(t)| / L$, by rejection sampling.
+
+    The longest control vector of the hodograph is an upper bound on the speed.
+    """
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
-    kept = control.new_zeros(0)
-    while len(kept) < count:
+    accepted = control.new_zeros(0)
+    while len(accepted) < count:
         t, height = uniform_draws(2, 2 * count, generator=generator).to(control.device)
-        kept = torch.cat([kept, t[height * bound <= derivative(control, t).norm(dim=-1)]])
-    return kept[:count]
+        accepted = torch.cat([accepted, t[height * bound <= derivative(control, t).norm(dim=-1)]])
+    return accepted[:count]

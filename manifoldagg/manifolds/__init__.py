@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`from_geoopt`, when it is asked for: loading geoopt takes longer than loading this package."""
+    """Import `from_geoopt` on first access, because importing geoopt takes longer than importing this package."""
     if name == "from_geoopt":
         from manifoldagg.manifolds.geoopt import from_geoopt
 

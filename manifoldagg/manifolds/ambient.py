@@ -1,4 +1,4 @@
-"""Ambient spaces: sums and differences of points of flat and low-rank leaves, and the projection to a leaf."""
+"""Ambient spaces: linear combinations of points of flat and low-rank leaves, and the projection to the leaves."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_finite, check_shape
+from manifoldagg._validation import check_finite, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import Row, TensorList, combine, gram
 from manifoldagg.manifolds.lora.factors import JointBasis, TruncatedSVD, combine_stacks
@@ -20,27 +20,30 @@ from manifoldagg.manifolds.power import Power
 __all__ = ["FLAT_AMBIENT", "AmbientSpace", "copied_space"]
 
 STATE_RANK_FACTOR = 4
-"""What is kept of a leaf has so many times its rank, where the leaf does not say."""
+"""The ratio of the rank of stored rows to the rank of the leaf, if the leaf has no `state_rank`."""
 UNCHANGED_ROUNDINGS = 16
-"""Roundings of the length of a matrix: what moves it by no more does not move it."""
+"""The relative change, in units of machine epsilon, up to which a matrix counts as unchanged."""
 LeafCoefficients = Sequence[Any]
-"""k numbers, or for each leaf k numbers."""
+"""k numbers, or k numbers for each leaf."""
 
 
 @dataclass(frozen=True, eq=False)
 class AmbientSpace:
-    r"""The ambient vector space: a flat leaf's is itself, that of `LowRank` contains all m x n matrices.
+    r"""The ambient vector space of a manifold: flat leaves are unchanged, and `LowRank` leaves become m x n matrices.
 
-    It knows inner products and sums of *rows*, as the kernels do, and differences of them that are never formed. On a
-    flat space they are the kernels' own. Where a leaf is of low rank a row is a point, or a tuple with one tensor for
-    each leaf, that of a low-rank one a stack (*batch, m + n, any) of factors: inner products come from small cores in
-    one basis of all stacks, a sum is their columns side by side, and one truncation brings it back to the leaf.
+    The class computes inner products and linear combinations of *rows*, like the kernels. Differences of rows are never
+    materialised. On a flat space it calls the kernels directly.
+
+    If the space has low-rank leaves, a row is a point or a tuple with one tensor for each leaf. The tensor of a
+    low-rank leaf is a stack (*batch, m + n, any) of factors. Inner products are computed from small cores in a joint
+    basis of all stacks. A linear combination concatenates the columns of the stacks, and one truncation projects it to
+    the leaf.
 
     Attributes:
-        leaves: of the space; none where it is flat.
-        diagnostics: what truncations did since this was made: `truncated` and `state_truncated`, the Frobenius norms of
-            what they left out of points and of what is kept (added up over truncations), and `tied`, at how many of
-            them singular values were equal at the cut. Nothing where the space is flat.
+        leaves: the leaves of the space, or an empty tuple for a flat space.
+        diagnostics: the effect of all truncations so far, or an empty dict for a flat space. `truncated` and
+            `state_truncated` are the sums of the Frobenius norms of the truncated parts of points and of stored rows.
+            `tied` is the number of truncations at which the retained and the truncated singular values are equal.
 
     Example:
         >>> from manifoldagg.manifolds import LowRank
@@ -59,17 +62,17 @@ class AmbientSpace:
 
     @staticmethod
     def of(space: Manifold, point: Tensor) -> "AmbientSpace":
-        """Return the ambient space of a space that is `flat` or `ambient`, with points like `point`.
+        """Return the ambient space of a `flat` or `ambient` space, whose points have the shape of `point`.
 
         Raises:
-            ArgumentError: naming a leaf of low rank within another kind of leaf.
+            ArgumentError: if a low-rank leaf is nested in another kind of leaf.
         """
         if not space.ambient:
             return FLAT_AMBIENT
         leaves = space.leaves(point)
         for leaf in leaves:
             if not (leaf.space.flat or isinstance(copied_space(leaf.space), LowRank)):
-                raise ArgumentError(f"space: expected leaves that are flat, or of low rank themselves, not so: {leaf}")
+                raise ArgumentError(f"space: expected leaves that are flat or LowRank, got {leaf}")
         return AmbientSpace(leaves, {"truncated": 0.0, "state_truncated": 0.0, "tied": 0.0})
 
     @property
@@ -80,19 +83,19 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products (S, k, k) of rows as [`gram`][manifoldagg.kernels.gram]; segments are leaves."""
+        """Compute inner products (S, k, k) of rows as [`gram`][manifoldagg.kernels.gram] does. Segments are leaves."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
-        less = [None] * len(rows) if minus is None else minus
+        subtrahends = [None] * len(rows) if minus is None else minus
         flat = self._flat_leaves
-        found = {}
+        products = {}
         if flat:
-            vectors = self._flat_rows(rows, less)
+            vectors = self._flat_rows(rows, subtrahends)
             lengths = [self._size(i) for i in flat]
-            found = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
+            products = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
         for i in self._low_rank_leaves:
-            found[i] = self._low_rank_gram(i, rows, less)
-        parts = torch.stack([found[i] for i in range(len(self.leaves))])
+            products[i] = self._low_rank_gram(i, rows, subtrahends)
+        parts = torch.stack([products[i] for i in range(len(self.leaves))])
         return parts if segments is not None else parts.sum(0, keepdim=True)
 
     def combine(
@@ -105,24 +108,25 @@ class AmbientSpace:
         segments: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """Add a combination of rows to a point, and return the nearest point of the space.
+        """Add a linear combination of rows to a point, and return the nearest point of the space.
 
         Raises:
-            ArgumentError: where a low-rank leaf would not be finite.
+            ArgumentError: if the result is not finite at a low-rank leaf.
         """
         if not self.leaves:
             return combine(base, rows, coefficients, minus=minus, segments=segments, out=out)
-        less = [None] * len(rows) if minus is None else minus
-        pieces = self._combine_flat(base, rows, coefficients, less, None)
-        cuts = []
+        subtrahends = [None] * len(rows) if minus is None else minus
+        pieces = self._combine_flat(base, rows, coefficients, subtrahends, None)
+        truncations = []
         for i in self._low_rank_leaves:
-            pieces[i], cut = self._combine_low_rank(i, base, rows, less, self._leaf_coefficients(i, coefficients))
-            cuts += [] if cut is None else [cut]
-        self._record_truncations("truncated", cuts)
-        found = [pieces[i] for i in range(len(self.leaves))]
+            own = self._leaf_coefficients(i, coefficients)
+            pieces[i], truncation = self._combine_low_rank(i, base, rows, subtrahends, own)
+            truncations += [] if truncation is None else [truncation]
+        self._record_truncations("truncated", truncations)
+        ordered = [pieces[i] for i in range(len(self.leaves))]
         if isinstance(base, tuple):
-            return TensorList(found) if out is None else _copy_into(out, found)
-        point = torch.cat([piece.flatten() for piece in found]).view(base.shape)
+            return TensorList(ordered) if out is None else _copy_into(out, ordered)
+        point = torch.cat([piece.flatten() for piece in ordered]).view(base.shape)
         return point if out is None else out.copy_(point)
 
     def for_state(
@@ -133,46 +137,52 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """Combine rows into a stored row, with each low-rank leaf truncated to its `state_rank`."""
+        """Compute a linear combination of rows, with low-rank leaves truncated to their `state_rank`."""
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
-        cuts = []
+        truncations = []
         for i in self._low_rank_leaves:
             space = copied_space(self.leaves[i].space)
             stacks, weights = self._weighted_stacks(i, rows, minus, self._leaf_coefficients(i, coefficients))
-            cut = self._truncate_sum(i, stacks, weights, space.state_rank or STATE_RANK_FACTOR * space.rank)
-            cuts.append(cut)
-            pieces[i] = cut.point[..., : cut.values.shape[-1]].to(dtype)
-        self._record_truncations("state_truncated", cuts)
+            svd = self._truncate_sum(i, stacks, weights, space.state_rank or STATE_RANK_FACTOR * space.rank)
+            truncations.append(svd)
+            pieces[i] = svd.point[..., : svd.values.shape[-1]].to(dtype)
+        self._record_truncations("state_truncated", truncations)
         return tuple([pieces[i] for i in range(len(self.leaves))])
 
     def to_point(self, row: Row, like: Tensor) -> Tensor:
         """Return the point of the space nearest to a row, in the shape and dtype of `like`."""
-        found: Tensor = self.combine(like.new_zeros(like.shape), [row], [1.0])
-        return found
+        point: Tensor = self.combine(like.new_zeros(like.shape), [row], [1.0])
+        return point
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """Compute the tangent lengths of sums of rows less a point on low-rank leaves, and the lengths of the sums."""
-        lengths = [0.0]
-        sizes = [0.0]
+        """Compute two norms on the low-rank leaves, for a linear combination of rows and a point.
+
+        Returns:
+            The norm of the tangent component of the combination minus the point, and the norm of the combination.
+        """
+        tangent_norms = [0.0]
+        norms = [0.0]
         for i in self._low_rank_leaves:
             space = copied_space(self.leaves[i].space)
-            here = self._piece(point, i)
-            whole = combine_stacks(coefficients, [self._piece(row, i) for row in rows], space.m)
-            along = space._inverse_retract(here, whole)
-            lengths += space._inner(here, along, along).clamp(min=0).sqrt().flatten().tolist()
-            sizes += JointBasis.of([whole], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
-        return math.hypot(*lengths), math.hypot(*sizes)
+            base = self._piece(point, i)
+            total = combine_stacks(coefficients, [self._piece(row, i) for row in rows], space.m)
+            tangent = space._inverse_retract(base, total)
+            tangent_norms += space._inner(base, tangent, tangent).clamp(min=0).sqrt().flatten().tolist()
+            norms += JointBasis.of([total], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
+        return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
-        """Check a row against points like `like`: finite, one tensor for each leaf, of any rank.
+        """Check that a row is finite and has one tensor for each leaf of points like `like`, of any rank.
 
         Raises:
-            ArgumentError: naming it.
+            ArgumentError: if it does not.
         """
         if isinstance(row, Tensor):
             return check_finite(name, check_shape(name, row, *like.shape))
         if not isinstance(row, tuple | list) or len(row) != len(self.leaves):
-            raise ArgumentError(f"{name}: expected a tensor for each of {len(self.leaves)} leaves")
+            raise ArgumentError(
+                f"{name}: expected a tensor for each of {len(self.leaves)} leaves, got {short_repr(row)}"
+            )
         for i, piece in enumerate(row):
             axes: list[int | None] = [*self._piece(like, i).shape]
             if i in self._low_rank_leaves:
@@ -183,7 +193,7 @@ class AmbientSpace:
     def combine_exact(
         self, rows: Sequence[Row], coefficients: LeafCoefficients, *, minus: Sequence[Row | None]
     ) -> tuple[Tensor, ...]:
-        """Combine rows in float64 without truncation."""
+        """Compute a linear combination of rows in float64 without truncation."""
         pieces = self._combine_flat(None, rows, coefficients, minus, torch.float64)
         for i in self._low_rank_leaves:
             stacks, weights = self._weighted_stacks(i, rows, minus, self._leaf_coefficients(i, coefficients))
@@ -202,26 +212,26 @@ class AmbientSpace:
         return len(range(*self.leaves[i].part.indices(sys.maxsize)))
 
     def _piece(self, row: Row, i: int) -> Tensor:
-        """What of a row belongs to a leaf."""
+        """Return the part of a row that belongs to a leaf."""
         if isinstance(row, tuple):
             return row[i]
         leaf = self.leaves[i]
         return row.reshape(-1)[leaf.part].view(leaf.space.shape)
 
     def _leaf_coefficients(self, i: int, coefficients: LeafCoefficients) -> Sequence[float]:
-        """The coefficients of a leaf."""
+        """Return the coefficients of a leaf."""
         first = coefficients[0] if len(coefficients) else 0.0
         return coefficients[i] if isinstance(first, list | tuple) else coefficients
 
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """The flat leaves of rows, as the kernels take them: one object is one again."""
-        made: dict[int, TensorList] = {}
+        """Return the flat leaves of rows as operands of the kernels. Equal rows share one object."""
+        lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
-            if row is not None and id(row) not in made:
-                made[id(row)] = TensorList([self._piece(row, i).reshape(-1) for i in self._flat_leaves])
-        return [made[id(row)] for row in rows], [None if row is None else made[id(row)] for row in minus]
+            if row is not None and id(row) not in lists:
+                lists[id(row)] = TensorList([self._piece(row, i).reshape(-1) for i in self._flat_leaves])
+        return [lists[id(row)] for row in rows], [None if row is None else lists[id(row)] for row in minus]
 
     def _combine_flat(
         self,
@@ -231,152 +241,159 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype | None,
     ) -> dict[int, Tensor]:
-        """The flat leaves of a combination, in `dtype` where it is given."""
+        """Compute the flat leaves of a linear combination, in `dtype` if it is given."""
         flat = self._flat_leaves
         if not flat:
             return {}
-        plus, less = self._flat_rows(rows, minus)
+        minuends, subtrahends = self._flat_rows(rows, minus)
         start = None if base is None else self._flat_rows([base], [])[0][0]
-        like = plus[0] if start is None else start
+        like = minuends[0] if start is None else start
         out = TensorList([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
-        lines = [list(self._leaf_coefficients(i, coefficients)) for i in flat]
-        made = combine(start, plus, lines, minus=less, segments=[self._size(i) for i in flat], out=out)
-        return dict(zip(flat, made, strict=True))
+        table = [list(self._leaf_coefficients(i, coefficients)) for i in flat]
+        result = combine(start, minuends, table, minus=subtrahends, segments=[self._size(i) for i in flat], out=out)
+        return dict(zip(flat, result, strict=True))
 
     def _low_rank_gram(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Inner products (k, k) of rows at a low-rank leaf."""
-        joint, lines = self._joint(i, rows, minus)
-        return joint.gram(lines).reshape(-1, len(rows), len(rows)).sum(0).cpu()
+        """Compute inner products (k, k) of rows at a low-rank leaf."""
+        joint, combinations = self._joint(i, rows, minus)
+        return joint.gram(combinations).reshape(-1, len(rows), len(rows)).sum(0).cpu()
 
     def _combine_low_rank(
         self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[Tensor, TruncatedSVD | None]:
-        """A low-rank leaf of `base` plus a combination of rows, and what was cut for it, if anything was."""
+        """Compute a low-rank leaf of `base` plus a linear combination of rows, and its truncation if there was one."""
         space = copied_space(self.leaves[i].space)
         start = self._piece(base, i)
         stacks, weights = self._distinct_stacks(i, (base, *rows), (None, *minus), (1.0, *coefficients))
-        alone = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
-        if alone or self._is_unchanged(i, start, stacks, weights):
-            # What nobody moved, or a client's model that is taken whole, keeps its factors, bit for bit.
-            return space._project(stacks[0] if alone else start).to(start.dtype), None
-        # Of what cancels nothing is left: no factors of the size of a root of its rounding.
-        cut = self._truncate_sum(i, stacks, weights, space.rank, drops_rounding=True)
-        return cut.point.to(start.dtype), cut
+        is_single_stack = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
+        if is_single_stack or self._is_unchanged(i, start, stacks, weights):
+            # An unchanged leaf, or a client's leaf with coefficient 1, keeps its factors bit for bit.
+            return space._project(stacks[0] if is_single_stack else start).to(start.dtype), None
+        # Balanced factors are square roots of singular values. Without `drops_rounding`, a cancelled part with rounding
+        # error ε would leave factors of size √ε.
+        svd = self._truncate_sum(i, stacks, weights, space.rank, drops_rounding=True)
+        return svd.point.to(start.dtype), svd
 
     def _weighted_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Stacks of a low-rank leaf and their coefficients: a combination of rows."""
+        """Express a linear combination of rows at a low-rank leaf by its stacks and their coefficients."""
         return self._distinct_stacks(i, rows, minus, coefficients)
 
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Distinct stacks of a leaf with their coefficients, of which none is 0."""
+        """Return the distinct stacks of a leaf that have nonzero coefficients, with these coefficients."""
         stacks: list[Tensor] = []
         weights: list[float] = []
-        seen: dict[int, int] = {}
-        for c, plus, less in zip(coefficients, rows, minus, strict=True):
-            for sign, row in ((1.0, plus), (-1.0, less)):
+        index_of_row: dict[int, int] = {}
+        for c, minuend, subtrahend in zip(coefficients, rows, minus, strict=True):
+            for sign, row in ((1.0, minuend), (-1.0, subtrahend)):
                 if row is None:
                     continue
-                if id(row) not in seen:
-                    seen[id(row)] = _index_or_append(stacks, self._piece(row, i))
-                place = seen[id(row)]
+                if id(row) not in index_of_row:
+                    index_of_row[id(row)] = _index_or_append(stacks, self._piece(row, i))
+                index = index_of_row[id(row)]
                 weights += [0.0] * (len(stacks) - len(weights))
-                weights[place] += sign * float(c)
-        # At least one, of weight 0 where the sum is empty.
+                weights[index] += sign * float(c)
+        # If all coefficients are 0, the result is one stack with weight 0, so that shapes are known.
         used = [j for j, weight in enumerate(weights) if weight != 0] or [0]
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """The basis of the stacks of a leaf, and the rows as combinations (k, any) of these."""
+        """Return the joint basis of the stacks of a leaf, and the rows as combinations (k, any) of its cores."""
         stacks: list[Tensor] = []
-        places = [
+        indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
             for pair in zip(rows, minus, strict=True)
         ]
         joint, cores = self._basis(i, stacks)
-        lines = torch.zeros(len(rows), len(joint.cores), dtype=torch.float64)
-        for line, (plus, less) in zip(lines, places, strict=True):
-            # One that is subtracted from itself is not a row at all, not the rounding of one.
-            if plus is not None:
-                line[cores[plus]] += 1.0
-            if less is not None:
-                line[cores[less]] -= 1.0
-        return joint, lines
+        combinations = torch.zeros(len(rows), len(joint.cores), dtype=torch.float64)
+        for combination, (minuend, subtrahend) in zip(combinations, indices, strict=True):
+            # The difference of two equal stacks is exactly 0, and not a rounding error.
+            if minuend is not None:
+                combination[cores[minuend]] += 1.0
+            if subtrahend is not None:
+                combination[cores[subtrahend]] -= 1.0
+        return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """A basis of stacks of a leaf, and which of its cores are theirs: one that is known, if it holds them all."""
+        """Return a joint basis of stacks of a leaf, and the indices of their cores.
+
+        The last basis of the leaf is reused if it contains all stacks.
+        """
         known, joint = self._joints.get(i, ([], None))
-        places = [_index_of(known, stack) for stack in stacks]
-        if joint is None or None in places:
+        indices = [_index_of(known, stack) for stack in stacks]
+        if joint is None or None in indices:
             joint = JointBasis.of(stacks, copied_space(self.leaves[i].space).m)
             self._joints[i] = (stacks, joint)
-            places = [*range(len(stacks))]
-        return joint, [place for place in places if place is not None]
+            indices = [*range(len(stacks))]
+        return joint, [index for index in indices if index is not None]
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
-        """Whether a sum is `start` but for the rounding of what cancelled."""
-        every = [*stacks]
-        here = _index_or_append(every, start)
-        joint, cores = self._basis(i, every)
-        lines = torch.zeros(2, len(joint.cores), dtype=torch.float64)
+        """Return whether a linear combination is equal to `start` up to rounding."""
+        all_stacks = [*stacks]
+        start_index = _index_or_append(all_stacks, start)
+        joint, cores = self._basis(i, all_stacks)
+        combinations = torch.zeros(2, len(joint.cores), dtype=torch.float64)
         for core, weight in zip(cores, weights, strict=False):
-            lines[0, core] = weight
-        lines[0, cores[here]] -= 1.0
-        lines[1, cores[here]] = 1.0
-        step, whole = joint.gram(lines).reshape(-1, 2, 2).sum(0).diagonal().tolist()
-        return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * whole)
+            combinations[0, core] = weight
+        combinations[0, cores[start_index]] -= 1.0
+        combinations[1, cores[start_index]] = 1.0
+        step, square = joint.gram(combinations).reshape(-1, 2, 2).sum(0).diagonal().tolist()
+        return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * square)
 
     def _truncate_sum(
         self, i: int, stacks: list[Tensor], weights: list[float], rank: int, drops_rounding: bool = False
     ) -> TruncatedSVD:
-        """The truncated sum of stacks; where `drops_rounding` without what may be the rounding of their factors."""
-        joint, cores = self._basis(i, stacks)
-        line = torch.zeros(len(joint.cores), dtype=torch.float64)
-        for core, weight in zip(cores, weights, strict=True):
-            line[core] = weight
-        try:
-            cut = joint.combine(line, rank)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
-            raise ArgumentError(f"points: a sum would not be finite at {self.leaves[i]}") from None
-        return cut.without_rounding(joint.rounding(line, cut)) if drops_rounding else cut
+        """Compute the truncated sum of stacks.
 
-    def _record_truncations(self, key: str, cuts: Iterable[TruncatedSVD]) -> None:
+        `drops_rounding` sets the singular values to 0 that can be rounding errors of the factors.
+        """
+        joint, cores = self._basis(i, stacks)
+        combination = torch.zeros(len(joint.cores), dtype=torch.float64)
+        for core, weight in zip(cores, weights, strict=True):
+            combination[core] = weight
+        try:
+            svd = joint.combine(combination, rank)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in torch's stubs
+            raise ArgumentError(f"points: expected a finite sum at {self.leaves[i]}, got NaN or infinity") from None
+        return svd.without_rounding(joint.rounding(combination, svd)) if drops_rounding else svd
+
+    def _record_truncations(self, key: str, truncations: Iterable[TruncatedSVD]) -> None:
         errors = []
-        for cut in cuts:
-            errors += cut.error.flatten().tolist()
-            self.diagnostics["tied"] += float(cut.is_tied.sum())
+        for svd in truncations:
+            errors += svd.error.flatten().tolist()
+            self.diagnostics["tied"] += float(svd.is_tied.sum())
         self.diagnostics[key] += math.hypot(*errors)
 
 
 FLAT_AMBIENT = AmbientSpace()
-"""Where there is no leaf of low rank."""
+"""The ambient space of every space without low-rank leaves."""
 
 
 def copied_space(space: Any) -> Any:
-    """Return the space of one copy in a leaf."""
+    """Return the space of one copy in a power, or the space itself."""
     while isinstance(space, Power):
         space = space.space
     return space
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Where among the stacks there is an equal one: the difference of such is 0, and not rounding."""
-    for place, other in enumerate(stacks):
+    """Return the index of an equal stack, or `None`. Equal stacks share a core, so their difference is exactly 0."""
+    for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
-            return place
+            return index
     return None
 
 
 def _index_or_append(stacks: list[Tensor], stack: Tensor) -> int:
-    """The place of a stack among them, at the end where it is a new one."""
-    place = _index_of(stacks, stack)
-    if place is None:
-        place = len(stacks)
+    """Return the index of an equal stack. If there is no equal stack, append this one."""
+    index = _index_of(stacks, stack)
+    if index is None:
+        index = len(stacks)
         stacks.append(stack)
-    return place
+    return index
 
 
 def _copy_into(out: Sequence[Tensor], pieces: Sequence[Tensor]) -> Any:

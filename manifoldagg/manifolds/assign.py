@@ -16,60 +16,60 @@ from manifoldagg.manifolds.power import Power
 __all__ = ["Assignment", "assign_manifolds", "declared_manifolds"]
 
 Assignment = Mapping[str, Any]
-"""Name or glob pattern to a `Manifold`, or to a geoopt manifold."""
+"""A mapping from names or glob patterns of leaves to manifolds of this package or of geoopt."""
 
 
 def declared_manifolds(model: nn.Module) -> dict[str, Any]:
     """Return the manifolds that a module's parameters declare, by name."""
-    brought = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
-    return {name: manifold for name, manifold in brought.items() if manifold is not None}
+    declared = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
+    return {name: manifold for name, manifold in declared.items() if manifold is not None}
 
 
 def assign_manifolds(
     layout: Layout, manifolds: Assignment | None, defaults: Assignment | None = None
 ) -> tuple[tuple[str, Manifold], ...]:
-    """Return (leaf, space) for each curved leaf.
+    """Return the pair (name, space) of each curved leaf.
 
     Args:
-        layout: of the model.
-        manifolds: by a leaf's own name, by one that is tied to it, or by the first pattern that matches.
-        defaults: for leaves that `manifolds` does not speak of.
+        layout: the layout of the model.
+        manifolds: spaces by the name of a leaf, by a name tied to it, or by a pattern. The first match applies.
+        defaults: the spaces of leaves that `manifolds` does not contain.
 
     Raises:
-        ArgumentError: if a pattern matches no leaf, or a space does not fit a leaf.
+        ArgumentError: if a pattern matches no leaf, or the shape of a space does not fit a leaf.
     """
     if not isinstance(manifolds, Mapping | None):
         raise ArgumentError(f"manifolds: expected a mapping of name or pattern to space, got {short_repr(manifolds)}")
     if not manifolds and not defaults:
         return ()
-    said = manifolds or {}
-    for name in said:
+    given = manifolds or {}
+    for name in given:
         if not isinstance(name, str):
             raise ArgumentError(f"manifolds: expected names or patterns, got {short_repr(name)}; write {str(name)!r}")
     pairs = []
     matched = set()
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
-        patterns = [name for name in names if name in said]
-        patterns += [p for p in said if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
+        patterns = [name for name in names if name in given]
+        patterns += [p for p in given if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)
         if patterns:
-            space = _fit_space(leaf, said[patterns[0]], patterns[0])
+            space = _fit_space(leaf, given[patterns[0]], patterns[0])
         else:
             space = _fit_space(leaf, (defaults or {}).get(leaf.name), leaf.name)
         if not space.flat:
             pairs.append((leaf.name, space))
-    if odd := [pattern for pattern in said if pattern not in matched]:
-        raise ArgumentError(f"manifolds: no leaf is called {', '.join(map(repr, odd))}")
+    if unmatched := [pattern for pattern in given if pattern not in matched]:
+        raise ArgumentError(f"manifolds: expected names or patterns of leaves, got {', '.join(map(repr, unmatched))}")
     return tuple(pairs)
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """The space of a whole leaf, said under `name`: itself, or as many copies as the leaf has further axes for."""
+    """Return the space of a whole leaf: `space` itself, or a power with copies along the leading axes of the leaf."""
     if space is None:
         return Flat(leaf.size)
     if not isinstance(space, Manifold):
-        # Only where one is given: loading geoopt takes longer than loading this package.
+        # geoopt is imported only if a manifold is not one of this package, because its import is slow.
         from manifoldagg.manifolds.geoopt import from_geoopt, is_geoopt
 
         if not is_geoopt(space):
@@ -79,5 +79,8 @@ def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
         return from_geoopt(space, leaf.shape)
     copies = leaf.shape[: max(0, len(leaf.shape) - len(space.shape))]
     if copies + space.shape != leaf.shape:
-        raise ArgumentError(f"manifolds: {space} has points of shape {space.shape}, {leaf.name} has {leaf.shape}")
+        raise ArgumentError(
+            f"manifolds: {leaf.name}: expected a space whose shape is {leaf.shape} or its last axes, got {space} "
+            f"of shape {space.shape}"
+        )
     return Power(space, copies) if copies else space

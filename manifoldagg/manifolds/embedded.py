@@ -8,9 +8,9 @@ __all__ = ["Embedded"]
 
 
 class Embedded(Manifold):
-    r"""A submanifold of $\mathbb{R}^N$, or a quotient of one: $\langle u, v\rangle_x = u \cdot v$.
+    r"""Base class of submanifolds of $\mathbb{R}^N$ and their quotients, with $\langle u, v\rangle_x = u \cdot v$.
 
-    Points and tangents are drawn as normal numbers, and projected.
+    Random points and tangents are projections of normal random numbers.
     """
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:

@@ -1,4 +1,4 @@
-"""Flat space: the Euclidean formulas."""
+"""Euclidean space."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ __all__ = ["Flat"]
 
 @dataclass(frozen=True)
 class Flat(Embedded):
-    r"""$\mathbb{R}^n$ with the dot product: exp is addition, log subtraction, transport the identity.
+    r"""Euclidean space $\mathbb{R}^n$ with the dot product.
+
+    exp is addition, log is subtraction, and transport is the identity.
 
     Args:
         n: the dimension.
 
     Raises:
-        ArgumentError: if `n` is not an integer or negative.
+        ArgumentError: if `n` is not an integer >= 0.
 
     Example:
         >>> import torch

@@ -1,6 +1,7 @@
-"""Unchecked formulas that follow from the primitives of a space; `operations` checks and then calls them.
+"""Unchecked formulas that follow from the primitives of a space.
 
-As `space._exp` is to `space.exp`, so `formulas.geodesic` is to `geodesic`.
+The functions of the module `operations` check their arguments and then call these functions, just as `space.exp` checks
+its arguments and calls `space._exp`.
 """
 
 from collections.abc import Callable
@@ -14,20 +15,21 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
-    r"""Compute $\|u\|_x$: (*batch,)."""
+    r"""Compute the norm $\|u\|_x$, (*batch,)."""
     square = space._inner(x, u, u)
-    # What rounding made negative is 0; NaN stays NaN. The root is taken where it has a derivative.
-    none = square <= 0
-    return torch.where(none, torch.zeros_like(square), torch.where(none, torch.ones_like(square), square).sqrt())
+    # Negative rounding errors become 0, and NaN remains NaN. The root is avoided at 0, where its derivative is
+    # infinite.
+    is_zero = square <= 0
+    return torch.where(is_zero, torch.zeros_like(square), torch.where(is_zero, torch.ones_like(square), square).sqrt())
 
 
 def distance(space: Manifold, x: Tensor, y: Tensor) -> Tensor:
-    r"""Compute $d(x, y)$: (*batch,)."""
+    r"""Compute the distance $d(x, y)$, (*batch,)."""
     return norm(space, x, space._log(x, y))
 
 
 def geodesic(space: Manifold, x: Tensor, y: Tensor, t: float | Tensor) -> Tensor:
-    r"""Compute $\exp_x(t \log_x y)$, `t` a number or (*batch,) numbers."""
+    r"""Compute $\exp_x(t \log_x y)$ for a number `t` or a tensor (*batch,)."""
     velocity = space._log(x, y)
     if isinstance(t, Tensor):
         t = t.to(velocity.dtype).reshape(*t.shape, *(1 for _ in space.shape))
@@ -35,7 +37,7 @@ def geodesic(space: Manifold, x: Tensor, y: Tensor, t: float | Tensor) -> Tensor
 
 
 def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """Transport `u` from `x` to `y` by reflection in the midpoints of `rungs` pieces of the geodesic."""
+    """Transport `u` from `x` to `y` by reflections at the midpoints of `rungs` segments of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         middle = geodesic(space, start, end, 0.5)
@@ -45,7 +47,7 @@ def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int 
 
 
 def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """Transport `u` from `x` to `y` by geodesic parallelograms on `rungs` pieces of the geodesic."""
+    """Transport `u` from `x` to `y` by geodesic parallelograms on `rungs` segments of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         middle = geodesic(space, space._exp(start, v), end, 0.5)
@@ -58,7 +60,7 @@ Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _transport_by_ladder(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: int) -> Tensor:
-    """`rungs` ladder steps along the geodesic from `x` to `y`."""
+    """Apply `rungs` ladder steps along the geodesic from `x` to `y`."""
     start = x
     for i in range(1, rungs + 1):
         end = y if i == rungs else geodesic(space, x, y, i / rungs)

@@ -1,4 +1,4 @@
-"""Adapters for geoopt: the equivalent space of this package, or a wrapper of geoopt's formulas."""
+"""Conversion of geoopt manifolds to equivalent spaces of this package, or to wrappers of geoopt's formulas."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ from manifoldagg.manifolds.stiefel import Stiefel
 from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
 
 with warnings.catch_warnings():
-    # One for each function that it compiles.
+    # The import emits one warning for each function that geoopt compiles.
     warnings.simplefilter("ignore")
     import geoopt  # type: ignore[import-untyped]
 
@@ -40,18 +40,18 @@ BALLS = (
 EXACT = {geoopt.SphereExact: geoopt.Sphere, geoopt.EuclideanStiefelExact: geoopt.EuclideanStiefel}
 PRODUCTS = (geoopt.ProductManifold, geoopt.StereographicProductManifold)
 UNSUPPORTED = {
-    geoopt.Scaled: "its expmap is scaled, its inner is not",
-    geoopt.CanonicalStiefel: "its proju is no projection and its expmap no geodesic; EuclideanStiefel has both",
-    geoopt.BirkhoffPolytope: "its proju is no projection, its expmap a retraction, its projx an iteration cut short",
+    geoopt.Scaled: "its expmap is scaled, but its inner is not",
+    geoopt.CanonicalStiefel: "its proju is not a projection and its expmap is not geodesic; use EuclideanStiefel",
+    geoopt.BirkhoffPolytope: "its proju is not a projection, its expmap is a retraction, its projx does not converge",
     geoopt.UpperHalf: "its points are complex",
     geoopt.BoundedDomain: "its points are complex",
 }
 METHODS = {"inner": "inner", "exp": "expmap", "log": "logmap", "transport": "transp", "retract": "retr"}
 METHODS |= {"project": "projx", "project_tangent": "proju", "gradient": "egrad2rgrad"}
-"""What geoopt calls the primitives."""
+"""The names of geoopt's methods for the primitives."""
 
 GEOOPT_PRIMITIVES = PRIMITIVES - {"inverse_retract"}
-"""Those that geoopt has a method or a number for."""
+"""The primitives for which geoopt has a method or a number."""
 
 ASSUMED_PRIMITIVES = frozenset({"inner", "project", "project_tangent", "random_tangent"})
 
@@ -63,13 +63,13 @@ def from_geoopt(
     capabilities: Collection[str] | None = None,
     injectivity_radius: float | None = None,
 ) -> Manifold:
-    r"""Convert a geoopt manifold, or a geoopt tensor's manifold, to a space.
+    r"""Convert a geoopt manifold, or the manifold of a geoopt tensor, to a space.
 
-    Where we have the same space it is ours, whose formulas hold to rounding:
+    If this package has an equivalent space, the result is this space, whose formulas are exact to rounding:
 
-    | geoopt, or the same called `Exact` | here |
+    | geoopt, also with the suffix `Exact` | result |
     | --- | --- |
-    | `Euclidean`, whatever its `ndim` | `Flat(n)`, or `Power(Flat(n), copies)` |
+    | `Euclidean` with any `ndim` | `Flat(n)`, or `Power(Flat(n), copies)` |
     | `Sphere` | `Sphere(n)` |
     | `PoincareBall`, `Stereographic` with $k < 0$ | `PoincareBall(n, curvature=k)` |
     | `Lorentz` with $k = 1$ | `Lorentz(n - 1)` |
@@ -77,24 +77,29 @@ def from_geoopt(
     | `SymmetricPositiveDefinite`, affine-invariant | `SymmetricPositiveDefinite(n)` |
     | `ProductManifold` | `Product`, with factors "0", "1", ... |
 
-    Otherwise it is a `GeooptManifold` that declares what geoopt's formulas keep. Those of `SphereProjection`, and of
-    `Stereographic` with $k \ge 0$, keep everything (`retract` is exp). A `Sphere` in a subspace lacks exp, log and
-    transport: gradients at 0 are NaN, its transp is a projection. A class that is not geoopt's own is taken at its
-    word for inner, projx, proju, egrad2rgrad and random only: its expmap may be a retraction, its transp a projection.
+    Otherwise the result is a `GeooptManifold`, which declares the primitives whose laws geoopt's formulas satisfy:
 
-    The space is a copy: a curvature that is learned is read once, and carries no gradient.
+    - `SphereProjection`, and `Stereographic` with $k \ge 0$: all primitives of geoopt. `retract` is exp.
+    - A `Sphere` in a subspace: all but exp, log and transport. geoopt's gradients at 0 are NaN, and its transp is a
+      projection.
+    - Other classes: inner, projx, proju, egrad2rgrad and random. The expmap of such a class may be a retraction, and
+      its transp may be a projection. The argument `capabilities` declares more.
+
+    The space is a copy. A learned curvature is read once and has no gradient.
 
     Args:
-        manifold: a geoopt manifold; or a `ManifoldTensor` or `ManifoldParameter`, which brings its manifold and shape.
-        shape: of a whole leaf. The axes before the manifold's own are copies of it; a single number, (), is a point of
-            `Flat(1)`. Without it sizes stay open, and are -1 in the shape of the space, which then draws no points.
-        capabilities: for a class that is not geoopt's own, the primitives whose theorems it keeps: the caller vouches
-            for them, and [`check_manifold`][manifoldagg.testing.check_manifold] tries them.
-        injectivity_radius: likewise, the same at every point, possibly infinite.
+        manifold: a geoopt manifold, or a `ManifoldTensor` or `ManifoldParameter` with a manifold and a shape.
+        shape: the shape of a whole leaf. Axes before those of the manifold are axes of copies. The shape () of a single
+            number is that of a point of `Flat(1)`. If it is `None`, the sizes are not fixed. The shape of the space
+            then contains -1, and `random_point` is not available.
+        capabilities: for a class that is not part of geoopt, the primitives whose laws it satisfies. They are not
+            verified here. [`check_manifold`][manifoldagg.testing.check_manifold] checks them.
+        injectivity_radius: for a class that is not part of geoopt, the injectivity radius. It is the same at every
+            point and may be infinite.
 
     Raises:
-        ArgumentError: if `manifold` is none, has several curvatures, or keeps too little to be a space, saying what it
-            breaks; if `shape` does not fit it; if something is vouched for that is known.
+        ArgumentError: if `manifold` is not a geoopt manifold, has several curvatures, or violates the laws of a space,
+            if `shape` does not fit it, or if `capabilities` or `injectivity_radius` is given for a class of geoopt.
 
     Example:
         >>> from_geoopt(geoopt.PoincareBall(), (1000, 16))
@@ -102,7 +107,7 @@ def from_geoopt(
     """
     if isinstance(manifold, geoopt.ManifoldTensor):
         if shape is not None and shape != tuple(manifold.shape):
-            raise ArgumentError(f"shape: expected {tuple(manifold.shape)} as the tensor's, got {short_repr(shape)}")
+            raise ArgumentError(f"shape: expected {tuple(manifold.shape)} of the tensor, got {short_repr(shape)}")
         shape = tuple(manifold.shape)
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
@@ -117,7 +122,7 @@ def from_geoopt(
     module = snapshot.module
     if shape is None:
         if module.ndim == 0:
-            raise ArgumentError(f"shape: expected the shape of a leaf: {snapshot} has points without axes")
+            raise ArgumentError(f"shape: expected the shape of a leaf for {snapshot}, got None")
         return GeooptManifold(snapshot, (-1,) * int(module.ndim))
     sizes = _check_sizes("shape", module, shape) or (1,)
     own = 0 if type(module) is geoopt.Euclidean else len(sizes) - module.ndim
@@ -131,7 +136,7 @@ class FrozenGeooptManifold:
 
     Attributes:
         module: the copy.
-        declared: which primitives geoopt's own formulas keep; None where the space is ours.
+        declared: the primitives whose laws geoopt's formulas satisfy; `None` if this package has an equivalent space.
         radius: the injectivity radius, if it is known.
         symmetric: whether geodesic reflections are isometries.
     """
@@ -160,15 +165,15 @@ class FrozenGeooptManifold:
 
 @dataclass(frozen=True)
 class GeooptManifold(Manifold):
-    """A space whose primitives call geoopt's methods, for points of a fixed or of any size.
+    """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
 
-    Everything is computed in float64 and cast back. Points are drawn by geoopt, from a seed that the generator gives;
+    All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
     `random_tangent` is standard normal in the metric, and calls proju and inner once for each coordinate.
 
     Args:
-        manifold: what is asked.
-        sizes: the shape of a point. Where it is -1, each call is delegated to the space of the size that it sees, which
-            is ours where we have it; only random_point is missing.
+        manifold: the geoopt manifold with its declared properties.
+        sizes: the shape of a point. If it contains -1, each call is delegated to the space for the size of its
+            arguments, which is a space of this package if there is an equivalent one. `random_point` is then missing.
 
     Example:
         >>> sphere = from_geoopt(geoopt.Sphere())
@@ -208,12 +213,14 @@ class GeooptManifold(Manifold):
         self._require("random_point")
         module = self.manifold.module
         radius = self.manifold.radius or math.inf
-        # Where a sphere is projected from, coordinates are infinite: half a radian from the origin is far enough.
-        near = type(module) is geoopt.StereographicExact and radius < math.inf
+        # At the centre of projection of the sphere, coordinates are infinite. A standard deviation of a twelfth of the
+        # injectivity radius keeps the points away from it.
+        is_projected_sphere = type(module) is geoopt.StereographicExact and radius < math.inf
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            draw = module.random(*batch, *self.sizes, dtype=torch.float64, **({"std": radius / 12} if near else {}))
+            options = {"std": radius / 12} if is_projected_sphere else {}
+            draw = module.random(*batch, *self.sizes, dtype=torch.float64, **options)
         point: Tensor = draw.detach().as_subclass(Tensor)
         return point.to(generator.device, dtype)
 
@@ -224,13 +231,13 @@ class GeooptManifold(Manifold):
         a = x.detach().double()
         size = math.prod(self.sizes)
         batch = self._batch_shape(x.shape)
-        # B takes coordinates e_i to tangents P e_i; B (B*B)^(-1/2), on the range of B*B, is an isometry.
+        # B maps the coordinates e_i to the tangents P e_i. B (B*B)^(-1/2) is an isometry on the range of B*B.
         units = torch.eye(size, dtype=a.dtype, device=a.device).reshape(size, *(1 for _ in batch), *self.sizes)
         tangents = self._project_tangent(a, units.expand(size, *x.shape))
         gram = torch.stack([self._inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
         values, basis = torch.linalg.eigh(gram)
-        kept = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
-        weights = torch.where(kept, values, math.inf).rsqrt()
+        is_positive = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
+        weights = torch.where(is_positive, values, math.inf).rsqrt()
         noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)
         weighted = (basis * weights.unsqueeze(-2)) @ (basis.mT @ noise)
         along = weighted.squeeze(-1).movedim(-1, 0).reshape(size, *batch, *(1 for _ in self.sizes))
@@ -241,7 +248,7 @@ class GeooptManifold(Manifold):
     ) -> None:
         super()._check(points, tangents=tangents, vectors=vectors)
         if self._has_open_sizes:
-            # All have the size of the first.
+            # The space for the size of the first tensor checks that all tensors have this size.
             first = next(iter((points | (vectors or {})).values()))
             self._sized_space(first)._check(points, tangents=tangents, vectors=vectors)
 
@@ -250,20 +257,20 @@ class GeooptManifold(Manifold):
         return -1 in self.sizes
 
     def _sized_space(self, x: Tensor) -> Manifold:
-        """The space of the size of these points."""
+        """Return the space for the size of these points."""
         return self.manifold.space(_check_sizes("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """The formula by geoopt's method of the same meaning."""
+        """Compute a formula by the corresponding method of geoopt."""
         self._require("project_tangent" if formula == "gradient" else formula)
         x, *others = arguments
         if self._has_open_sizes:
-            answer: Tensor = getattr(self._sized_space(x), f"_{formula}")(x, *others)
-            return answer
+            result: Tensor = getattr(self._sized_space(x), f"_{formula}")(x, *others)
+            return result
         module = self.manifold.module
         method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[formula])
         parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in (x, *others)))
-        # Without keepdim a Stereographic's inner has another shape on a batch.
+        # Without keepdim, `inner` of Stereographic returns another shape for a batch.
         value: Tensor = method(*parts, keepdim=True) if formula == "inner" else method(*parts)
         return value.reshape(self._batch_shape(parts[0].shape) if formula == "inner" else parts[0].shape).to(x.dtype)
 
@@ -291,19 +298,20 @@ def is_geoopt(value: object) -> bool:
 
 
 def _is_known(manifold: Any, *, has_claims: bool) -> bool:
-    """Whether the class itself is geoopt's, and what holds of it is not for others to say."""
+    """Return whether the class is part of geoopt, so that its properties are known."""
     kind = type(manifold)
-    for refused, reason in UNSUPPORTED.items():
-        if kind is refused or (isinstance(manifold, refused) and not has_claims):
-            raise ArgumentError(f"manifold: geoopt.{refused.__name__} keeps too little to be a space: {reason}")
+    for unsupported, reason in UNSUPPORTED.items():
+        if kind is unsupported or (isinstance(manifold, unsupported) and not has_claims):
+            name = f"geoopt.{unsupported.__name__}"
+            raise ArgumentError(f"manifold: expected a manifold that satisfies the laws, got {name}: {reason}")
     known = kind in {*NATIVE_SPACES, *EXACT, *BALLS, *PRODUCTS}
     if known and has_claims:
-        raise ArgumentError(f"capabilities: expected None: what holds of geoopt.{kind.__name__} is known")
+        raise ArgumentError(f"capabilities: expected None for geoopt.{kind.__name__}, whose properties are known")
     return known
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """What holds of a manifold of geoopt, in one form for each geometry."""
+    """Return a manifold of geoopt with its known properties, in one canonical form for each geometry."""
     kind = type(manifold)
     if kind in BALLS:
         k = _curvature(manifold)
@@ -314,21 +322,21 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
     if kind is geoopt.Lorentz:
         k = _curvature(manifold)
         if k.item() != 1:
-            # With velocity 0 its expmap moves a point by 1e-8, and its logmap has no digits below 1e-4.
-            raise ArgumentError(f"manifold: expected geoopt.Lorentz with k = 1, got {k:g}; a PoincareBall has any")
+            # Its expmap with velocity 0 displaces a point by 1e-8, and its logmap has no correct digits below 1e-4.
+            raise ArgumentError(f"manifold: expected geoopt.Lorentz with k = 1, got {k:g}; use a PoincareBall")
         return FrozenGeooptManifold(geoopt.Lorentz(k))
     if isinstance(manifold, geoopt.Sphere) and manifold.projector is not None:
         return _subsphere(manifold.projector)
     if isinstance(manifold, geoopt.SymmetricPositiveDefinite) and manifold.default_metric.value != "AIM":
-        given = f"{manifold.default_metric.value}, whose expmap and inner are those of AIM"
+        given = f"{manifold.default_metric.value}, for which expmap and inner still use AIM"
         raise ArgumentError(f"manifold: expected geoopt.SymmetricPositiveDefinite with the metric AIM, got {given}")
     return FrozenGeooptManifold(EXACT[kind]() if kind in EXACT else manifold)
 
 
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
-    """A manifold that only its author knows."""
+    """Return a manifold of a class outside of geoopt, with its declared properties."""
     if not isinstance(manifold.ndim, int):
-        raise ArgumentError(f"manifold: expected one with an ndim, got {short_repr(manifold.ndim)}")
+        raise ArgumentError(f"manifold: expected an integer ndim, got {short_repr(manifold.ndim)}")
     if not isinstance(capabilities, Collection | None):
         raise ArgumentError(f"capabilities: expected names of primitives, got {short_repr(capabilities)}")
     draws = {"random_point"} if type(manifold).random is not geoopt.Manifold.random else set()
@@ -337,32 +345,34 @@ def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius
         radius = radius if radius == math.inf else check_number("injectivity_radius", radius, above=0)
         declared |= {"injectivity_radius"}
     elif "injectivity_radius" in declared:
-        raise ArgumentError("injectivity_radius: expected a number, as the capabilities name it")
-    odd = sorted(map(str, declared - GEOOPT_PRIMITIVES))
-    if odd:
+        raise ArgumentError("injectivity_radius: expected a number, got None although it is one of the capabilities")
+    unknown = sorted(map(str, declared - GEOOPT_PRIMITIVES))
+    if unknown:
         raise ArgumentError(
-            f"capabilities: expected some of {', '.join(sorted(GEOOPT_PRIMITIVES))}; got {', '.join(odd)}"
+            f"capabilities: expected some of {', '.join(sorted(GEOOPT_PRIMITIVES))}; got {', '.join(unknown)}"
         )
     if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
-        raise ArgumentError("capabilities: random_tangent needs inner and project_tangent")
+        raise ArgumentError("capabilities: expected inner and project_tangent with random_tangent, got only the latter")
     return FrozenGeooptManifold(manifold, declared, radius)
 
 
 def _curvature(manifold: Any) -> Tensor:
-    """The one k of a manifold, as geoopt computes it."""
+    """Return the curvature k of a manifold as geoopt computes it."""
     if manifold.k.numel() != 1:
         raise ArgumentError(f"manifold: expected one curvature, got {manifold.k.tolist()}")
     return torch.tensor(check_number("manifold: k", manifold.k.item()), dtype=torch.float64)
 
 
 def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
-    """The unit sphere of the range of a projector."""
+    """Return the unit sphere in the range of a projector."""
     if projector.ndim != 2:
-        raise ArgumentError(f"manifold: expected a Sphere in one subspace, got projectors {tuple(projector.shape)}")
+        raise ArgumentError(
+            f"manifold: expected a Sphere in one subspace, got projectors of shape {tuple(projector.shape)}"
+        )
     sphere = geoopt.Sphere()
     p = projector.detach().double()
     for _ in range(2):
-        # It takes the eigenvalues to 0 and 1, with twice the digits each time.
+        # The polynomial 3p² - 2p³ maps eigenvalues near 0 and 1 to these values with quadratic convergence.
         p = 3 * p @ p - 2 * p @ p @ p
     sphere.projector = (p + p.mT) / 2
     return FrozenGeooptManifold(
@@ -371,7 +381,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape`, if points of the manifold, or copies of them, have it."""
+    """Check that points of the manifold, or copies of them, can have this shape, and return it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)
@@ -387,7 +397,7 @@ def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int,
 
 
 def _content_key(value: Any) -> Hashable:
-    """What makes two values equal: classes, numbers and tensors, whatever holds them."""
+    """Return a hashable key of the content of a value: its classes, numbers and tensors."""
     match value:
         case nn.Module():
             own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}

@@ -1,4 +1,4 @@
-"""The Grassmann manifold: subspaces, represented by classes of orthonormal bases."""
+"""The Grassmann manifold of subspaces, which are equivalence classes of orthonormal bases."""
 
 import math
 from dataclasses import dataclass
@@ -19,36 +19,42 @@ __all__ = ["Grassmann"]
 
 @dataclass(frozen=True)
 class Grassmann(Embedded):
-    r"""Subspaces of $\mathbb{R}^n$ of dimension $p$, with $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
+    r"""The $p$-dimensional subspaces of $\mathbb{R}^n$, with $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
-    A point is a class of $n \times p$ matrices with orthonormal columns: $x$ and $x q$, $q \in O(p)$, span the same
-    subspace, and what they share is the projector $x x^\top$. Any representative will do; tangents at the
-    representative $x$ are horizontal, $x^\top u = 0$, and $u q$ at $x q$ is the same tangent. With $S = u^\top u$, the
-    SVD $y^\top x = A \cos\Theta\, R^\top$ of principal angles $\Theta$, the representative $\hat y = y q$ that is
-    nearest to $x$, $q = A R^\top$, and $m = x + \hat y$,
+    A point is an equivalence class of $n \times p$ matrices with orthonormal columns. The matrices $x$ and $x q$ with
+    $q \in O(p)$ span the same subspace and have the same projector $x x^\top$. All methods accept any representative. A
+    tangent at the representative $x$ is horizontal, $x^\top u = 0$. The matrix $u q$ at $x q$ is the same tangent.
+
+    Let $y^\top x = A \cos\Theta\, R^\top$ be an SVD with the principal angles $\Theta$. The representative of $y$
+    nearest to $x$ is $\hat y = y q$ with $q = A R^\top$. With $S = u^\top u$ and $m = x + \hat y$,
 
     $$\exp_x u = x \cos\sqrt{S} + u \operatorname{sinc}\sqrt{S}, \qquad
       \log_x y = (1 - x x^\top)(\hat y - x)\, R \tfrac{\Theta}{\sin\Theta} R^\top, \qquad
       P_{x \to y} u = (u - 2 m (m^\top m)^{-1} m^\top u)\, q^\top.$$
 
-    Both functions of $\sqrt{S}$ are entire in $S$. The first is $x V \cos\Sigma V^\top + U \sin\Sigma V^\top$ for
-    $u = U \Sigma V^\top$; the last is the formula of [`Sphere`][manifoldagg.manifolds.Sphere] with a matrix for the
-    cosine. $\sin\Theta$ is formed from $\hat y - x$, so that a small angle keeps its digits. Everything is computed in
-    float64 and cast back. `log` depends on the class of $y$ only. `exp` has all derivatives; those of
-    `log`, `transport`, `project` and `retract` are right up to the second, also at $y = x$ and where angles or
-    singular values repeat; the third and higher ones are not. Where an angle is $\pi/2$, the cut locus, `log` and
-    `transport` have no value: NaN, or, where rounding hides the right angle, those of one of the shortest geodesics.
+    Both functions of $\sqrt{S}$ are entire functions of $S$. For $u = U \Sigma V^\top$, the exponential is
+    $x V \cos\Sigma V^\top + U \sin\Sigma V^\top$. The transport is the formula of
+    [`Sphere`][manifoldagg.manifolds.Sphere] with a matrix instead of the cosine.
 
-    The injectivity radius is $\pi/2$, infinite for $p = n$, which is a single point with no tangent but 0.
+    Numerical properties:
 
-    `project` is the polar factor: of all orthonormal bases the nearest. Where the columns of $x$ are dependent there is
-    none: NaN, or, where rounding hides it, one of several.
-    `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$, and `inverse_retract`
-    $y (x^\top y)^{-1} - x$. `random_point` is uniform.
+    - All primitives are computed in float64 and cast back. $\sin\Theta$ is computed from $\hat y - x$, so small angles
+      have a small relative error.
+    - `log` depends only on the class of $y$.
+    - `exp` has correct derivatives of all orders. For `log`, `transport`, `project` and `retract`, the first and second
+      derivatives are correct, also at $y = x$ and for repeated angles or singular values. Higher ones are not.
+    - If an angle is $\pi/2$ (the cut locus), `log` and `transport` are undefined and return NaN. If rounding hides the
+      right angle, they return the values of one of the shortest geodesics.
+    - The injectivity radius is $\pi/2$. For $p = n$ the manifold is a single point, and the radius is infinite.
+    - `project` is the polar factor, the nearest orthonormal basis. If the columns of $x$ are linearly dependent, it is
+      undefined and returns NaN, or one of several nearest bases if rounding hides the dependence.
+    - `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$. `inverse_retract` is
+      $y (x^\top y)^{-1} - x$.
+    - `random_point` is uniform.
 
     Args:
-        n: the dimension of the surrounding space.
-        p: that of the subspaces, from 1 to n.
+        n: the dimension of the ambient space.
+        p: the dimension of the subspaces, from 1 to n.
 
     Raises:
         ArgumentError: if `n` or `p` is not a positive integer, or `p` exceeds `n`.
@@ -88,11 +94,12 @@ class Grassmann(Embedded):
         b = y.double()
         turn, cosines, basis = polar(b.mT @ a)
         step = b @ turn - a
-        # Small angles keep their digits here; Θ / sin Θ is smooth in the cosine, and loses none to it.
-        beside = orthogonal_part(a, step)
+        # The sine is computed from the difference, so small angles are accurate. Θ / sin Θ is a smooth function of the
+        # cosine, so the rounding error of the cosine is harmless.
+        orthogonal = orthogonal_part(a, step)
         _, sinc = _cos_and_sinc(_squared_angles(eye(turn) + sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
-        # An inverse: forward derivatives of a solve carry no derivatives themselves.
-        tangent: Tensor = beside @ torch.linalg.inv(sinc)
+        # `inv` is used because forward derivatives of `solve` have no derivatives themselves.
+        tangent: Tensor = orthogonal @ torch.linalg.inv(sinc)
         return tangent.to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
@@ -118,7 +125,7 @@ class Grassmann(Embedded):
         a = x.double()
         turn, _, _ = polar(y.double().mT @ a)
         aligned = y.double() @ turn
-        # The part beside x of the nearest basis keeps the digits of a small angle.
+        # The orthogonal part is computed from the difference of aligned bases, which is accurate for small angles.
         tangent: Tensor = orthogonal_part(a, aligned - a) @ torch.linalg.inv(a.mT @ aligned)
         return tangent.to(x.dtype)
 
@@ -126,21 +133,21 @@ class Grassmann(Embedded):
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        # Draws are the same in both precisions: in float64, then cast.
+        # The draw is in float64 and then cast, so a seed gives the same point in both precisions.
         return super()._random_point(batch, generator, torch.float64).to(dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
         return super()._random_tangent(x.double(), generator).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
-        r"""The projector $x x^\top$ (*batch, n, n) onto the subspace."""
+        r"""Return the projector $x x^\top$ (*batch, n, n) onto the subspace."""
         a = x.double()
         return (a @ a.mT).to(x.dtype)
 
 
 def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
-    """cos √S and sin(√S)/√S for a symmetric S >= 0: the upper blocks of exp [[0, 1], [-S, 0]]."""
-    # With √‖S‖ on either side the norm of the matrix is that of √S: fewer digits cancel.
+    """Compute cos √S and sin(√S)/√S for a symmetric S >= 0, as the upper blocks of exp [[0, 1], [-S, 0]]."""
+    # Scaling both off-diagonal blocks to the norm √‖S‖ reduces the norm of the matrix and the cancellation.
     scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
     zero = torch.zeros_like(s)
     p = s.shape[-1]
@@ -150,13 +157,13 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
-    """The S with cos √S = `cosine`, whose angles and eigenvectors are known, with its first two derivatives.
+    """Compute the S with cos √S = `cosine` from its angles and eigenvectors, with its first two derivatives.
 
-    Newton's step adds nothing at a solution, and one right order to the derivatives each time that it is taken.
+    At the solution, a Newton step does not change the value. Each step makes the derivatives of one more order correct.
     """
     mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2
-    # (cos a - cos b) / (a² - b²), with no difference to divide by.
+    # (cos a - cos b) / (a² - b²), written without a division by a difference of angles.
     slopes = -torch.sinc(mean / math.pi) * torch.sinc(half / math.pi) / 2
     s = (basis * angles.square().unsqueeze(-2)) @ basis.mT
     for _ in range(2):

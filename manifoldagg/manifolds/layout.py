@@ -1,4 +1,4 @@
-"""Layout: the position of each tensor of a model in one contiguous point, and the exact inverse."""
+"""Layouts: the position of each tensor of a model in one contiguous point, and the exact inverse mapping."""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -36,7 +36,7 @@ __all__ = [
 MASTER_DTYPES = (torch.float32, torch.float64)
 EXTRA_STATE = "_extra_state"
 BATCH_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""What layers call the statistics of their batches: no parameters, as a step past one would make variances negative."""
+"""The names of batch statistics. They are not parameters, because extrapolation could make a variance negative."""
 DENSE_STORAGE = (torch.strided, False)
 STRIDED = {torch.strided}
 _storage = attrgetter("layout", "is_meta")
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The number of entries of the tensor; a 0-dim tensor has one."""
+        """The number of entries of the tensor. A tensor without axes has one entry."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -73,13 +73,13 @@ class Entry:
 
 
 class ModelSignature(NamedTuple):
-    """What the layout of a state dict depends on: models with equal signatures have equal layouts.
+    """The properties of a state dict that determine its layout. Equal signatures have equal layouts.
 
     Attributes:
         names: the names of the tensors in order.
-        shapes: their shapes.
-        dtypes: their dtypes.
-        tied: (name, first name) for each further name of a floating tensor.
+        shapes: the shapes of the tensors.
+        dtypes: the dtypes of the tensors.
+        tied: a pair (name, first name) for each additional name of a floating tensor.
     """
 
     names: tuple[str, ...]
@@ -90,15 +90,15 @@ class ModelSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    r"""The bijection between the tensors of a model and a point with carried tensors.
+    r"""The bijection between the tensors of a model and a point together with buffers.
+
+    Two layouts are equal if their names, shapes, dtypes and orders are equal.
 
     Args:
-        leaves: the parameters that are geometry, in the order in which they lie in a point.
-        buffers: frozen parameters, buffers and counters: kept with a model, never moved.
-        aliases: (name, leaf) for each further name of a tied parameter.
-        dtype: of the point: float32, or float64 where a leaf needs it.
-
-    Two layouts are equal when names, shapes, dtypes and order are.
+        leaves: the parameters that form the point, in the order of the point.
+        buffers: frozen parameters, buffers and counters, which are stored with a model and are not part of the point.
+        aliases: a pair (name, leaf) for each additional name of a tied parameter.
+        dtype: the dtype of the point: float32, or float64 if a leaf requires it.
     """
 
     leaves: tuple[Entry, ...]
@@ -112,7 +112,9 @@ class Layout:
             if not leaf.dtype.is_floating_point:
                 raise StateDictError(f"{leaf.name}: expected a floating parameter, got {leaf.dtype}")
             if leaf.dtype.itemsize > self.dtype.itemsize:
-                raise StateDictError(f"{leaf.name}: {leaf.dtype} does not fit a float32 point; use dtype=torch.float64")
+                raise StateDictError(
+                    f"{leaf.name}: expected at most float32, got {leaf.dtype}; use dtype=torch.float64 for the point"
+                )
 
     def __repr__(self) -> str:
         return format_result(
@@ -121,18 +123,18 @@ class Layout:
 
     @staticmethod
     def of(model: nn.Module, dtype: torch.dtype | None = None) -> "Layout":
-        """Return the layout of a module, whose leaves are the parameters that require a gradient."""
+        """Return the layout of a module. Its leaves are the parameters that require a gradient."""
         if not isinstance(model, nn.Module):
-            raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}; see of_state_dict")
+            raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}; use of_state_dict")
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         owner = {id(p): name for name, p in trainable.items()}
         tensors = tensors_of(model)
         entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
         layout = _classify_entries(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
-        odd = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
-        if odd:
+        mismatched = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
+        if mismatched:
             raise StateDictError(
-                f"{_join_names(odd)}: the state dict does not hold this parameter itself under its name"
+                f"{_join_names(mismatched)}: expected the parameter itself in the state dict, got another tensor"
             )
         return layout
 
@@ -140,19 +142,25 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """Return the layout of a state dict: floating tensors are leaves, except statistics and pattern matches."""
+        """Return the layout of a state dict. Its leaves are the floating tensors except statistics and pattern matches.
+
+        Args:
+            state: the state dict.
+            buffer_patterns: glob patterns of floating tensors that are buffers.
+            dtype: the dtype of the point; `None` selects the narrower one that represents every leaf exactly.
+        """
         if dtype is not None:
             check_choice("dtype", dtype, MASTER_DTYPES)
         return layout_of(signature_of(state), tuple(buffer_patterns), dtype)
 
     @cached_property
     def size(self) -> int:
-        """P, the number of entries of a point."""
+        """The number P of entries of a point."""
         return sum(self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of the leaves in a point: the segments of a per-tensor kernel."""
+        """The lengths of the leaves in a point, which are the segments of a per-tensor kernel."""
         return tuple(leaf.size for leaf in self.leaves)
 
     @cached_property
@@ -175,7 +183,7 @@ class Layout:
 
     @cached_property
     def _expected(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
-        """Names, shapes and dtypes of all entries, to be compared at once."""
+        """The names, shapes and dtypes of all entries, as lists for fast comparison."""
         named = self.entries
         shapes = [torch.Size(entry.shape) for entry in named.values()]
         return [*named], shapes, [entry.dtype for entry in named.values()]
@@ -184,7 +192,7 @@ class Layout:
         """Check that the layout has parameters.
 
         Raises:
-            ArgumentError: naming the model, and what it has in their place.
+            ArgumentError: if it does not. The message contains the dtype of the first buffer.
         """
         if self.size == 0:
             first = next((f"; {entry.name} is {entry.dtype}" for entry in self.buffers), "")
@@ -194,8 +202,8 @@ class Layout:
         """Check that the names, shapes and dtypes of `tensors` match the layout, and that tied tensors are equal.
 
         Raises:
-            StateDictError: after `prefix`, naming the first tensors that are missing, extra, misshaped, of another
-                dtype or untied.
+            StateDictError: if a tensor is missing, superfluous or untied, or has another shape or dtype. The message
+                starts with `prefix` and contains the first names.
         """
         self.check_entries(tensors, prefix)
         self._check_tied(tensors, prefix)
@@ -207,10 +215,10 @@ class Layout:
             if not _are_equal(other, own):
                 if not is_finite(other):
                     raise StateDictError(f"{prefix}{alias}: expected finite values, got NaN or infinity")
-                raise StateDictError(f"{prefix}{alias}: tied to {name}, but their values differ")
+                raise StateDictError(f"{prefix}{alias}: expected the values of {name}, to which it is tied, got others")
 
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Check the names, shapes, dtypes and allocation of `tensors` against the layout, not their values.
+        """Check the names, shapes, dtypes and memory of `tensors` against the layout, without reading their values.
 
         Raises:
             StateDictError: as `check`.
@@ -219,7 +227,7 @@ class Layout:
         check_memory(tensors, prefix)
 
     def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
-        """Return the checked tensors in the order of the entries, and whether all are on the CPU."""
+        """Check tensors and return them in the order of the entries, and whether all are on the CPU."""
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
         is_on_cpu = all(map(_is_cpu, given))
@@ -234,7 +242,7 @@ class Layout:
         return given, is_on_cpu
 
     def check_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that the names, shapes and dtypes of `tensors` match the carried tensors.
+        """Check that the names, shapes and dtypes of `tensors` match the buffers.
 
         Raises:
             StateDictError: as `check`.
@@ -245,10 +253,14 @@ class Layout:
     def read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None
     ) -> list[Tensor]:
-        """Return the points (P,) of models, by their labels for error messages.
+        """Return the points (P,) of several models.
+
+        Args:
+            models: a mapping from labels, with which error messages start, to models.
+            device: the device of the points; `None` selects that of the first leaf.
 
         Raises:
-            StateDictError: as `check`, or naming a leaf that is not finite.
+            StateDictError: as `check`, or if a leaf is not finite.
         """
         points = []
         for label, tensors in models.items():
@@ -266,11 +278,11 @@ class Layout:
     def tensor_lists(
         self, models: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = None
     ) -> list[TensorList]:
-        """Return the leaves of models, by their labels for error messages, on the device of the first.
+        """Return the leaves of several models on the device of the first model.
 
         Args:
-            models: name to tensor.
-            reference: the label of the model from which this layout was made. Its names, shapes, dtypes and density
+            models: a mapping from labels, with which error messages start, to models.
+            reference: the label of the model from which this layout was created. Its names, shapes, dtypes and storage
                 are not checked again.
 
         Raises:
@@ -296,7 +308,7 @@ class Layout:
             if form != self.__dict__.get("_form"):
                 if not is_reference:
                     self._in_order(tensors, prefix)
-                self.__dict__["_form"] = form  # of every model that passes the checks
+                self.__dict__["_form"] = form  # every model that passes the checks has this form
             return TensorList(entries[: len(self.leaves)]) if self.buffers else every
         if is_reference:
             is_on_cpu = all(map(_is_cpu, entries))
@@ -304,7 +316,7 @@ class Layout:
             entries, is_on_cpu = self._in_order(tensors, prefix)
         try:
             addresses = tuple(map(Tensor.data_ptr, entries))
-        except RuntimeError:  # Tensors within transforms of torch have no addresses.
+        except RuntimeError:  # Tensors inside functorch transforms have no addresses.
             addresses = ()
         if 0 in addresses:
             check_memory(tensors, prefix)
@@ -324,10 +336,10 @@ class Layout:
         return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Check that the leaves of models, by their labels for error messages, are finite.
+        """Check that the leaves of models are finite. The keys of `models` are the starts of error messages.
 
         Raises:
-            StateDictError: naming a leaf that is not.
+            StateDictError: if a leaf is not finite. The message contains its name.
         """
         for label, tensors in models.items():
             for leaf in self.leaves:
@@ -335,13 +347,13 @@ class Layout:
                     raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
     def to_state_dict(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict of these leaves and the carried tensors; tied names share one tensor."""
+        """Return the state dict of leaves and buffers. Tied names share one tensor."""
         leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, tensors, strict=True)}
         leaves |= {alias: leaves[name] for alias, name in self.aliases}
         return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
-        """Return each leaf under all its names in its shape and dtype: a view of `point` (P,) if dtypes agree."""
+        """Return each leaf in its shape and dtype under all its names: a view of `point` (P,) if the dtypes agree."""
         pieces = point.split(self.sizes)
         views = {
             leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)
@@ -360,10 +372,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a module (not copies) or of a state dict, by name.
+    """Return the tensors of a module or of a state dict by name, without copies.
 
     Raises:
-        StateDictError: after `prefix`, if an entry has no name, is not a tensor, or a tensor without storage.
+        StateDictError: if the name of an entry is not a string, or an entry is not a dense tensor with storage. The
+            message starts with `prefix`.
         ArgumentError: if `source` is neither a module nor a mapping.
     """
     if isinstance(source, nn.Module):
@@ -374,17 +387,19 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> di
         raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
     usual = set(map(type, entries.values())) <= {Tensor, nn.Parameter} and set(map(type, entries)) <= {str}
     if usual and EXTRA_STATE not in "".join(entries) and _are_dense(entries.values()):
-        return entries  # each of hundreds asked one by one takes longer than a step of them
+        return entries  # for hundreds of tensors, the loop below would take longer than a step of a server
     tensors = {}
     for name, tensor in entries.items():
         if not isinstance(name, str):
-            raise StateDictError(f"source: expected names, got {short_repr(name)}")
+            raise StateDictError(f"source: expected strings as names, got {short_repr(name)}")
         if name.rpartition(".")[2] == EXTRA_STATE:
             continue
         if not isinstance(tensor, Tensor):
             raise StateDictError(f"{prefix}{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if nn.parameter.is_lazy(tensor):
-            raise StateDictError(f"{prefix}{name}: not initialised yet; run the model once before it has a layout")
+            raise StateDictError(
+                f"{prefix}{name}: expected an initialised parameter, got a lazy one; run the model once"
+            )
         if tensor.is_meta or tensor.layout is not torch.strided:
             given = "on the meta device" if tensor.is_meta else tensor.layout
             raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {given}")
@@ -396,7 +411,8 @@ def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
     """Check that the names are exactly the expected ones.
 
     Raises:
-        StateDictError: after `prefix`, naming the first that are missing or extra.
+        StateDictError: if a name is missing or superfluous. The message starts with `prefix` and contains the first
+            names.
     """
     for problem, names in (("missing", expected - given), ("extra", given - expected)):
         if names:
@@ -404,7 +420,7 @@ def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
 
 
 def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Check that the names, shapes and dtypes of `tensors` are exactly those of the entries, and that all are dense.
+    """Check that `tensors` have the names, shapes and dtypes of the entries, and that all are dense.
 
     Raises:
         StateDictError: as `Layout.check`.
@@ -422,63 +438,66 @@ def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], p
 
 
 def _are_dense(tensors: Collection[Tensor]) -> bool:
-    """Whether all are dense, with values: asked of all at once, as that takes half the time of two questions each."""
+    """Return whether all tensors are dense and not on the meta device.
+
+    `map` over one attribute of all tensors takes half the time of a loop with two checks for each tensor.
+    """
     dense = set(map(_layout, tensors)) <= {torch.strided}
     return dense and (all(map(_is_cpu, tensors)) or set(map(_storage, tensors)) <= {DENSE_STORAGE})
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same values, or are the same."""
+    """Return whether two tensors of the same shape and dtype share memory or have equal values."""
     if x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.device == y.device):
         return True
-    if x.dtype.itemsize == 1:  # torch compares no numbers of eight bits
+    if x.dtype.itemsize == 1:  # `torch.equal` does not support the float8 dtypes
         return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
     return torch.equal(x, y)
 
 
 def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Check that no tensor's memory was freed, as in sharded training; reading it would end the process.
+    """Check that no tensor has lost its memory, as in sharded training. Reading such a tensor would end the process.
 
     Raises:
-        StateDictError: naming one whose was.
+        StateDictError: if the memory of a tensor was freed. The message contains its name.
     """
     try:
         if 0 not in [*map(Tensor.data_ptr, tensors.values())]:
             return
-    except RuntimeError:  # within transforms of torch tensors have none
+    except RuntimeError:  # tensors inside functorch transforms have no addresses
         return
     for name, tensor in tensors.items():
-        # Neither what has no entries has an address, nor zeros that torch never wrote down.
+        # Empty tensors and lazily allocated zero tensors (ZeroTensor) have a null data pointer as well.
         if tensor.numel() and not tensor.data_ptr() and not torch._is_zerotensor(tensor):
             raise StateDictError(f"{prefix}{name}: expected a tensor with memory, got one whose memory was freed")
 
 
 def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignature:
-    """Return what the layout of a state dict depends on.
+    """Return the signature of a state dict.
 
     Raises:
         StateDictError: as `tensors_of`.
     """
     tensors = tensors_of(state, prefix)
-    held = tensors.values()
-    addresses = [*map(Tensor.data_ptr, held)]
+    values = tensors.values()
+    addresses = [*map(Tensor.data_ptr, values)]
     tied = () if len(set(addresses)) == len(addresses) else _find_tied(tensors)
-    return ModelSignature(tuple(tensors), tuple(map(_shape, held)), tuple(map(_dtype, held)), tied)
+    return ModelSignature(tuple(tensors), tuple(map(_shape, values)), tuple(map(_dtype, values)), tied)
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
-    """(name, the first one) for each floating tensor that is another one: the same entries of the same storage."""
+    """Return a pair (name, first name) for each floating tensor whose memory an earlier tensor has as well."""
     first: dict[tuple[object, ...], str] = {}
     tied = []
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and tensor.numel() and tensor.data_ptr():
-            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
-            if (owner := first.setdefault(place, name)) != name:
+            memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+            if (owner := first.setdefault(memory, name)) != name:
                 tied.append((name, owner))
     return tuple(tied)
 
 
-# A caller that aggregates state dicts passes the same names, shapes and dtypes each time.
+# The result is cached because a caller that aggregates state dicts passes the same signature in every round.
 @lru_cache(maxsize=64)
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
@@ -489,30 +508,30 @@ def layout_of(
     owners: dict[str, str | None] = {}
     first: dict[str, str] = {}
     for entry in entries:
-        carried = not entry.dtype.is_floating_point or entry.is_statistic
-        carried = carried or matches_any(entry.name, buffer_patterns)
-        place = dict(tied).get(entry.name, entry.name)
-        # Of tied tensors the first that is a leaf owns the place: one before it may match a pattern.
-        owners[entry.name] = None if carried else first.setdefault(place, entry.name)
+        is_buffer = not entry.dtype.is_floating_point or entry.is_statistic
+        is_buffer = is_buffer or matches_any(entry.name, buffer_patterns)
+        tied_to = dict(tied).get(entry.name, entry.name)
+        # The first of several tied tensors that is not a buffer is the leaf. An earlier one may match a pattern.
+        owners[entry.name] = None if is_buffer else first.setdefault(tied_to, entry.name)
     return _classify_entries(entries, owners, dtype)
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Sort entries into leaves, carried ones, which nobody owns, and aliases, which another one owns."""
+    """Split entries into leaves, which own themselves, buffers without an owner, and aliases with another owner."""
     leaves = []
-    carried = []
+    buffers = []
     aliases = []
     for entry in entries:
         owner = owners[entry.name]
         if owner is None:
-            carried.append(entry)
+            buffers.append(entry)
         elif owner == entry.name:
             leaves.append(entry)
         else:
             aliases.append((entry.name, owner))
     if dtype is None:
         dtype = torch.float64 if any(leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
-    return Layout(tuple(leaves), tuple(carried), tuple(aliases), dtype)
+    return Layout(tuple(leaves), tuple(buffers), tuple(aliases), dtype)
 
 
 def _join_names(names: Iterable[str], max_names: int = 3) -> str:

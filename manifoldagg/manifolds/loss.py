@@ -1,4 +1,4 @@
-"""The loss of a point: a forward pass of a module whose parameters are views of the point."""
+"""The loss at a point: a forward pass of a module whose parameters are views of the point."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,21 +13,22 @@ from manifoldagg.manifolds.layout import Layout, tensors_of
 __all__ = ["Loss", "ModelLoss"]
 
 Loss = Callable[[Tensor, Any], Tensor]
-"""`loss(theta, batch)`: a scalar for a point of parameters and whatever a batch is."""
+"""A function `loss(theta, batch)` from a point of parameters and a batch to a scalar."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelLoss:
-    r"""$\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$, as from `ParameterSpace.loss`.
+    r"""The loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$, as returned by `ParameterSpace.loss`.
 
-    The module lends its code and its mode and is never written. What a forward pass writes, such as statistics of
-    batches, it writes into `replacements`.
+    The forward pass uses the code and the mode of the module, which is never modified. It writes batch statistics into
+    `replacements`.
 
     Args:
-        layout: of the module.
+        layout: the layout of the module.
         model: the module.
-        criterion: (output, target) to a scalar.
-        replacements: by the module's own names what takes the place of its buffers and frozen parameters.
+        criterion: a function from (output, target) to a scalar.
+        replacements: the tensors that replace the buffers and frozen parameters of the module, by the names of the
+            module.
 
     Example:
         >>> from manifoldagg.manifolds import ParameterSpace
@@ -50,7 +51,7 @@ class ModelLoss:
         return self.criterion(self.output(theta, inputs), targets)
 
     def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
-        r"""Compute the output $f_\theta$ for a module's inputs."""
+        r"""Compute the output of $f_\theta$ for the inputs of the module."""
         return torch.func.functional_call(self.model, self.layout.views(theta) | self.replacements, args, options)
 
     @property
@@ -65,18 +66,18 @@ class ModelLoss:
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with its own buffers, so that training with one does not affect the other.
+        """Return the same loss with separate buffers, so that training with one loss does not affect the other.
 
         Args:
-            buffers: where they begin, as from `ParameterSpace.buffers`; they are not written. Where these stand if not
-                given.
+            buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the
+                current buffers of this loss.
 
         Raises:
-            StateDictError: naming what is not carried, or does not fit.
+            StateDictError: if a buffer is missing or superfluous, or has another shape or dtype.
         """
-        held = {name: buffer.detach().clone() for name, buffer in self.replacements.items()}
+        copies = {name: buffer.detach().clone() for name, buffer in self.replacements.items()}
         if buffers is None:
-            return replace(self, replacements=held)
+            return replace(self, replacements=copies)
         self.layout.check_buffers(buffers)
         tensors = tensors_of(self.model)
         names = self._names()
@@ -86,11 +87,14 @@ class ModelLoss:
             if name is None:
                 continue
             given = buffers[entry.name].detach().to(tensor.device)
-            # Nobody writes a frozen parameter, which may be most of the model.
-            held[name] = given if isinstance(tensor, nn.Parameter) else given.clone()
-        return replace(self, replacements=held)
+            # Frozen parameters are never modified and can be most of the model, so they are not copied.
+            copies[name] = given if isinstance(tensor, nn.Parameter) else given.clone()
+        return replace(self, replacements=copies)
 
     def _names(self) -> dict[int, str]:
-        """The names under which `functional_call` replaces tensors of the module: one for each, however often tied."""
+        """Return the name under which `functional_call` replaces each tensor, by the id of the tensor.
+
+        A tied tensor has one name.
+        """
         named = (*self.model.named_buffers(), *self.model.named_parameters())
         return {id(tensor): name for name, tensor in named}

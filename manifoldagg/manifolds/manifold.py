@@ -1,4 +1,4 @@
-"""The manifold base class: a shape, a few primitives, and the declaration of the supported capabilities."""
+"""The base class of manifolds: a shape, several primitives, and the declaration of the supported primitives."""
 
 import abc
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ PRIMITIVES = frozenset(
 """The names that a space can declare in its `capabilities`."""
 
 CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
-"""The methods that check their tensors, and call the formula of the same name with an underscore."""
+"""The methods that check their tensors and then call the formula of the same name with an underscore."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Leaf:
     """A named part of the points of a space, with its own space.
 
     Attributes:
-        name: empty where the part is the whole.
-        space: of the part.
-        part: its slice of a flattened point.
-        storage_dtype: the dtype in which a model keeps it, where that is narrower than a point's.
+        name: the name, which is empty if the part is the whole point.
+        space: the space of the part.
+        part: the slice of a flattened point.
+        storage_dtype: the dtype in which a model stores the part, if it is narrower than the dtype of the point.
     """
 
     name: str
@@ -60,29 +60,37 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of points or tangents (*batch, *shape): a view (*batch, *leaf.space.shape)."""
+        """Return the part of points or tangents (*batch, *shape) as a view (*batch, *leaf.space.shape)."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
 class Manifold(abc.ABC):
-    r"""A Riemannian manifold $M$ whose points are tensors of shape `(*batch, *shape)`.
+    r"""Base class of Riemannian manifolds whose points are tensors of shape `(*batch, *shape)`.
 
-    The methods without an underscore check shapes, dtypes and devices, and call the formula of the same name with one:
-    `exp` calls `_exp`. A space writes the formulas it can and names them in `capabilities`; the others raise
-    `NotImplementedError` with the name of what is missing. Code that has checked its tensors calls the formulas.
+    A method without an underscore checks shapes, dtypes and devices, and then calls the formula of the same name with
+    an underscore: `exp` calls `_exp`. A subclass implements formulas and lists them in `capabilities`. A missing
+    formula raises `NotImplementedError` with its name. Code whose tensors are already checked calls the formulas
+    directly.
 
-    The names are theorems: $\exp$ is geodesic with
-    $d\exp_x|_0 = \mathrm{id}$, $\log$ is its inverse inside the injectivity radius, `transport` is an
-    isometry, `project_tangent` is idempotent and metric-orthogonal. What is less than that has another name:
-    `retract` agrees with $\exp$ to second order only, and `inverse_retract` undoes it.
+    The primitives satisfy these laws:
 
-    `flat` says that points and tangents are added as vectors, `ambient` that points are added in a vector space that
-    they lie in, from which `project` brings the sum back, `symmetric` that geodesic reflections are isometries, `open`
-    that its points are an open set of their coordinates.
-    A manifold is a frozen value: hashable, and equal by content.
+    - `exp` is geodesic with $d\exp_x|_0 = \mathrm{id}$.
+    - `log` is the inverse of `exp` inside the injectivity radius.
+    - `transport` is an isometry.
+    - `project_tangent` is idempotent and orthogonal in the metric.
+    - `retract` agrees with `exp` only to second order, and `inverse_retract` inverts it.
+
+    Class attributes declare further properties:
+
+    - `flat`: points and tangents are added as vectors.
+    - `ambient`: points are elements of a vector space, and `project` maps a sum of points back to the manifold.
+    - `symmetric`: geodesic reflections are isometries.
+    - `open`: the points are an open set of coordinates.
+
+    A manifold is a frozen, hashable value that compares by content.
 
     Raises:
-        ArgumentError: where a class has a method of its own in place of its formula.
+        ArgumentError: if a subclass overrides a method without an underscore instead of its formula.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
@@ -96,37 +104,37 @@ class Manifold(abc.ABC):
         for name in CHECKED_METHODS:
             if name in vars(cls) and f"_{name}" not in vars(cls):
                 raise ArgumentError(
-                    f"{cls.__name__}: write _{name}, which {name} calls once it has checked its tensors"
+                    f"{cls.__name__}: expected the formula _{name}, got {name}, which checks its tensors and calls it"
                 )
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of one point; -1 for an axis of any length."""
+        """The shape of one point. The length -1 denotes an axis of any length."""
 
     @property
     def axes(self) -> list[int | None]:
-        """The shape of one point for `check_shape`: None for an axis of any length."""
+        """The shape of one point for `check_shape`, with `None` for an axis of any length."""
         shape = self.shape
         return [None if n < 0 else n for n in shape] if -1 in shape else [*shape]
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        r"""Compute $\langle u, v \rangle_x$, one number for each point: (*batch,)."""
+        r"""Compute $\langle u, v \rangle_x$, one number for each point, (*batch,)."""
         self._check({"x": x}, vectors={"u": u, "v": v})
         return self._inner(x, u, v)
 
     def exp(self, x: Point, u: Tangent) -> Point:
-        r"""Compute $\exp_x u$, the point at time 1 of the geodesic from `x` with velocity `u`."""
+        r"""Compute $\exp_x u$, the point at time 1 of the geodesic from `x` with the velocity `u`."""
         self._check({"x": x}, tangents={"u": u})
         return self._exp(x, u)
 
     def log(self, x: Point, y: Point) -> Tangent:
-        r"""Compute $\log_x y$: the shortest tangent at `x` whose exponential is `y`."""
+        r"""Compute $\log_x y$, the shortest tangent at `x` whose exponential is `y`."""
         self._check({"x": x, "y": y})
         return self._log(x, y)
 
     def transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
-        r"""Compute $P_{x \to y} u$: parallel transport along the geodesic from `x` to `y`, an isometry."""
+        r"""Compute $P_{x \to y} u$, the parallel transport along the geodesic from `x` to `y`."""
         self._check({"x": x, "y": y}, tangents={"u": u})
         return self._transport(x, y, u)
 
@@ -146,12 +154,12 @@ class Manifold(abc.ABC):
         return self._retract(x, u)
 
     def inverse_retract(self, x: Point, y: Point) -> Tangent:
-        """Compute the tangent at `x` that `retract` maps to a near `y`, more cheaply than the log."""
+        """Compute the tangent at `x` that `retract` maps to a nearby `y`. It is cheaper than the log."""
         self._check({"x": x, "y": y})
         return self._inverse_retract(x, y)
 
     def injectivity_radius(self, x: Point) -> Scalar:
-        """Return the radius around `x` within which the exponential map is one-to-one: (*batch,)."""
+        """Return the radius around `x` within which the exponential map is injective, (*batch,)."""
         self._check({"x": x})
         return self._injectivity_radius(x)
 
@@ -165,23 +173,24 @@ class Manifold(abc.ABC):
         return self._random_tangent(x, generator)
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        r"""Return the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$, $e$ the derivative.
+        r"""Convert a derivative with respect to coordinates to the Riemannian gradient.
 
-        $e$ is a derivative by coordinates.
+        The gradient of the derivative $e$ is the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent
+        $v$.
         """
         self._check({"x": x}, vectors={"derivative": derivative})
         return self._gradient(x, derivative)
 
     def invariant(self, x: Point) -> Tensor:
-        """Return a value shared by all representatives of a point: `x` itself, unless points are classes."""
+        """Return a tensor that is equal for all representatives of a point. The default is `x` itself."""
         self._check({}, vectors={"x": x})
         return self._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
         """Return the named parts of points like `x` (*batch, *shape), in the order of storage.
 
-        They are the tensors of a parameter space, the factors of a product, their own leaves where they are such; or
-        the space itself, without a name.
+        The leaves of a parameter space are its tensors. The leaves of a product are those of its factors. Other spaces
+        have themselves as the only leaf, without a name.
         """
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
@@ -219,21 +228,21 @@ class Manifold(abc.ABC):
         return self._missing("random_tangent", x, generator)
 
     def _gradient(self, x: Tensor, derivative: Tensor) -> Tensor:
-        """The one of a metric that is the dot product of coordinates."""
+        """Compute the gradient for a metric that is the dot product of coordinates."""
         return self._project_tangent(x, derivative)
 
     def _invariant(self, x: Tensor) -> Tensor:
         return x
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """What answers for a formula that the class has not written: here nobody, in a space made of others they."""
+        """Handle a formula that the class does not implement. Composite spaces delegate it to their components."""
         raise self._not_implemented(formula)
 
     def _check(
         self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
     ) -> None:
-        """Trailing shapes are the space's, dtypes and devices agree: of points, tangents at "x", any vectors."""
-        # Written out: the compiler of torch 2.6 knows no union of dicts.
+        """Check trailing shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
+        # The compiler of torch 2.6 does not support the union operator of dicts.
         tensors = {**points, **(tangents or {}), **(vectors or {})}
         first = next(iter(tensors.values()))
         axes = self.axes
@@ -272,17 +281,17 @@ def check_is_manifold(space: object, hint: str = "") -> None:
     """Check that `space` is a manifold.
 
     Args:
-        space: what was given.
-        hint: what to write in place of a module or a state dict, where it is no space of its parameters.
+        space: the value to check.
+        hint: code that the message suggests for a module or a state dict; by default a call that returns its space.
 
     Raises:
-        ArgumentError: naming it; of a module or a state dict, with what to write.
+        ArgumentError: if it is not a manifold.
     """
     if isinstance(space, Manifold):
         return
-    if isinstance(space, torch.nn.Module | Mapping):  # which would say all its layers
-        made = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model)"
-        told = f"{type(space).__name__}: write {hint or f'ParameterSpace.{made}'}"
+    if isinstance(space, torch.nn.Module | Mapping):  # its representation would contain all layers
+        constructor = "of(model)" if isinstance(space, torch.nn.Module) else "of_state_dict(model)"
+        given = f"{type(space).__name__}: write {hint or f'ParameterSpace.{constructor}'}"
     else:
-        told = short_repr(space)
-    raise ArgumentError(f"space: expected a Manifold, got {told}")
+        given = short_repr(space)
+    raise ArgumentError(f"space: expected a Manifold, got {given}")

@@ -1,4 +1,4 @@
-"""Matrix functions, exact to rounding and differentiable where eigenvalues repeat."""
+"""Matrix functions that are exact to rounding, and differentiable also for repeated eigenvalues."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 def matrix_exp(a: Tensor) -> Tensor:
     """Compute $e^A$ (*batch, n, n) to rounding.
 
-    A single matrix whose norm is near 0.05 has only 1e-11 from `torch.matrix_exp` in float64 (torch 2.13); two or
-    more at once are exact to rounding, so a single one gets a zero beside it.
+    `torch.matrix_exp` in float64 has an error of 1e-11 for a single matrix with a norm near 0.05 (torch 2.13). It is
+    exact to rounding for two or more matrices, so a zero matrix is added to a single matrix.
     """
     if a.shape[:-2].numel() > 1:
         return torch.matrix_exp(a)
@@ -23,15 +23,15 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Return `value` for $\log M$, with the derivatives of a solution of $e^X = M$.
+    r"""Return the known value of $\log M$ with first and second derivatives by implicit differentiation.
 
-    Newton's step $X + \mathrm{solve}(M - e^X)$ adds nothing at a solution, and one right order to the derivatives
-    of $X$ each time it is taken: two make the first and the second. No eigenvalue difference is divided by. Where
-    no derivative is taken there is nothing to add.
+    At the solution of $e^X = M$, the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. Each step
+    makes the derivatives of one more order correct, and two steps are applied. There is no division by a difference of
+    eigenvalues. Without autograd, the function returns `value`.
 
     Args:
-        value: $\log M$ (*batch, n, n).
-        target: $M$ (*batch, n, n), which carries derivatives.
+        value: $\log M$ (*batch, n, n), without derivatives.
+        target: $M$ (*batch, n, n), with derivatives.
         solve: the inverse of the derivative of exp at `value`.
     """
     if not needs_autograd_path([target]):
@@ -42,17 +42,23 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 
 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the nearest matrix with orthonormal columns, twice differentiable; singular values; right vectors.
+    """Compute the polar factor of z, the nearest matrix with orthonormal columns.
 
-    Of z = q h, h symmetric, a change e of z makes the change q Ω + (1 - q qᵀ) e h⁻¹ of q, where Ω h + h Ω is twice the
-    skew part of qᵀ e. It is taken for the residual z - q h, which vanishes, as Newton's step.
+    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹. The skew matrix Ω solves
+    Ω h + h Ω = qᵀ e - eᵀ q. For the residual z - q h, which is 0, this change is a Newton step. Two Newton steps make
+    the first and second derivatives correct.
 
     Args:
-        z: (*batch, n, p).
-        proper: of square matrices, the nearest of determinant 1: h then has a negative eigenvalue where det z < 0.
+        z: matrices (*batch, n, p).
+        proper: whether to compute the nearest matrix with determinant 1 of square matrices. If det z < 0, h then has a
+            negative eigenvalue.
+
+    Returns:
+        The polar factor with two correct derivatives, the singular values, and the right singular vectors.
     """
     with torch.no_grad():
-        # An SVD refuses what is not finite, for the whole batch; the residual brings it back.
+        # An SVD raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced here, and
+        # the residual makes its result NaN.
         left, values, right = torch.linalg.svd(torch.where(z.isfinite(), z, 0.0).detach(), full_matrices=False)
         if proper:
             sign = torch.linalg.det(left @ right).sign()[..., None]
@@ -60,17 +66,18 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
             left = torch.cat([left[..., :-1], left[..., -1:] * sign[..., None]], -1)
     basis = right.mT
     inverse = 1 / values.unsqueeze(-2)
-    # Sums of singular values, never differences: repeated ones do no harm.
+    # The denominators are sums of singular values and not differences, so repeated values cause no division by 0.
     pairs = values.unsqueeze(-1) + values.unsqueeze(-2)
-    # The product of an SVD is off by some tens of ε; the step takes them away where it would bring no more.
-    sound = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
+    # The product of the SVD factors has an error of some tens of ε. For well-conditioned matrices the Newton step also
+    # corrects the value. Otherwise it would increase the error, so only derivatives are corrected.
+    well_conditioned = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
     start = q = left @ right
     for _ in range(2):
         residual = z - q @ sym(q.mT @ z)
-        change = (residual - torch.where(sound, 0.0, residual.detach())) @ basis
+        change = (residual - torch.where(well_conditioned, 0.0, residual.detach())) @ basis
         along = basis.mT @ start.mT @ change
         q = q + (start @ basis @ (2 * skew(along) / pairs) + orthogonal_part(start, change) * inverse) @ right
-        # An error in qᵀ q is squared.
+        # A Newton step for orthonormal columns, which squares the error of qᵀ q.
         q = q @ (3 * eye(right) - q.mT @ q) / 2
     return q, values, basis
 
@@ -92,5 +99,5 @@ def skew(u: Tensor) -> Tensor:
 
 
 def eye(like: Tensor, size: int | None = None) -> Tensor:
-    """Return the identity with the columns of `like`, or of another size."""
+    """Return the identity matrix of the given size, by default with as many columns as `like`."""
     return torch.eye(like.shape[-1] if size is None else size, dtype=like.dtype, device=like.device)

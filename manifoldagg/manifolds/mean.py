@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_count, check_finite, check_number, check_shape
+from manifoldagg._validation import check_count, check_finite, check_number, check_shape, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels.operands import needs_autograd_path
 from manifoldagg.manifolds import formulas
@@ -20,15 +20,15 @@ __all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 @dataclass(frozen=True)
 class KarcherMean:
-    r"""A mean and its certificate.
+    r"""A Karcher mean and its certificate.
 
     Attributes:
-        point: $m$ (*batch, *shape).
-        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64: 0 where the objective is stationary, NaN where a
-            point has no log at $m$ (an antipode).
-        steps: how many were taken.
-        converged: whether every residual is within the tolerance: the objective is stationary there, and least if the
-            points lie as near to one another as `karcher_mean` says.
+        point: the mean $m$ (*batch, *shape).
+        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64. It is 0 at a stationary point of the objective, and
+            NaN if a point has no log at $m$ (an antipode).
+        steps: the number of steps.
+        converged: whether every residual is within the tolerance, so that the objective is stationary. It is also
+            minimal if the points are as close to each other as `karcher_mean` requires.
     """
 
     point: Point
@@ -48,35 +48,39 @@ def karcher_mean(
     tolerance: float = 1e-12,
     max_steps: int = 100,
 ) -> KarcherMean:
-    r"""Compute the minimiser of $\sum_i w_i\, d(m, x_i)^2$.
+    r"""Compute Karcher means, the minimisers of $\sum_i w_i\, d(m, x_i)^2$.
 
-    By the fixed point $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$, with $s = 1$, halved where the sum does not
-    become shorter. It starts at the heaviest point, runs in float64
-    and is cast back. Where all points of one mean lie in a ball within a quarter of $\pi/\sqrt{K}$, $K > 0$ the
-    largest curvature, the minimiser is unique and found; without positive curvature it always is, in more steps
-    the farther they lie apart. Outside,
-    `converged` and `residual` say what was reached: a point of rest, which may be a saddle and depend on the order of
-    the points. On a flat space one step gives the weighted arithmetic mean.
+    The fixed-point iteration is $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$. The step size $s$ starts at 1 and is
+    halved if the norm of the sum does not decrease. The iteration starts at the point with the largest weight, runs in
+    float64, and the result is cast back.
 
-    The mean of k points of a product of spheres and flat leaves lies in their span. One mean of at most as many points
-    as a sphere has coordinates is therefore found by its k coefficients: the points are read twice and nothing else of
-    their size is held. On flat leaves the coefficients are the weights, which leave no residual.
-
-    Where leaves are flat or of low rank, distances are those of the matrices: the mean is the matrix of the rank that
-    is nearest to the weighted sum, and the residual is the part of what is left out that is tangent at it.
+    - Let $K > 0$ be the largest curvature. If all points are in a ball of radius $\frac14 \pi/\sqrt{K}$, the minimiser
+      is unique and the iteration finds it. Without positive curvature, this is always the case. The number of steps
+      increases with the distances of the points.
+    - Otherwise, the result may be a saddle point and depend on the order of the points. `converged` and `residual`
+      report whether it is stationary.
+    - On a flat space, one step returns the weighted arithmetic mean.
+    - The mean of k points of a product of spheres and flat leaves is in the span of the points. If k does not exceed
+      the number of coordinates of a sphere, a single mean is computed by its k coefficients. This reads the points
+      twice and needs no other memory of their size. On flat leaves the coefficients are the weights, and the residual
+      is 0.
+    - If leaves are flat or of low rank, distances are those of the matrices. The mean is the matrix of the given rank
+      nearest to the weighted sum. The residual is the tangent component of the difference.
 
     Args:
-        space: with exp, log, inner and project, or with leaves that are flat or of low rank.
-        points: (*batch, k, *shape): k points for each mean.
-        weights: (*batch, k) or (k,), not negative, not all zero; they are normalised. Equal where not given.
-        tolerance: on the residual, relative to the largest coordinate of the points where that is over 1.
-        max_steps: give up after so many.
+        space: a space with exp, log, inner and project, or a space whose leaves are flat or of low rank.
+        points: k points for each mean, (*batch, k, *shape).
+        weights: nonnegative weights (*batch, k) or (k,), which are normalised and must not all be 0. The default is
+            equal weights.
+        tolerance: the tolerance for the residual. It is relative to the largest coordinate of the points, if this is
+            larger than 1.
+        max_steps: the maximum number of steps.
 
     Returns:
-        The means (*batch, *shape), residuals (*batch,), steps, and whether all converged.
+        The means (*batch, *shape), residuals (*batch,), the number of steps, and whether all means converged.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
     Source: Karcher 1977; Afsari, Tron, Vidal 2013 for the step of size 1.
 
@@ -99,86 +103,88 @@ def karcher_mean(
         span = Span.of(space, [*points.detach().flatten(1)], start=int(w.argmax()))
         if span is not None:
             return mean_in_span(space, span, w, tolerance=tolerance, max_steps=max_steps)
-    # Points of a narrower dtype lie on the manifold only up to its rounding; in float64 that would show.
+    # Points of a narrower dtype are on the manifold only up to the rounding of this dtype, so they are projected.
     x = space._project(points.double())
-    # A start among the points lies in every ball that holds them, and is the mean where one has all the weight.
+    # A starting point among the points is in every ball that contains them. If one point has all the weight, it is the
+    # mean.
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
 
-    def pull(m: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the logs at `m`, and its norm."""
-        # A point of weight 0 has no say, even where its log has no value.
+    def weighted_log(m: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the weighted sum of the logs at `m`, and its norm."""
+        # A point of weight 0 does not contribute, even if its log is undefined.
         logs = torch.where(factor == 0, 0.0, factor * space._log(m.expand_as(x), x))
         step = logs.sum(spread - 1, keepdim=True)
         return step, formulas.norm(space, m, step)
 
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
-    step, residual = pull(m)
+    step, residual = weighted_log(m)
     steps = 0
-    share = torch.ones_like(residual)
+    step_size = torch.ones_like(residual)
     while steps < max_steps and bool((residual > allowed).any()):
-        there = space._exp(m, share.reshape(*share.shape, *(1 for _ in space.shape)) * step)
-        onward, left = pull(there)
+        trial = space._exp(m, step_size.reshape(*step_size.shape, *(1 for _ in space.shape)) * step)
+        trial_step, trial_residual = weighted_log(trial)
         steps = steps + 1
-        # Where curvature makes a whole step overshoot, half of it is tried.
-        better = (left < residual) | (left <= allowed) | residual.isnan()
-        share = torch.where(better, (1.5 * share).clamp(max=1), share / 2)
-        keep = better.reshape(*better.shape, *(1 for _ in space.shape))
-        m = torch.where(keep, there, m)
-        step = torch.where(keep, onward, step)
-        residual = torch.where(better, left, residual)
-    done = bool((residual <= allowed).all())
-    return KarcherMean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, done)
+        # Curvature can make a full step overshoot. A rejected step is halved.
+        better = (trial_residual < residual) | (trial_residual <= allowed) | residual.isnan()
+        step_size = torch.where(better, (1.5 * step_size).clamp(max=1), step_size / 2)
+        accept = better.reshape(*better.shape, *(1 for _ in space.shape))
+        m = torch.where(accept, trial, m)
+        step = torch.where(accept, trial_step, step)
+        residual = torch.where(better, trial_residual, residual)
+    converged = bool((residual <= allowed).all())
+    return KarcherMean(m.squeeze(spread - 1).to(points.dtype), residual.squeeze(-1), steps, converged)
 
 
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the mean of the points of a span, with weights of sum 1, as a combination of them."""
+    """Compute the mean of the points of a span as a linear combination, for weights with the sum 1."""
     w = weights.detach().cpu()
     corners = span.point_coefficients
-    found = KarcherMean(corners[0], w.new_zeros(()), 1, True)
+    mean = KarcherMean(corners[0], w.new_zeros(()), 1, True)
     if not span.is_flat:
-        found = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
-    point = span.point(w, found.point)
-    return KarcherMean(point.view(space.shape), found.residual.to(point.device), found.steps, found.converged)
+        mean = karcher_mean(span.spheres, corners, w[span.order], tolerance=tolerance, max_steps=max_steps)
+    point = span.point(w, mean.point)
+    return KarcherMean(point.view(space.shape), mean.residual.to(point.device), mean.steps, mean.converged)
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """The points nearest to weighted sums in the space around them, and what of the rest is tangent there."""
+    """Compute the points nearest to weighted sums in the ambient space, with the tangent residuals."""
     if needs_autograd_path([points, weights]):
-        raise ArgumentError("points: expected no derivative to be followed, a mean of low-rank leaves has none here")
+        raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got some with")
     means = []
     lengths = []
     k = weights.shape[-1]
-    every = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
-    for rows, w in zip(every, weights.reshape(-1, k).tolist(), strict=True):
+    groups = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
+    for rows, w in zip(groups, weights.reshape(-1, k).tolist(), strict=True):
         start = rows[w.index(max(w))]
         ambient = AmbientSpace.of(space, start)
-        # Of differences to the heaviest: a point that has all the weight is the mean, bit for bit.
+        # The sum is over differences from the point with the largest weight. If this point has all the weight, the mean
+        # is bitwise equal to it.
         mean = ambient.combine(start, [*rows], w, minus=[start] * k)
         means.append(mean)
         lengths.append(ambient.tangent_lengths([*rows], w, mean))
     residual = torch.tensor([length for length, _ in lengths], dtype=torch.float64, device=points.device)
-    done = all(length <= tolerance * max(1.0, size) for length, size in lengths)
+    converged = all(length <= tolerance * max(1.0, size) for length, size in lengths)
     shape = points.shape[: weights.ndim - 1]
     point = torch.stack(means).to(points.dtype).view(*shape, *points.shape[weights.ndim :])
-    return KarcherMean(point, residual.view(shape), 1, done)
+    return KarcherMean(point, residual.view(shape), 1, converged)
 
 
 @dataclass(frozen=True)
 class RunningMean:
-    r"""A streaming mean of points, none of which is stored.
+    r"""A streaming mean, which does not store the points.
 
-    $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, $W$ the weight so far: the weighted arithmetic mean on
-    a flat space; elsewhere it depends on the order, and differs from the Karcher mean by a term of third order in the
-    spread of the points.
+    The update is $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where $W$ is the total weight so far. On a flat
+    space it is the weighted arithmetic mean. On a curved space it depends on the order of the points. It then differs
+    from the Karcher mean by a term of third order in the distances of the points.
 
     Attributes:
-        space: with exp and log.
-        point: (*batch, *shape), the mean so far.
-        weight: $W$, of all points so far.
+        space: a space with exp and log.
+        point: the current mean (*batch, *shape).
+        weight: the total weight $W$ of all points so far.
 
     Source: Sturm 2003, inductive means.
 
@@ -204,10 +210,10 @@ class RunningMean:
         return format_result(self, space=self.space, point=self.point, weight=self.weight)
 
     def with_point(self, x: Point, weight: float = 1.0) -> "RunningMean":
-        """Return the mean with one more point (*batch, *shape) of this weight.
+        """Return the mean that includes another point (*batch, *shape) with the given weight.
 
         Raises:
-            ArgumentError: if `x` does not fit the mean, or `weight` is negative or no number.
+            ArgumentError: if `x` has another shape or dtype, or `weight` is not a number >= 0.
         """
         self.space._check({"point": self.point, "x": check_shape("x", x, *self.point.shape)})
         total = self.weight + check_number("weight", weight, at_least=0)
@@ -217,7 +223,7 @@ class RunningMean:
 
 
 def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """The weights in float64 with sum 1, one for each point."""
+    """Return one weight for each point, in float64 and with the sum 1."""
     if shape[-1] == 0:
         raise ArgumentError("points: expected at least one point for each mean, got none")
     if weights is None:
@@ -231,5 +237,7 @@ def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) 
         ) from None
     total = w.sum(-1, keepdim=True)
     if not bool((torch.isfinite(w) & (w >= 0)).all() and (total > 0).all()):
-        raise ArgumentError("weights: expected finite numbers >= 0 with a positive sum for each mean")
+        raise ArgumentError(
+            f"weights: expected finite numbers >= 0 with a positive sum for each mean, got {short_repr(weights)}"
+        )
     return w / total

@@ -1,4 +1,4 @@
-"""Checked operations that follow from the primitives of any space; `formulas` computes them."""
+"""Checked operations that follow from the primitives of any space. The module `formulas` computes them."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
-    r"""Compute $\|u\|_x = \sqrt{\langle u, u\rangle_x}$: (*batch,), with gradient 0 at $u = 0$.
+    r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$, (*batch,). Its gradient at $u = 0$ is 0.
 
     Example:
         >>> import torch
@@ -23,7 +23,9 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
-    r"""Compute $d(x, y) = \|\log_x y\|_x$, inside the injectivity radius: (*batch,), with gradient 0 at $y = x$.
+    r"""Compute the distance $d(x, y) = \|\log_x y\|_x$, (*batch,), for points within the injectivity radius.
+
+    Its gradient at $y = x$ is 0.
 
     Example:
         >>> import torch
@@ -36,13 +38,13 @@ def distance(space: Manifold, x: Point, y: Point) -> Scalar:
 
 
 def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
-    r"""Compute $\gamma(t) = \exp_x(t \log_x y)$: from `x` at 0 to `y` at 1, at constant speed.
+    r"""Compute the point $\gamma(t) = \exp_x(t \log_x y)$ of the geodesic from `x` at time 0 to `y` at time 1.
 
     Args:
-        space: with exp and log.
-        x: (*batch, *shape).
-        y: (*batch, *shape).
-        t: a number, or (*batch,) numbers.
+        space: a space with exp and log.
+        x: start points (*batch, *shape).
+        y: end points (*batch, *shape).
+        t: a number, or a tensor (*batch,).
 
     Example:
         >>> import torch
@@ -55,12 +57,14 @@ def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
 
 
 def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
-    r"""Transport `u` from `x` to `y` by reflection in midpoints; exact where the space is symmetric.
+    r"""Transport `u` from `x` to `y` by reflections at midpoints. The result is exact on symmetric spaces.
 
-    One rung takes $u$ at $x$ to $-\log_y(\exp_m(-\log_m(\exp_x u)))$, with $m$ the midpoint; `rungs` of them cut the
-    geodesic into equal pieces. In general the error of a rung is of third order in the sizes of $u$ and of
-    the piece together: elsewhere shorten $u$ with the pieces, as in `k * pole_ladder(space, x, y, u / k, rungs=k)`,
-    whose error falls with the square of k.
+    One rung maps $u$ at $x$ to $-\log_y(\exp_m(-\log_m(\exp_x u)))$, where $m$ is the midpoint. With several rungs, the
+    geodesic is divided into segments of equal length.
+
+    On other spaces, the error of a rung is of third order in the lengths of $u$ and of the segment together. To reduce
+    it, scale $u$ with the segments: the error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to
+    $1/k^2$.
 
     Raises:
         ArgumentError: if `rungs` is not a positive integer.
@@ -80,7 +84,7 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
 def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
     r"""Transport `u` from `x` to `y` by geodesic parallelograms.
 
-    One rung takes $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, with $m$ the midpoint of $\exp_x u$ and $y$.
+    One rung maps $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, where $m$ is the midpoint of $\exp_x u$ and $y$.
 
     Raises:
         ArgumentError: if `rungs` is not a positive integer.

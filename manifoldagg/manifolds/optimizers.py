@@ -17,7 +17,7 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["RiemannianAdam", "RiemannianSGD", "lower", "optimizer_on", "transport_momentum"]
 
 MAX_RUNG_LENGTH = 0.1
-"""The longest tangent that a ladder carries; longer ones are carried to scale."""
+"""The maximum length of a tangent that a pole ladder transports. Longer tangents are scaled for the transport."""
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -37,7 +37,11 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient; a given `closure` is evaluated first."""
+        """Update every parameter that has a gradient. If `closure` is given, it is evaluated first.
+
+        Returns:
+            The value of `closure`, or `None`.
+        """
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,21 +72,24 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
 
 
 class RiemannianSGD(_RiemannianOptimizer):
-    r"""$x \leftarrow \exp_x(-\eta m)$ with $m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x)$.
+    r"""Riemannian stochastic gradient descent with momentum.
 
-    The momentum is carried ($\tau$) along each step as `transport_momentum` says, and
-    points are projected against the drift of rounding. On a flat space it is `torch.optim.SGD`, bit for bit.
+    $$m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x), \qquad x \leftarrow \exp_x(-\eta m).$$
+
+    $\tau$ is `transport_momentum` along each step. New points are projected, so that rounding errors do not accumulate.
+    On a flat space the result is bitwise equal to that of `torch.optim.SGD`.
 
     Args:
-        params: parameters or groups of them; trailing axes have the shape of the space, leading ones are a batch.
-        lr: $\eta$.
-        space: with exp and project_tangent.
+        params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are
+            batch axes.
+        lr: the learning rate $\eta$.
+        space: a space with exp and project_tangent.
         momentum: $\beta$.
-        nesterov: step along $\operatorname{grad} \ell + \beta m$.
-        retract: step by `retract` in place of `exp`.
+        nesterov: whether to step along $\operatorname{grad} \ell + \beta m$.
+        retract: whether to step by `retract` instead of `exp`.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
     Source: Bonnabel 2013.
 
@@ -128,28 +135,29 @@ class RiemannianSGD(_RiemannianOptimizer):
 
 
 class RiemannianAdam(_RiemannianOptimizer):
-    r"""Adam with one second moment for each point: $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
+    r"""Riemannian Adam with one second moment for each point, $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
 
     $$m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
-      x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right)$$
+      x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right),$$
 
-    with $g = \operatorname{grad} \ell(x)$. A product has one $v$ for each factor, a power one for each copy. A flat
-    factor is a product of lines, each with its own: there, and on a flat space, it is `torch.optim.Adam` (up to
-    rounding).
+    where $g = \operatorname{grad} \ell(x)$ and $\tau$ is `transport_momentum`. A product has one $v$ for each factor,
+    and a power has one $v$ for each copy. A flat factor has one $v$ for each coordinate. For flat factors and flat
+    spaces, the result is that of `torch.optim.Adam` up to rounding.
 
     Args:
-        params: parameters or groups of them; trailing axes have the shape of the space, leading ones are a batch.
-        lr: $\eta$.
-        space: with exp, inner and project_tangent.
+        params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are
+            batch axes.
+        lr: the learning rate $\eta$.
+        space: a space with exp, inner and project_tangent.
         betas: $(\beta_1, \beta_2)$.
         eps: $\epsilon$.
-        amsgrad: divide by the largest $v$ so far.
-        retract: step by `retract` in place of `exp`.
+        amsgrad: whether to divide by the largest $v$ so far.
+        retract: whether to step by `retract` instead of `exp`.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid.
 
-    Source: Bécigneul, Ganea 2019, RAMSGrad; with the bias corrections of Adam.
+    Source: Bécigneul, Ganea 2019, RAMSGrad, with the bias corrections of Adam.
 
     Example:
         >>> import torch
@@ -187,10 +195,10 @@ class RiemannianAdam(_RiemannianOptimizer):
             state |= {"step": 0, "momentum": torch.zeros_like(x), "square": {}, "largest": {}}
         state["step"] += 1
         state["momentum"].lerp_(gradient, 1 - first)
-        early = 1 - first ** state["step"]
-        late = (1 - second ** state["step"]) ** 0.5
-        direction: Tensor = (state["momentum"] / early).contiguous()
-        # The parts of `direction` are views of it, which are scaled in place.
+        first_correction = 1 - first ** state["step"]
+        second_correction = (1 - second ** state["step"]) ** 0.5
+        direction: Tensor = (state["momentum"] / first_correction).contiguous()
+        # The parts are views of `direction` and are scaled in place.
         for leaf, (point, slope, part) in factor_parts(self.space, x, gradient, direction):
             flat = leaf.space.flat
             square = slope.square() if flat else leaf.space._inner(point, slope, slope)
@@ -199,23 +207,24 @@ class RiemannianAdam(_RiemannianOptimizer):
             if group["amsgrad"]:
                 largest = state["largest"].setdefault(leaf.name, torch.zeros_like(square))
                 mean = torch.maximum(largest, mean, out=largest)
-            scale = mean.sqrt() / late + group["eps"]
+            scale = mean.sqrt() / second_correction + group["eps"]
             part.div_(scale if flat else scale[(..., *(None for _ in leaf.space.shape))])
         return direction
 
 
 def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
-    r"""Transport a tangent `u` at `x` to `y` by the most exact method that the space declares.
+    r"""Transport a tangent `u` at `x` to `y` by the most accurate method that the space supports.
 
-    Parallel transport; or a pole ladder of one rung, linear in `u`, that is exact to third order, where there is none;
-    or the projection on the tangents at `y`, which is no isometry, where there is no exp and log either or a log has
-    no value.
+    1. Parallel transport.
+    2. A pole ladder with one rung, if the space has exp and log. Its error is of third order. Long tangents are scaled,
+       so that the result is linear in `u`.
+    3. The projection onto the tangents at `y`, which is not an isometry. It is also used if a log is undefined.
 
     Args:
-        space: with transport, or exp, log and project_tangent, or project_tangent.
-        x: (*batch, *shape).
-        y: (*batch, *shape).
-        u: (*batch, *shape), tangents at `x`.
+        space: a space with transport, or with exp, log, inner and project_tangent, or with project_tangent.
+        x: points (*batch, *shape).
+        y: points (*batch, *shape).
+        u: tangents at `x`, (*batch, *shape).
 
     Example:
         >>> import torch
@@ -230,18 +239,20 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
     if not {"exp", "log", "inner"} <= space.capabilities:
         return projected
     length = formulas.norm(space, x, u)[(..., *(None for _ in space.shape))]
-    longer = (length / MAX_RUNG_LENGTH).clamp(min=1)
-    moved = longer * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / longer))
-    return torch.where(moved.isfinite(), moved, projected)
+    scale = (length / MAX_RUNG_LENGTH).clamp(min=1)
+    transported = scale * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / scale))
+    return torch.where(transported.isfinite(), transported, projected)
 
 
 def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
-    r"""Return the $e$ with $e \cdot v = \langle g, v\rangle_x$ by coordinates: the inverse of `space.gradient`.
+    r"""Convert a Riemannian gradient to a derivative in coordinates. This is the inverse of `space.gradient`.
+
+    The derivative $e$ of the gradient $g$ satisfies $e \cdot v = \langle g, v\rangle_x$ for every $v$.
 
     Args:
-        space: with inner.
-        x: (*batch, *shape).
-        gradient: $g$ (*batch, *shape), tangents at `x`.
+        space: a space with inner.
+        x: points (*batch, *shape).
+        gradient: $g$, tangents at `x`, (*batch, *shape).
 
     Example:
         >>> import torch
@@ -264,15 +275,15 @@ RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     """Return the Riemannian optimiser on `space` that corresponds to `optimizer`.
 
-    On a flat space that is itself; on a curved one `torch.optim.SGD` and `Adam` have Riemannian twins. Options that
-    `functools.partial` binds are kept.
+    On a flat space, the result is `optimizer` itself. On a curved space, `torch.optim.SGD` and `torch.optim.Adam` are
+    replaced by their Riemannian equivalents. Options that `functools.partial` binds are preserved.
 
     Args:
-        space: where the parameters live.
-        optimizer: a class of `torch.optim`, or one of this module, or a `functools.partial` of either.
+        space: the space of the parameters.
+        optimizer: a class of `torch.optim` or of this module, or a `functools.partial` of such a class.
 
     Raises:
-        ArgumentError: naming an optimiser, or an option of it, that has no meaning on a curved space.
+        ArgumentError: if the optimiser or one of its options is not defined on a curved space.
 
     Example:
         >>> import torch
@@ -281,19 +292,19 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
         'RiemannianSGD'
     """
     bound = isinstance(optimizer, functools.partial)
-    made = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     args, options = (optimizer.args, optimizer.keywords) if isinstance(optimizer, functools.partial) else ((), {})
-    twin = (
-        made if isinstance(made, type) and issubclass(made, _RiemannianOptimizer) else RIEMANNIAN_EQUIVALENTS.get(made)
+    equivalent = (
+        kind if isinstance(kind, type) and issubclass(kind, _RiemannianOptimizer) else RIEMANNIAN_EQUIVALENTS.get(kind)
     )
-    if space.flat and twin is not made:
+    if space.flat and equivalent is not kind:
         return optimizer
-    name = getattr(made, "__name__", short_repr(made))
-    if twin is None:
+    name = getattr(kind, "__name__", short_repr(kind))
+    if equivalent is None:
         expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {short_repr(space)}"
         raise ArgumentError(f"optimizer: expected {expected}; got {name}")
-    unknown = sorted(options.keys() - inspect.signature(twin).parameters.keys())
+    unknown = sorted(options.keys() - inspect.signature(equivalent).parameters.keys())
     if unknown or (bound and args):
         given = ", ".join(unknown) or f"positional arguments {short_repr(args)}"
-        raise ArgumentError(f"optimizer: {twin.__name__} takes no {given}, which {name} was bound to")
-    return functools.partial(twin, **(options | {"space": space}))
+        raise ArgumentError(f"optimizer: expected options of {equivalent.__name__}, got {given} of {name}")
+    return functools.partial(equivalent, **(options | {"space": space}))

@@ -1,4 +1,4 @@
-"""The parameter space: a model's trainable parameters as one point of a manifold."""
+"""Parameter spaces: the trainable parameters of a model as one point of a manifold."""
 
 import glob
 from collections.abc import Callable, Mapping
@@ -37,26 +37,27 @@ __all__ = ["ParameterSpace", "check_unscaled"]
 
 FLAT_PREFIX_SUFFIX = "..before"
 FLAT_TAIL = "..after"
-"""Runs of flat leaves; no parameter is called so."""
+"""Parts of the names of flat segments in the product space. No parameter has such a name."""
 
 
 @dataclass(frozen=True)
 class ParameterSpace(Delegate):
-    r"""$M_\Theta$: the trainable parameters of a model, in one contiguous point (P,).
+    r"""The space $M_\Theta$ of the trainable parameters of a model, as one contiguous point (P,).
 
-    It is $\mathbb{R}^P$, unless some parameters live on manifolds of their own: then it is the product of those and
-    of the flat rest, each curved leaf a view of the point in its own shape.
+    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is the product of
+    these manifolds and of flat segments for the other parameters.
 
-    Parameters that require no gradient, buffers and counters are not geometry: they are *carried*. Tied
-    parameters are one leaf. bf16 and fp16 parameters have a float32 master; a model with a float64 parameter
-    has a float64 point. Model to point to model is the identity, bit for bit.
+    - Parameters that do not require a gradient, buffers and counters are not part of a point. They are *buffers*.
+    - Tied parameters are one leaf.
+    - The point of bf16 and fp16 parameters is in float32. A model with a float64 parameter has a float64 point.
+    - The conversion of a model to a point and back is the identity, bit for bit.
 
     Args:
-        layout: names, shapes, order and dtypes of the model's tensors.
-        manifolds: (leaf, space) for each curved leaf, in the order of the layout.
-        adapters: the pairs of factors that state dicts contain in place of a leaf, or `None`.
-        buffer_policies: (name, policy) of each carried tensor that `buffer_policy` names, for servers. They are not
-            geometry: equality, hashes and `spec` ignore them.
+        layout: the names, shapes, order and dtypes of the tensors of the model.
+        manifolds: the pair (leaf, space) of each curved leaf, in the order of the layout.
+        adapters: the pairs of factors that state dicts contain instead of a leaf, or `None`.
+        buffer_policies: the pair (name, policy) of each buffer that has a policy, for servers. Equality, hashes and
+            `spec` ignore them.
 
     Example:
         >>> import torch
@@ -88,22 +89,24 @@ class ParameterSpace(Delegate):
         buffer_policy: BufferPolicy = (),
         dtype: torch.dtype | None = None,
     ) -> "ParameterSpace":
-        """Return the space of a module's parameters that require a gradient.
+        """Return the space of the parameters of a module that require a gradient.
 
-        A `geoopt.ManifoldParameter` brings its manifold.
+        A `geoopt.ManifoldParameter` declares its own manifold.
 
         Args:
             model: any module.
-            manifolds: name or glob pattern to the space of those leaves, a name before a pattern and an earlier
-                pattern before a later one; it overrides what parameters bring. The trailing axes of a leaf have the
-                shape of the space, further ones are copies of it. A geoopt manifold takes its sizes from each leaf.
-            buffer_policy: the policies of the carried tensors, as in `of_state_dict`. The policy of a frozen parameter
-                is `"leave"` unless a pattern matches its name.
-            dtype: of points: float32 or float64; the default is the narrower one that holds every leaf exactly.
+            manifolds: a mapping from names or glob patterns of leaves to spaces. A name has precedence over a pattern,
+                an earlier pattern over a later one, and all of them over the manifolds of parameters. The trailing axes
+                of a leaf must have the shape of the space. The leading axes are axes of copies. A geoopt manifold
+                adapts its sizes to the leaf.
+            buffer_policy: the policies of the buffers, as in `of_state_dict`. The policy of a frozen parameter is
+                `"leave"` unless a pattern matches its name.
+            dtype: the dtype of points, float32 or float64. The default is the narrower one that represents every leaf
+                exactly.
 
         Raises:
-            StateDictError: naming a parameter that is complex, uninitialised or too wide for `dtype`.
-            ArgumentError: if a pattern matches no leaf, or a space does not fit the leaf, naming both.
+            StateDictError: if a parameter is complex, uninitialised or too wide for `dtype`.
+            ArgumentError: if a pattern matches no leaf, or the shape of a space does not fit a leaf.
 
         Example:
             >>> import torch
@@ -131,13 +134,17 @@ class ParameterSpace(Delegate):
     ) -> "ParameterSpace":
         r"""Return the space of a state dict, for servers without the module.
 
-        With `adapters` the factors of low-rank adapters, which it finds by PEFT's names, are one leaf a pair: the
-        matrix $X = s B A$ of their rank on [`LowRank`][manifoldagg.manifolds.LowRank], whatever its gauge. The leaf
-        `q.lora.weight` stands for `q.lora_A.weight` and `q.lora_B.weight`. Biases of second factors are scaled as they
-        are; magnitudes, heads and all else are what they are elsewhere. State dicts of other ranks are read too: a
-        lower one is exact, of a higher one the nearest matrix of the space's rank is taken. `state_dict` gives the
-        space's own ranks, shapes and dtypes, balanced: $B^\top B = A A^\top$. Where a matrix has a lower rank than
-        its factors, the rest of B is 0 and that of A is not, as where PEFT begins: all of it goes on learning.
+        With `adapters=True`, each pair of factors of a low-rank adapter is one leaf, the matrix $X = s B A$ on
+        [`LowRank`][manifoldagg.manifolds.LowRank]:
+
+        - PEFT's names identify the pairs. The leaf `q.lora.weight` represents `q.lora_A.weight` and `q.lora_B.weight`.
+        - The leaf does not depend on the gauge of the factors.
+        - Biases of second factors are scaled like the product. Other tensors are ordinary leaves.
+        - State dicts with other ranks are accepted. A lower rank is exact. A higher rank is truncated to the nearest
+          matrix of the rank of the space.
+        - `state_dict` returns balanced factors, $B^\top B = A A^\top$, in the ranks, shapes and dtypes of the space. If
+          the matrix has a lower rank than its factors, the remaining columns of B are 0, and the remaining rows of A
+          are initialised as in PEFT, so that they can be trained.
 
         Args:
             state: a state dict, or a list of tensors or NumPy arrays, whose names are "0", "1" and so on. Tensors that
@@ -146,18 +153,18 @@ class ParameterSpace(Delegate):
             buffer_policy: glob patterns of floating tensors that are not parameters, such as `"*mask"`, or a mapping
                 from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
                 `num_batches_tracked`, and integer and boolean tensors, are always buffers. A server moves a buffer with
-                the policy `"average"`, the default, linearly by the rule's step towards the client's value. Integer and
-                boolean tensors become the client's, except with `"leave"`.
-            dtype: of points, as in `of`.
-            adapters: whether pairs of factors are one matrix each. Otherwise they are tensors like others, and means
-                of factors are not the factors of means.
-            scaling: what the model multiplies $B A$ with: a number; a mapping from patterns to numbers, as PEFT's
-                `alpha_pattern` has them; or the adapter's config, a `LoraConfig` or its dict.
+                the default policy `"average"` linearly by the step of the rule towards the client's value. Integer and
+                boolean tensors are replaced by the client's values, except with `"leave"`.
+            dtype: the dtype of points, as in `of`.
+            adapters: whether pairs of factors are combined to one leaf each. Otherwise the factors are ordinary leaves,
+                and the average of factors is not a factorisation of the average.
+            scaling: the factor that the model applies to $B A$: a number, a mapping from patterns to numbers as PEFT's
+                `alpha_pattern`, or the config of the adapter, as a `LoraConfig` or its dict.
 
         Raises:
-            StateDictError: naming an entry that is not a tensor or too wide for `dtype`; or with `adapters` a factor
-                without the other, factors that do not multiply, or a tensor of another kind of adapter.
-            ArgumentError: as `of`; or if a scaling is not above 0, or is not that of these adapters.
+            StateDictError: if an entry is not a tensor or is too wide for `dtype`. With `adapters=True`, also if a
+                factor is missing, two factors cannot be multiplied, or a tensor belongs to another kind of adapter.
+            ArgumentError: as `of`, or if a scaling is not positive or does not match the adapters.
 
         Example:
             >>> import torch
@@ -176,25 +183,25 @@ class ParameterSpace(Delegate):
             check_unscaled(scaling)
         policy = check_buffer_policy(buffer_policy)
         tensors: Mapping[str, Tensor] = as_tensors("state", state)
-        found = None
+        pairs = None
         if adapters:
-            found = Adapters.of(tensors_of(tensors), scaling)
-            tensors = found.empty_stacked(tensors)
+            pairs = Adapters.of(tensors_of(tensors), scaling)
+            tensors = pairs.empty_stacked(tensors)
         layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
-        curved = assign_manifolds(layout, manifolds, None if found is None else found.spaces)
+        curved = assign_manifolds(layout, manifolds, None if pairs is None else pairs.spaces)
         policies = named_policies(layout.buffers, policy)
-        is_flat = not curved and found is None
-        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, found, policies)
+        is_flat = not curved and pairs is None
+        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, pairs, policies)
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """Build the space of a spec: equal to that of the server, with or without the module.
+        """Return the space of a spec. It is equal to the original space, and the module is not necessary.
 
         Args:
-            spec: what [`spec`][manifoldagg.manifolds.ParameterSpace.spec] returned, perhaps on another machine.
+            spec: a result of [`spec`][manifoldagg.manifolds.ParameterSpace.spec], possibly from another machine.
 
         Raises:
-            ArgumentError: if it is invalid, or from another version of this package.
+            ArgumentError: if the spec is invalid or has another format version.
 
         Example:
             >>> import json, torch
@@ -205,10 +212,10 @@ class ParameterSpace(Delegate):
         return ParameterSpace(*read_spec(spec))
 
     def spec(self) -> dict[str, Any]:
-        """Return the names, shapes, order and dtypes of all tensors, ties and spaces, as a JSON-compatible value.
+        """Describe the names, shapes, order, dtypes, ties and spaces of all tensors by a JSON-compatible value.
 
         Raises:
-            ArgumentError: naming a leaf whose space is none of this package's, as those of geoopt are not.
+            ArgumentError: if the space of a leaf is not a class of this package, for example a space of geoopt.
         """
         return spec_of(self.layout, self.manifolds, self.adapters)
 
@@ -216,20 +223,20 @@ class ParameterSpace(Delegate):
         shapes = {leaf.name: leaf.shape for leaf in self.layout.leaves}
         for name, space in self.manifolds:
             if name not in shapes:
-                raise ArgumentError(f"manifolds: no leaf is called {short_repr(name)}")
+                raise ArgumentError(f"manifolds: expected names of leaves, got {short_repr(name)}")
             if not isinstance(space, Manifold) or space.shape != shapes[name]:
-                raise ArgumentError(f"manifolds: {name} has shape {shapes[name]}, which is not that of {space}")
+                raise ArgumentError(f"manifolds: {name}: expected a space of shape {shapes[name]}, got {space}")
         if self.adapters is not None:
             self.adapters.check_space(self.layout, self.manifolds)
 
     @cached_property
     def policies(self) -> dict[str, str]:
-        """The policy of each carried tensor by name, including the defaults of those without a policy."""
+        """The policy of each buffer by name, including default policies."""
         return resolve_policies(self.layout.buffers, ()) | dict(self.buffer_policies)
 
     @cached_property
     def base_space(self) -> Manifold:
-        """The geometry: flat, or the product of the curved leaves and of the flat segments between them."""
+        """The geometry: a flat space, or the product of the curved leaves and of the flat segments between them."""
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
         run = 0
@@ -249,7 +256,7 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The entries of a state dict by name; those of adapters may have other ranks."""
+        """The entries of a state dict by name. In other state dicts, factors of adapters may have other ranks."""
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
     @cached_property
@@ -285,34 +292,37 @@ class ParameterSpace(Delegate):
         validate: bool = True,
         scaling: Scaling | None = None,
     ) -> Float[Tensor, " P"]:
-        """Return a copy of the point of a module or a state dict, on the device of the first leaf or on `device`.
+        """Return the point of a module or a state dict, as a copy.
 
         Args:
-            source: with this layout.
-            device: of the point.
-            validate: check that curved leaves lie on their manifolds, to the square root of the rounding of the
-                dtype of the leaf.
-            scaling: of the adapters of `source`, where it is not that of the space.
+            source: a module or a state dict with this layout.
+            device: the device of the point. The default is the device of the first leaf.
+            validate: whether to check that curved leaves are on their manifolds. The tolerance is the square root of
+                the machine epsilon of the dtype of the leaf.
+            scaling: the scaling of the adapters of `source`, if it differs from that of the space.
 
         Raises:
-            StateDictError: naming a tensor that is missing, extra, misshaped, of another dtype or not finite.
-            ArgumentError: naming a leaf that is off its manifold, and how far.
+            StateDictError: if a tensor is missing, superfluous or not finite, or has another shape or dtype.
+            ArgumentError: if a leaf is not on its manifold. The message contains the distance.
         """
         return self._read_points({"": self.stack_factors(tensors_of(source), scaling=scaling)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
-        """Return the points of several state dicts, by labels for error messages; those of adapters are stacked.
+        """Return the points of several state dicts, in which factors of adapters are already stacked.
+
+        Args:
+            models: a mapping from labels, with which error messages start, to state dicts.
 
         Raises:
-            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point], naming the model too.
-            ArgumentError: likewise.
+            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
+            ArgumentError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
         if not isinstance(models, Mapping):
             raise ArgumentError(f"models: expected a mapping from names to state dicts, got {type(models).__name__}")
         return self._read_points(models)
 
     def buffers(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors outside of the point: frozen parameters, buffers, counters, by name.
+        """Return copies of the tensors that are not part of the point: frozen parameters, buffers and counters.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
@@ -324,32 +334,34 @@ class ParameterSpace(Delegate):
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
-        """Replace adapter factors in a state dict by the leaves of the layout; other state dicts are unchanged.
+        """Replace the factors of adapters in a state dict by the leaves of the layout.
+
+        If the space has no adapters, the result is the state dict itself.
 
         Args:
-            state: by the names that state dicts have.
-            prefix: what messages begin with.
-            scaling: of its adapters, where it is not that of the space.
+            state: a state dict with factors.
+            prefix: the start of error messages.
+            scaling: the scaling of its adapters, if it differs from that of the space.
 
         Raises:
-            StateDictError: naming a factor that is missing or does not fit.
-            ArgumentError: if `scaling` does not.
+            StateDictError: if a factor is missing or has an invalid shape or dtype.
+            ArgumentError: if `scaling` is invalid.
         """
         if self.adapters is not None:
             return self.adapters.stack_factors(state, prefix, scaling)
         if scaling is not None:
-            raise ArgumentError("scaling: expected None, as the space has no adapters")
+            raise ArgumentError(f"scaling: expected None for a space without adapters, got {short_repr(scaling)}")
         return state
 
     def state_layout(self, state: Mapping[str, Tensor], prefix: str = "") -> Layout:
         """Return the layout of a state dict of this space, in which the factors of adapters are separate leaves.
 
         Args:
-            state: name to tensor, with the ranks of the space.
-            prefix: the start of messages.
+            state: a state dict with the ranks of the space.
+            prefix: the start of error messages.
 
         Raises:
-            StateDictError: naming a tensor that does not match the space.
+            StateDictError: if a tensor does not match the space.
         """
         if self.adapters is None:
             return self.layout
@@ -357,20 +369,22 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace each adapter in a stacked state dict by its norm, which is independent of the gauge."""
+        """Replace each stack of factors by the norm of its matrix, which does not depend on the gauge."""
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict at `point`: new tensors in the leaves' dtypes, tied names shared, adapters balanced.
+        """Return the state dict at `point`, as new tensors in the dtypes of the leaves.
+
+        Tied names share one tensor, and the factors of adapters are balanced.
 
         Args:
-            point: (P,), finite.
-            buffers: as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]; left out of the result where
-                not given.
+            point: a finite point (P,).
+            buffers: buffers as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]. The default is a state
+                dict without buffers.
 
         Raises:
-            ArgumentError: if `point` does not lie in the space.
-            StateDictError: naming a tensor of `buffers` that is not the layout's, or a leaf whose dtype overflows.
+            ArgumentError: if `point` is not a point of the space.
+            StateDictError: if `buffers` does not match the layout, or the dtype of a leaf overflows.
         """
         check_finite("point", check_shape("point", point, *self.shape))
         if buffers is not None:
@@ -378,19 +392,21 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the finite parameters at `point`: views of it, except for narrower dtypes and adapters.
+        """Return the parameters at a finite point, as views of it except for narrower dtypes and adapters.
 
         Raises:
-            StateDictError: naming a leaf whose dtype overflows.
+            StateDictError: if the dtype of a leaf overflows.
         """
         return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
-        """Copy `point` into the parameters of `model` and return it; carried tensors are unchanged.
+        """Copy `point` into the parameters of `model` and return the model. Its buffers do not change.
+
+        If an error is raised, the model is unchanged.
 
         Raises:
-            StateDictError: if the tensors of `model` are not the layout's, or a leaf's dtype overflows.
-            ArgumentError: if `point` does not lie in the space. The model is untouched then.
+            StateDictError: if `model` does not match the layout, or the dtype of a leaf overflows.
+            ArgumentError: if `point` is not a point of the space.
         """
         check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
@@ -405,21 +421,23 @@ class ParameterSpace(Delegate):
         return model
 
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
-        r"""Return the loss of a point on a batch: $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$.
+        r"""Return the loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of points.
 
-        One forward through `torch.func.functional_call`; `model` lends its code and mode (train or eval) but
-        is never written: its parameters are views of `theta`, its buffers are copies that live with the loss.
+        A call is one forward pass by `torch.func.functional_call`. It uses the code and the mode (train or eval) of
+        `model`, which is never modified. The parameters are views of `theta`. The loss has its own copies of the
+        buffers.
 
         Args:
             model: a module with this layout.
-            criterion: (output, target) to a scalar.
+            criterion: a function from (output, target) to a scalar.
 
         Returns:
-            `loss(theta, batch)` for `theta` (P,) and `batch` a pair (inputs, targets): a scalar. What training does to
-            the buffers is in its [`buffers`][manifoldagg.manifolds.ModelLoss].
+            A function `loss(theta, batch)` of a point (P,) and a pair (inputs, targets). Its attribute
+            [`buffers`][manifoldagg.manifolds.ModelLoss] contains the buffers after the forward passes.
 
         Raises:
             StateDictError: if `model` does not have this layout.
+            ArgumentError: if the space has adapters.
 
         Example:
             >>> import torch
@@ -431,7 +449,7 @@ class ParameterSpace(Delegate):
         """
         if self.adapters is not None:
             raise ArgumentError(
-                "space: expected one of a module, `ParameterSpace.of`, got one of adapters' state dicts"
+                "space: expected a space of a module, got a space of state dicts with adapters; use ParameterSpace.of"
             )
         self.layout.check(tensors_of(model))
         leaves = {leaf.name for leaf in self.layout.leaves}
@@ -460,14 +478,14 @@ class ParameterSpace(Delegate):
         return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
-        """The leaves of a finite point, finite in their own dtypes too."""
+        """Return the leaves of a finite point, and check that they are finite in their own dtypes."""
         views = self.layout.views(point.detach())
         for name, space in self.manifolds:
             leaf = views[name]
             check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         for name, view in views.items():
             if view.dtype.itemsize < point.dtype.itemsize and not is_finite(view):
-                raise StateDictError(f"{name}: a value of the point overflows {view.dtype}")
+                raise StateDictError(f"{name}: expected values in the range of {view.dtype}, got an overflow")
         return views
 
 

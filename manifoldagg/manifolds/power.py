@@ -1,4 +1,4 @@
-"""Powers of a space: many points as one point, such as the rows of an embedding table."""
+"""Powers of a space: several points as one point, such as the rows of an embedding table."""
 
 from dataclasses import dataclass, replace
 
@@ -15,21 +15,21 @@ __all__ = ["Power", "factor_parts"]
 
 @dataclass(frozen=True)
 class Power(Delegate):
-    r"""$M^k$ for $k = k_1 \cdots k_m$ copies of one space, with the product metric.
+    r"""The power $M^k$ of $k = k_1 \cdots k_m$ copies of one space, with the product metric.
 
-    A point has shape (*batch, *copies, *space.shape): the primitives of the space see the copies as a batch, and
+    A point has the shape (*batch, *copies, *space.shape). The copies are batch axes for the primitives of the space.
 
     $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    A log needs each copy within its own radius only.
+    A log is defined if each copy is within its own injectivity radius.
 
     Args:
-        space: of one copy.
-        copies: how many there are, along each leading axis.
+        space: the space of one copy.
+        copies: the number of copies along each leading axis.
 
     Raises:
-        ArgumentError: if `space` is not a manifold, or `copies` no tuple of positive integers.
+        ArgumentError: if `space` is not a manifold, or `copies` is not a tuple of positive integers.
 
     Example:
         >>> import torch
@@ -79,7 +79,7 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Return the leaves with their parts of tensors (*batch, *shape); powers become batches of their space.
+    """Return each leaf with its parts of tensors (*batch, *shape). The copies of a power become batch axes.
 
     Example:
         >>> import torch

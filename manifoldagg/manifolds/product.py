@@ -19,22 +19,23 @@ __all__ = ["Product"]
 
 @dataclass(frozen=True, init=False)
 class Product(Composite):
-    r"""The product $M_1 \times \dots \times M_k$ of named leaves, with the product metric.
+    r"""The product $M_1 \times \dots \times M_k$ of named factors, with the product metric.
 
-    A point is one tensor (*batch, P): the flattened points of the leaves, one after the other, $P$ the sum of their
-    sizes. Every primitive acts leaf by leaf on views, and
+    A point is one tensor (*batch, P), the concatenation of the flattened points of the factors. Every primitive acts on
+    views of the factors. The inner product is summed in float64.
 
     $$\langle u, v \rangle_x = \sum_i \langle u_i, v_i \rangle_{x_i}, \qquad
-      \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i),$$
+      \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    summed in float64. `capabilities` are those that all leaves have; the product is `flat` or `symmetric` where all
-    leaves are. A log needs each leaf within its own radius only.
+    The product has the capabilities that all factors have. It is `flat` or `symmetric` if all factors are. A log is
+    defined if each factor is within its own injectivity radius.
 
     Args:
-        factors: name to space, or (name, space) pairs; their order is the order in a point.
+        factors: a mapping from names to spaces, or (name, space) pairs, in the order of a point.
 
     Raises:
-        ArgumentError: if there is no factor, a name is not a string, empty or repeated, or a space is no `Manifold`.
+        ArgumentError: if `factors` is empty, a name is not a string, is empty or is repeated, or a space is not a
+            `Manifold`.
 
     Example:
         >>> import torch
@@ -60,28 +61,30 @@ class Product(Composite):
         return tuple(space for _, space in self.factors)
 
     def split(self, x: Point) -> dict[str, Tensor]:
-        """Return the leaves of points or tangents, by name: views (*batch, *leaf shape).
+        """Return the factors of points or tangents by name, as views (*batch, *shape of the factor).
 
         Raises:
-            ArgumentError: if `x` has another trailing shape than (P,).
+            ArgumentError: if the trailing shape of `x` is not (P,).
         """
         self._check({"x": x})
         return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
-        """Join leaves into points or tangents (*batch, P): the inverse of `split`; batches are broadcast.
+        """Join factors into points or tangents (*batch, P). This is the inverse of `split`, with broadcasting.
 
         Raises:
-            ArgumentError: if names are missing or extra, naming them, or a leaf does not have its space's shape.
+            ArgumentError: if a name is missing or superfluous, or a factor does not have the shape of its space.
         """
-        odd = sorted(map(str, parts.keys() ^ {name for name, _ in self.factors}))
-        if odd:
-            raise ArgumentError(f"parts: missing or extra leaves: {', '.join(odd)}")
+        unmatched = sorted(map(str, parts.keys() ^ {name for name, _ in self.factors}))
+        if unmatched:
+            expected = ", ".join(name for name, _ in self.factors)
+            raise ArgumentError(f"parts: expected {expected}; missing or extra: {', '.join(unmatched)}")
         first = next(iter(parts.values()))
         for name, space in self.factors:
             space._check({name: parts[name]})
             if (parts[name].dtype, parts[name].device) != (first.dtype, first.device):
-                raise ArgumentError(f"{name}: expected {first.dtype} on {first.device} as the other leaves")
+                given = f"{parts[name].dtype} on {parts[name].device}"
+                raise ArgumentError(f"{name}: expected {first.dtype} on {first.device} as the other parts, got {given}")
         return self._join([parts[name] for name, _ in self.factors])
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
@@ -122,24 +125,24 @@ class Product(Composite):
         return [math.prod(space.shape) for space in self.spaces]
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        """The leaves of points or tangents: views (*batch, *leaf shape)."""
+        """Return the factors of points or tangents as views (*batch, *shape of the factor)."""
         pieces = zip(self.spaces, x.split(self._sizes, -1), strict=True)
         return [piece.view(*x.shape[:-1], *space.shape) for space, piece in pieces]
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `_split`; batches are broadcast."""
+        """Join the factors of points or tangents. Batches are broadcast."""
         pairs = list(zip(self.spaces, parts, strict=True))
         batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for space, part in pairs))
         return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for space, part in pairs], -1)
 
     def _map_leaves(self, formula: str, *tensors: Tensor) -> list[Tensor]:
-        """What the formula of each leaf makes of its parts of the tensors."""
+        """Apply the formula of each factor to its parts of the tensors."""
         parts = zip(*map(self._split, tensors), strict=True)
         return [getattr(space, formula)(*own) for space, own in zip(self.spaces, parts, strict=True)]
 
 
 def _check_factors(factors: object) -> tuple[tuple[str, Manifold], ...]:
-    """`factors` as (name, space) pairs with distinct names."""
+    """Check that `factors` are (name, space) pairs with distinct names, and return them."""
     if not isinstance(factors, tuple) or not factors:
         expected = "a mapping from names to spaces or a tuple of (name, space) pairs, not empty"
         raise ArgumentError(f"factors: expected {expected}; got {short_repr(factors)}")

@@ -1,4 +1,4 @@
-"""Rotations: orthogonal matrices of determinant 1, with logarithms in real arithmetic."""
+"""Rotations: orthogonal matrices with determinant 1, with logarithms in real arithmetic."""
 
 import math
 from dataclasses import dataclass
@@ -20,23 +20,27 @@ __all__ = ["SpecialOrthogonal"]
 class SpecialOrthogonal(Embedded):
     r"""Rotations of $\mathbb{R}^n$ with the Frobenius metric $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
-    The metric does not change under rotations from either side. Tangents are $x A$ with $A$ skew, and
+    The metric is bi-invariant. Tangents are $x A$ with a skew-symmetric $A$.
 
     $$\exp_x u = x\, e^{x^\top u}, \qquad \log_x y = x \log(x^\top y), \qquad
       P_{x \to y} u = x\, e^{A/2}\, x^\top u\, e^{A/2}, \quad A = \log(x^\top y).$$
 
-    With $R = x^\top y$, $C$ and $K$ its symmetric and skew parts, which commute,
-    $\log R = \tfrac{\theta}{\sin\theta}(C)\, K$, a function of $\cos\theta$; $K$ is formed from $y - x$, so that a
-    small angle keeps its digits. Everything is computed in float64 and cast back. Derivatives are right up to the
-    second, also at $y = x$ and where angles repeat; the third and higher ones of `log` and `transport` are not.
-    Where an angle is $\pi$, the cut locus, `log` and `transport` have no value. The injectivity radius is
-    $\pi\sqrt{2}$, infinite for $n = 1$, which is a single point.
+    The symmetric part $C$ and the skew part $K$ of $R = x^\top y$ commute. Therefore
+    $\log R = \tfrac{\theta}{\sin\theta}(C)\, K$, where $\theta / \sin\theta$ is a function of $\cos\theta$.
 
-    `retract` is the Cayley transform $x\,(1 - A/2)^{-1}(1 + A/2)$.
+    Numerical properties:
 
-    `project` is the nearest rotation: of an SVD $x = U \Sigma V^\top$ it is $U \operatorname{diag}(1, \dots, 1, \det
-    U V) V^\top$; its derivatives are right up to the second, where no two singular values sum to 0.
-    `random_point` is uniform (Haar).
+    - All primitives are computed in float64 and cast back. $K$ is computed from $y - x$, so small angles have a small
+      relative error.
+    - First and second derivatives are correct, also at $y = x$ and for repeated angles. Third and higher derivatives of
+      `log` and `transport` are not.
+    - If an angle is $\pi$ (the cut locus), `log` and `transport` are undefined. The injectivity radius is
+      $\pi\sqrt{2}$. For $n = 1$ the manifold is a single point, and the radius is infinite.
+    - `retract` is the Cayley transform $x\,(1 - A/2)^{-1}(1 + A/2)$.
+    - `project` is the nearest rotation. For an SVD $x = U \Sigma V^\top$, it is
+      $U \operatorname{diag}(1, \dots, 1, \det U V) V^\top$. Its first and second derivatives are correct if no two
+      singular values have the sum 0.
+    - `random_point` is uniform (Haar measure).
 
     Args:
         n: the number of rows.
@@ -73,7 +77,7 @@ class SpecialOrthogonal(Embedded):
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a = x.double()
-        # Half of the way on either side: transport by left or right translation alone would twist u.
+        # Half of the rotation is applied on each side. Left or right translation alone is not parallel transport.
         half = matrix_exp(_velocity(a, y.double()) / 2)
         return (a @ half @ skew(a.mT @ u.double()) @ half).to(u.dtype)
 
@@ -89,29 +93,30 @@ class SpecialOrthogonal(Embedded):
         a = x.double()
         half = skew(a.mT @ u.double()) / 2
         unit = eye(half)
-        # An inverse: forward derivatives of a solve carry no derivatives themselves.
-        turn: Tensor = torch.linalg.inv(unit - half) @ (unit + half)
-        return (a @ turn).to(x.dtype)
+        # `inv` is used because forward derivatives of `solve` have no derivatives themselves.
+        rotation: Tensor = torch.linalg.inv(unit - half) @ (unit + half)
+        return (a @ rotation).to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
         return x.new_full(x.shape[:-2], math.inf if self.n == 1 else math.pi * math.sqrt(2))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        # A draw is the same in both precisions: in float64, then cast.
+        # The draw is in float64 and then cast, so a seed gives the same point in both precisions.
         return super()._random_point(batch, generator, torch.float64).to(dtype)
 
 
 def _velocity(x: Tensor, y: Tensor) -> Tensor:
-    """The skew log of xᵀ y."""
+    """Compute the skew-symmetric matrix log(xᵀ y)."""
     rotation = x.mT @ y
-    # Eigenvalues of what is not finite are refused for a whole batch: only the element itself is NaN.
+    # `eigh` raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced here, and its
+    # result is NaN.
     whole = rotation.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     rotation = torch.where(whole, rotation, eye(x))
     with torch.no_grad():
         middle = (rotation + rotation.mT).detach() / 2
         cosines, basis = torch.linalg.eigh(middle)
         across = torch.where(whole, skew((x.mT @ (y - x)).detach()), 0.0)
-        # |K v| = sin θ keeps the digits that arccos loses near 0 and π.
+        # sin θ = |K v| is accurate near 0 and π, where arccos loses digits.
         sines = (across @ basis).square().sum(-2).sqrt()
         cut = ((sines == 0) & (cosines < 0)).any(-1).unsqueeze(-1).unsqueeze(-1)
         ratios = torch.where(sines == 0, 1.0, torch.atan2(sines, cosines) / torch.where(sines == 0, 1.0, sines))

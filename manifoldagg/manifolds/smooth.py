@@ -1,4 +1,4 @@
-"""Smooth functions of squared lengths, which have derivatives at 0 where functions of the length do not."""
+"""Smooth functions of squared lengths. They are differentiable at 0, where functions of the length are not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from manifoldagg.kernels.operands import needs_autograd_path
 __all__ = ["angle_per_sine", "cos_of_square", "dot", "series_or", "sinc_of_square"]
 
 SERIES_RADIUS = 1e-3
-"""Squared lengths below which a series is used: six of its terms leave an error below 1e-18 there."""
+"""The squared length below which a series is used. Six terms then have an error below 1e-18."""
 
 
 def dot(u: Tensor, v: Tensor) -> Tensor:
-    """Compute the sum of products of coordinates: (*batch, 1)."""
+    """Compute dot products along the last axis, (*batch, 1)."""
     return (u * v).sum(-1, keepdim=True)
 
 
@@ -31,19 +31,20 @@ def sinc_of_square(s: Tensor) -> Tensor:
 
 def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
     r"""Compute $t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
-    # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k); it is the small angle's only where the cosine is positive.
+    # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k). A small sine belongs to a small angle only if the cosine is
+    # positive.
     series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
     return _series_or(s, series, lambda t: torch.atan2(t, cosine) / t, cosine > 0)
 
 
 def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Compute a function of $\sqrt{s}$ by its series in $s$ near 0 (six terms), and by `function` beyond."""
+    r"""Compute a function of $\sqrt{s}$ by the first terms of its series in $s$ near 0, and by `function` otherwise."""
     return _series_or(s, series, function, s >= 0)
 
 
 def _series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
     if not needs_autograd_path([s]):
-        # Only derivatives need the series: of the value, division by the root loses nothing but at 0 itself.
+        # Only derivatives need the series. The quotients of `function` are accurate except at 0.
         root = s.sqrt()
         return torch.where((root == 0) & may_be_near, series[0], function(root))
     near = (s < SERIES_RADIUS) & may_be_near

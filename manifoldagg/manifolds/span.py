@@ -1,4 +1,4 @@
-"""Spans of points of flat and spherical leaves: a mean is computed by coefficients and a Gram matrix."""
+"""Spans of points of flat and spherical leaves. A Karcher mean is computed from coefficients and a Gram matrix."""
 
 import math
 from collections.abc import Sequence
@@ -19,22 +19,22 @@ from manifoldagg.manifolds.sphere import Sphere
 __all__ = ["Span"]
 
 MAX_NORM_RATIO = 2.0
-"""A factor by which norms may miss 1: their squares are sums about that of one row, and keep their digits so."""
+"""The maximum ratio of a norm to 1. Within it, squared norms from the Gram matrix have no significant cancellation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    r"""The span of k points of a space of flat or sphere leaves, in rows $p_h$ and $p_j - p_h$, $h$ the `origin`.
+    r"""The span of k points of a space with flat or spherical leaves, in the basis $p_h$, $p_j - p_h$.
 
-    The difference of two near points keeps its digits so, which their cosine would lose.
+    The differences from the origin $p_h$ represent small distances accurately. Cosines of close points would lose them.
 
     Args:
-        rows: the points (P,), as they are given.
-        origin: $h$.
-        lengths: of the segments, one for each sphere and for each run of flat entries.
-        tolerances: by how much a model may miss the sphere that a segment is; NaN where it is flat.
-        sphere_grams: Gram matrices (S', k, k) of the segments that are spheres, row and column 0 being $p_h$ and the
-            others in the order of the points.
+        rows: the points (P,).
+        origin: the index $h$.
+        lengths: the lengths of the segments. Each sphere is a segment, and so is each run of flat entries.
+        tolerances: the allowed difference of a norm from 1 for each segment, or NaN for a flat segment.
+        sphere_grams: the Gram matrices (S', k, k) of the spherical segments. Row and column 0 belong to $p_h$, and the
+            others are in the order of the points.
     """
 
     rows: Sequence[Float[Tensor, " P"]]
@@ -45,11 +45,15 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""Return the span of flattened points of a space, or `None` if the leaves do not allow it or it does not pay.
+        r"""Return the span of flattened points of a space, or `None` if it is not applicable or not faster.
 
-        It is no gain where a sphere has fewer coordinates than there are points, and no help where a norm is far from
-        1, or not finite, or where points of a sphere are more than a right angle apart: squares of coefficients c are
-        rounded by $c^2 \epsilon$, and between points that are nearly opposite a mean has coefficients without bound.
+        It is not applicable in these cases:
+
+        - A leaf is neither flat nor a sphere.
+        - A sphere has fewer coordinates than the number of points.
+        - A norm is far from 1 or not finite.
+        - Two points of a sphere have an angle of more than $\pi/2$. The rounding error of squared coefficients c is
+          $c^2 \epsilon$, and the coefficients of a mean of almost antipodal points are unbounded.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -64,7 +68,7 @@ class Span:
                 else:
                     lengths.append(size)
                     tolerances.append(math.nan)
-            # Of a subclass the formulas may be others.
+            # The exact class is required, because a subclass may have other formulas.
             elif type(within) is Sphere and within.n >= len(rows):
                 lengths += [within.n] * (size // within.n)
                 tolerances += [math.sqrt(torch.finfo(leaf.storage_dtype or rows[0].dtype).eps)] * (size // within.n)
@@ -75,7 +79,7 @@ class Span:
         if found.is_flat:
             return found
         inner = gram(found.plus, minus=found.minus, segments=lengths)
-        # A row of a flat leaf may be too long for its square; what is not finite is looked at by others.
+        # The square of a flat segment can overflow. The general algorithm then handles values that are not finite.
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
@@ -91,38 +95,38 @@ class Span:
 
     @property
     def lies_on_space(self) -> bool:
-        """Whether every point is known to be finite and on its spheres."""
+        """Whether every point is finite and on its spheres. The value is `False` for flat spaces."""
         allowed = self.tolerances[~self.tolerances.isnan()]
         return not self.is_flat and bool(((self.norms - 1).abs() <= allowed).all())
 
     @cached_property
     def order(self) -> list[int]:
-        """The points in the order of the rows: $h$ first."""
+        """The indices of the points in the order of the basis, with the origin first."""
         return [self.origin, *(i for i in range(len(self.rows)) if i != self.origin)]
 
     @property
     def plus(self) -> list[Tensor]:
-        """The minuends of the rows."""
+        """The minuends of the basis vectors."""
         return [self.rows[i] for i in self.order]
 
     @property
     def minus(self) -> list[Tensor | None]:
-        """The subtrahends of the rows."""
+        """The subtrahends of the basis vectors, where `None` stands for 0."""
         return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property
     def spheres(self) -> "_Spheres":
-        """The product of the spheres, in coefficients."""
+        """The product of the spheres, in coordinates of the span."""
         return _Spheres(self.sphere_grams)
 
     @cached_property
     def norms(self) -> Float64[Tensor, "k R"]:
-        """The norms of the points on each sphere, in the order of the rows."""
+        """The norms of the points on each sphere, in the order of the basis."""
         return self.spheres.square(self.point_coefficients).squeeze(-1).sqrt()
 
     @property
     def cosines(self) -> Float64[Tensor, "R k k"]:
-        """The inner products of the points on each sphere, in the order of the rows."""
+        """The inner products of the points on each sphere, in the order of the basis."""
         corners = self.point_coefficients.transpose(0, 1)
         return corners @ self.sphere_grams @ corners.mT
 
@@ -135,25 +139,25 @@ class Span:
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Return the weighted mean on flat leaves, and the point of the coefficients on spheres, rounded once."""
+        """Combine the weighted mean on flat leaves and the point with given coefficients on spheres, rounded once."""
         if self.is_flat:
-            # Of the points themselves: no difference overflows where no point does.
+            # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)
-        lines = weights[self.order].expand(len(self.lengths), -1).clone()
-        lines[:, 0] = 1.0
-        lines[~self.tolerances.isnan()] = spherical
-        return combine(None, self.plus, lines, minus=self.minus, segments=self.lengths)
+        coefficients = weights[self.order].expand(len(self.lengths), -1).clone()
+        coefficients[:, 0] = 1.0
+        coefficients[~self.tolerances.isnan()] = spherical
+        return combine(None, self.plus, coefficients, minus=self.minus, segments=self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class _Spheres(Manifold):
-    r"""The product of R unit spheres of any dimension, each seen from k vectors that span what is looked at of it.
+    r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
 
-    A point (R, k) holds the coefficients on these vectors, and $\langle a, b \rangle = a^\top B\, b$. The formulas are
-    those of [`Sphere`][manifoldagg.manifolds.Sphere].
+    A point (R, k) contains the coefficients of these vectors, and the inner product is
+    $\langle a, b \rangle = a^\top B\, b$. The formulas are those of [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
-        products: B, the Gram matrices (R, k, k).
+        products: the Gram matrices B of the vectors, (R, k, k).
     """
 
     products: Float64[Tensor, "R k k"]
@@ -164,11 +168,11 @@ class _Spheres(Manifold):
         return tuple(self.products.shape[:2])
 
     def dot(self, u: Tensor, v: Tensor) -> Tensor:
-        """The inner product on each sphere (*batch, R, 1)."""
+        """Compute the inner product on each sphere, (*batch, R, 1)."""
         return ((u.unsqueeze(-2) @ self.products).squeeze(-2) * v).sum(-1, keepdim=True)
 
     def square(self, u: Tensor) -> Tensor:
-        """The squared length on each sphere (*batch, R, 1), which rounding can leave slightly below zero."""
+        """Compute the squared norm on each sphere, (*batch, R, 1). Negative rounding errors are set to 0."""
         return self.dot(u, u).clamp(min=0)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
@@ -176,7 +180,7 @@ class _Spheres(Manifold):
 
     def _exp(self, x: Point, u: Tangent) -> Point:
         square = self.square(u)
-        # By how much a point misses the sphere would nearly double with each step of a mean's iteration.
+        # Without the projection, the distance from the sphere would almost double in each step of a mean.
         return self._project(cos_of_square(square) * x + sinc_of_square(square) * u)
 
     def _log(self, x: Point, y: Point) -> Tangent:

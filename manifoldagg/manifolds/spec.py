@@ -1,4 +1,4 @@
-"""Specs of spaces: JSON-compatible descriptions from which another machine builds the same space."""
+"""Specs of spaces: JSON-compatible descriptions from which another machine can construct the same space."""
 
 import hashlib
 import json
@@ -34,26 +34,26 @@ BUILT_IN_SPACES = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Produ
 SPACES_BY_NAME: dict[str, type[Manifold]] = {
     space.__name__: space for space in (*BUILT_IN_SPACES, SymmetricPositiveDefinite)
 }
-"""Those that are told by their name and a few numbers."""
+"""The spaces that a name and numbers determine."""
 MAX_AXES = 64
-"""Of a tensor of torch."""
+"""The maximum number of axes of a torch tensor."""
 MAX_INTEGER = 2**62
-"""What is counted is less."""
+"""An exclusive upper bound on sizes."""
 
 
 def spec_of(
     layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = (), adapters: Adapters | None = None
 ) -> dict[str, Any]:
-    """Describe a layout, its curved leaves and its adapters in lists, strings and numbers.
+    """Describe a layout, its curved leaves and its adapters by lists, strings and numbers.
 
     Raises:
-        ArgumentError: naming a leaf whose space is none of this package's, which a name and numbers do not tell.
+        ArgumentError: if the space of a leaf is not a class of this package.
 
     Example:
         >>> spec_of(Layout((Entry("w", (3,), torch.float32),)))["leaves"]
         [['w', [3], 'float32']]
     """
-    told = {
+    spec = {
         "format": FORMAT_VERSION,
         "dtype": _dtype_name(layout.dtype),
         "leaves": [_write_entry(leaf) for leaf in layout.leaves],
@@ -62,9 +62,9 @@ def spec_of(
         "manifolds": [[name, _write_value(name, space)] for name, space in manifolds],
     }
     if adapters is None:
-        return told
+        return spec
     pairs = [[_write_entry(pair.first), _write_entry(pair.second), pair.scaling] for pair in adapters.factors]
-    return told | {
+    return spec | {
         "adapters": {
             "factors": pairs,
             "biases": [[_write_entry(bias.entry), bias.factor_name, bias.scaling] for bias in adapters.biases],
@@ -76,20 +76,20 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
     """Return the layout, the curved leaves and the adapters of a spec.
 
     Raises:
-        ArgumentError: if it is invalid, or from a newer version of this package.
+        ArgumentError: if the spec is invalid or has another format version.
     """
     if not isinstance(spec, Mapping):
-        raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns, got {type(spec).__name__}")
+        raise ArgumentError(f"spec: expected a result of `spec()` of a server or a space, got {type(spec).__name__}")
     if type(spec.get("format")) is not int or spec["format"] != FORMAT_VERSION:
         raise ArgumentError(
-            f"spec: expected format {FORMAT_VERSION}, got {short_repr(spec.get('format'))}: another version wrote it"
+            f"spec: expected format {FORMAT_VERSION}, got {short_repr(spec.get('format'))}, which another version wrote"
         )
     try:
         leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "buffers"))
         aliases = tuple((str(alias), str(name)) for alias, name in spec["aliases"])
         owners = {leaf.name for leaf in leaves}
         if not {name for _, name in aliases} <= owners:
-            raise ValueError("an alias of no leaf")
+            raise ValueError("an alias of an unknown leaf")
         _check_unique([*(entry.name for entry in (*leaves, *carried)), *(alias for alias, _ in aliases)])
         curved = tuple((str(name), _read_value(space)) for name, space in spec["manifolds"])
         _check_unique([name for name, _ in curved])
@@ -98,7 +98,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
     except ArgumentError as error:
         raise ArgumentError(f"spec: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ArgumentError(f"spec: expected what `spec()` of a server or a space returns; {error!r}") from None
+        raise ArgumentError(f"spec: expected a result of `spec()` of a server or a space, got {error!r}") from None
 
 
 @lru_cache(maxsize=64)
@@ -124,10 +124,10 @@ def _read_entry(given: Any) -> Entry:
         or len(shape) > MAX_AXES
         or not all(type(n) is int and 0 <= n < MAX_INTEGER for n in shape)
     ):
-        raise ValueError(f"an entry with name {str(name)[:100]!r} and a shape that no tensor has")
-    # Torch multiplies those beside a 0 too.
+        raise ValueError(f"an entry with name {str(name)[:100]!r} and an invalid shape")
+    # torch also multiplies the other sizes if one of them is 0, and the product must not overflow.
     if math.prod(max(n, 1) for n in shape) >= MAX_INTEGER:
-        raise ValueError(f"an entry with name {name[:100]!r} and more numbers than there can be")
+        raise ValueError(f"an entry with name {name[:100]!r} and a size of 2^62 or more")
     return Entry(name, tuple(shape), _read_dtype(dtype))
 
 
@@ -145,7 +145,7 @@ def _read_scaling(given: Any) -> float:
 
 def _check_unique(names: list[str]) -> None:
     if len(set(names)) < len(names):
-        raise ValueError("a name that is there twice")
+        raise ValueError("a repeated name")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -155,7 +155,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _read_dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype is called {short_repr(name)}")
+        raise ValueError(f"the invalid dtype {short_repr(name)}")
     return dtype
 
 
@@ -163,11 +163,11 @@ def _write_value(name: str, value: Any) -> Any:
     if isinstance(value, Manifold):
         if SPACES_BY_NAME.get(type(value).__name__) is not type(value):
             raise ArgumentError(
-                f"spec: {name}: {type(value).__name__} is told by no name and a few numbers; make the space on the "
-                "other machine from its module, with the same `manifolds`"
+                f"spec: {name}: expected a space of this package, got {type(value).__name__}; construct the space on "
+                "the other machine from the module, with the same `manifolds`"
             )
-        told = {field.name: _write_value(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
-        return {type(value).__name__: told}
+        arguments = {field.name: _write_value(name, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+        return {type(value).__name__: arguments}
     if isinstance(value, tuple):
         return [_write_value(name, part) for part in value]
     return value.item() if isinstance(value, np.generic) else value
@@ -175,8 +175,8 @@ def _write_value(name: str, value: Any) -> Any:
 
 def _read_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        ((name, told),) = value.items()
-        return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in told.items()})
+        ((name, arguments),) = value.items()
+        return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in arguments.items()})
     if type(value) is int and abs(value) >= MAX_INTEGER:
         raise ValueError("an integer of 2^62 or more")
     return tuple(_read_value(part) for part in value) if isinstance(value, list) else value

@@ -19,19 +19,19 @@ __all__ = ["Sphere"]
 class Sphere(Embedded):
     r"""The unit sphere $S^{n-1} \subset \mathbb{R}^n$ with the metric of $\mathbb{R}^n$.
 
-    With $t = \|u\|$, and $\theta$ the angle between $x$ and $y$:
+    With $t = \|u\|$ and the angle $\theta$ between $x$ and $y$:
 
     $$\exp_x u = \cos t\; x + \tfrac{\sin t}{t}\, u, \qquad
       \log_x y = \tfrac{\theta}{\sin\theta}\,(y - \langle x, y\rangle x), \qquad
       P_{x \to y} u = u - \tfrac{\langle y, u\rangle}{1 + \langle x, y\rangle}\,(x + y).$$
 
-    $y - \langle x, y\rangle x$ is formed from $y - x$, so that a small angle keeps its digits, and
-    $\theta = \operatorname{atan2}(\sin\theta, \langle x, y\rangle)$. Everything is computed in float64 and cast
-    back, and is smooth at $u = 0$ and $y = x$. At $y = -x$, the cut locus, `log` and `transport` have no value:
-    NaN.
+    $y - \langle x, y\rangle x$ is computed from $y - x$, and
+    $\theta = \operatorname{atan2}(\sin\theta, \langle x, y\rangle)$, so small angles have a small relative error. All
+    primitives are computed in float64 and cast back. They are smooth at $u = 0$ and $y = x$. At $y = -x$ (the cut
+    locus), `log` and `transport` are undefined and return NaN.
 
     Args:
-        n: the dimension of the surrounding space, at least 1.
+        n: the dimension of the ambient space, at least 1.
 
     Raises:
         ArgumentError: if `n` is not a positive integer.
@@ -64,22 +64,22 @@ class Sphere(Embedded):
         a = x.double()
         b = y.double()
         chord = b - a
-        # Orthogonal to x also where rounding has left it off the sphere: else, with each log and exp of a mean's
-        # iteration, it would be more than twice as far off.
-        across = chord - dot(a, chord) / dot(a, a) * a
-        return (angle_per_sine(dot(across, across), dot(a, b)) * across).to(x.dtype)
+        # The division makes the result orthogonal to x even if rounding has moved x off the sphere. Without it, the
+        # distance from the sphere would more than double in each step of a mean.
+        orthogonal = chord - dot(a, chord) / dot(a, a) * a
+        return (angle_per_sine(dot(orthogonal, orthogonal), dot(a, b)) * orthogonal).to(x.dtype)
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a = x.double()
         b = y.double()
         v = u.double()
-        # 1 + <x, y> = |x + y|² / 2 keeps its digits near the cut locus.
-        middle = a + b
-        return (v - 2 * dot(b, v) / dot(middle, middle) * middle).to(u.dtype)
+        # 1 + <x, y> is computed as |x + y|² / 2, which is accurate near the cut locus.
+        total = a + b
+        return (v - 2 * dot(b, v) / dot(total, total) * total).to(u.dtype)
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = x.double()
-        # Twice: after one pass what is left along x is ε‖u‖, after two it is ε of what remains.
+        # The first pass leaves a component ε‖u‖ along x. After the second pass it is ε times the projected length.
         return _orthogonal_part(a, _orthogonal_part(a, u.double())).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
@@ -99,5 +99,5 @@ class Sphere(Embedded):
 
 
 def _orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """The part of `u` orthogonal to the unit vector `x`."""
+    """Compute the part of `u` orthogonal to the unit vector `x`."""
     return u - dot(x, u) * x

@@ -1,4 +1,4 @@
-"""The Stiefel manifold in the Frobenius metric: exp in closed form, log by Newton's method."""
+"""The Stiefel manifold with the Frobenius metric: exp in closed form, and log by Newton's method."""
 
 import math
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ __all__ = ["CertifiedLog", "Stiefel"]
 
 MAX_NEWTON_STEPS = 12
 TRIAL_STEPS = 4
-"""Newton steps of a log, and after how many of them the better of two starts is kept."""
+"""The number of Newton steps of a log, and the number of steps after which the better of two starts is selected."""
 
 MAX_STEP_LENGTH = 0.7
-"""The longest Newton step; longer ones leave the neighbourhood in which they point to the solution."""
+"""The maximum length of a Newton step. Longer steps leave the region of convergence."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class CertifiedLog:
     r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with its certificate.
 
     Attributes:
-        tangent: (*batch, n, p), where the iteration ended.
-        residual: (*batch,) in float64, $\|\exp_x(\mathrm{tangent}) - y\|$, for $x$ and $y$ made orthonormal.
-        converged: (*batch,), whether the tangent is the logarithm: the residual is rounding, and the tangent is so
-            short that there is no shorter one.
+        tangent: the result of the iteration (*batch, n, p).
+        residual: $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for orthonormalised $x$ and $y$.
+        converged: whether the tangent is the logarithm (*batch,): the residual is at rounding level, and the tangent is
+            so short that no shorter solution exists.
     """
 
     tangent: Tangent
@@ -47,46 +47,50 @@ class CertifiedLog:
 
 @dataclass(frozen=True)
 class Stiefel(Embedded):
-    r"""Matrices with $p$ orthonormal columns in $\mathbb{R}^n$, in the Frobenius metric.
+    r"""The $n \times p$ matrices with orthonormal columns, with $\langle u, v \rangle = \operatorname{tr}(u^\top v)$.
 
-    $$\langle u, v \rangle = \operatorname{tr}(u^\top v).$$
-
-    Tangents at $x$ have a skew $A = x^\top u$. With $S = u^\top u$,
+    For a tangent $u$ at $x$, the matrix $A = x^\top u$ is skew-symmetric. With $S = u^\top u$, the exponential is
 
     $$\exp_x u = [x, u]\; \exp\left(\left[A, -S;\; I, A\right]\right) [I;\, 0]\; e^{-A},$$
 
-    smooth everywhere. There is not a closed form of parallel transport: use
-    `rungs * pole_ladder(space, x, y, u / rungs, rungs=rungs)`, whose error falls with the square of the rungs; where
-    `u` is not shortened with them, an error of third order in its length stays.
+    which is smooth everywhere. Parallel transport has no closed form. Use
+    `rungs * pole_ladder(space, x, y, u / rungs, rungs=rungs)`, whose error is proportional to $1/\mathrm{rungs}^2$.
+    Without the scaling of `u`, an error of third order in its length remains.
 
-    **log.** $x$ and $y$ span at most $2p$ dimensions, and the shortest geodesic stays there: with
-    $q$ (n, m), $m = \min(p, n - p)$, completing $x$ to an orthonormal frame of them and $u = xA + qR$, it solves
+    **Equation of the log.** $x$ and $y$ span at most $2p$ dimensions, and this span contains the shortest geodesic. Let
+    $q$ (n, m), $m = \min(p, n - p)$, complete $x$ to an orthonormal basis of the span. The log $u = xA + qR$ solves
 
     $$\exp\left(\left[2A, -R^\top;\; R, 0\right]\right) [I;\, 0]\; e^{-A} = [x^\top y;\; q^\top y]$$
 
-    in the $d = p(p-1)/2 + mp$ numbers of $A$ and $R$. `log` takes 12 Newton steps, none longer than 0.7, with the
-    exact derivative in the eigenbasis of the exponents. It begins from two starts, logarithms of two completions of the
-    right side to a rotation, and goes on from the better after 4 steps. The first is exact where $R = 0$, the second
-    where $A = 0$, either for $p = 1$ and $n = p$. A log costs $O(n p^2)$ once, and a step $O(d^3 + d p^3)$ time and
-    $O(d p^2)$ complex numbers of memory: tens of milliseconds for $p \le 4$, about a second for $p = 16$, a minute
-    for $p = 32$.
+    for the $d = p(p-1)/2 + mp$ entries of $A$ and $R$.
 
-    `x` and `y` are made orthonormal first (they may be off by a percent, as in bfloat16). Where the residual is not
-    rounding ($256 \sqrt{p}\, \varepsilon$ of float64), or the tangent is not shorter than the injectivity radius, so
-    that it need not be the shortest, `log` is NaN; `certificate=True` returns what was found. For $n = p$ it suffices
-    that every angle is below $\pi$; there a $y$ in the other component is NaN.
+    **Iteration.** `log` executes 12 Newton steps of length at most 0.7, with the exact derivative in the eigenbasis of
+    the exponents. It uses two starts, the logarithms of two completions of the right-hand side to a rotation, and
+    selects the better one after 4 steps. The first start is exact if $R = 0$, the second if $A = 0$, and one of them
+    for $p = 1$ and for $n = p$. A log costs $O(n p^2)$, and a step $O(d^3 + d p^3)$ time and $O(d p^2)$ complex numbers
+    of memory. This takes tens of milliseconds for $p \le 4$, about one second for $p = 16$, and one minute for
+    $p = 32$.
 
-    Of 9000 pairs each at 0.6 and 0.9 of $\pi$ (random tangents, and those with $A = 0$, $R = 0$, of rank 1 or with
-    equal angles, for ten shapes from (2, 1) to (10, 4)) every log converged, with errors below $10^{-14}$; at 0.95
-    and 0.98 all but 1 and 31 did, the others are NaN.
+    **Certificate.** `x` and `y` are orthonormalised first, and may have errors of 1 %, as in bfloat16. `log` returns
+    NaN in two cases: the residual exceeds the rounding level $256 \sqrt{p}\, \varepsilon$ of float64, or the tangent is
+    not shorter than the injectivity radius, so that it may not be the shortest. `certificate=True` returns the result
+    of the iteration in all cases. For $n = p$, it is sufficient that every angle is below $\pi$. If $y$ is in the other
+    component, the result is NaN.
 
-    Derivatives are those of the equation that the log solves, by two corrections after the iteration: right up to
-    the second, also at $y = x$; the third and higher ones of `log`, `project` and `retract` are not.
-    Everything is computed in float64 and cast back. The injectivity radius is $\pi$; for $n = p$, the orthogonal
-    matrices, it is $\pi\sqrt{2}$, and infinite for $n = p = 1$, which is two points.
+    **Accuracy.** The log was tested on 9,000 pairs at each of several distances, for ten shapes from (2, 1) to (10, 4).
+    The tangents were random, or had $A = 0$, $R = 0$, rank 1 or equal angles. At 0.6 and 0.9 times $\pi$, every log
+    converged with errors below $10^{-14}$. At 0.95 and 0.98 times $\pi$, 1 and 31 logs did not converge and were NaN.
 
-    `project` is the polar factor $x (x^\top x)^{-1/2}$, the nearest point; its derivative is finite where `x` has
-    full rank. `retract` is that of $x + u$. `random_point` is uniform (Haar), for $n = p$ in both components.
+    **Other properties.**
+
+    - All primitives are computed in float64 and cast back.
+    - First and second derivatives are correct, also at $y = x$. Two corrections after the iteration provide those of
+      the log. Third and higher derivatives of `log`, `project` and `retract` are not correct.
+    - The injectivity radius is $\pi$. For $n = p$, the orthogonal matrices, it is $\pi\sqrt{2}$. For $n = p = 1$ the
+      manifold has two points, and the radius is infinite.
+    - `project` is the polar factor $x (x^\top x)^{-1/2}$, the nearest point. Its derivative is finite if `x` has full
+      rank. `retract` is the polar factor of $x + u$.
+    - `random_point` is uniform (Haar measure), for $n = p$ in both components.
 
     Args:
         n: the number of rows.
@@ -139,7 +143,7 @@ class Stiefel(Embedded):
 
     def _certified_log(self, x: Tensor, y: Tensor) -> CertifiedLog:
         a, b = torch.broadcast_tensors(x.double(), y.double())
-        # With xᵀx = 1 + E a step leaves -3E²/4: a percent, as of bfloat16, is 1e-17 after three.
+        # If xᵀx = 1 + E, a step reduces the error to -3E²/4. After three steps, an error of 1 % is about 1e-17.
         for _ in range(3):
             a = _reorthonormalise(a)
             b = _reorthonormalise(b)
@@ -147,9 +151,9 @@ class Stiefel(Embedded):
         with torch.no_grad():
             residual = (_exponential(a, tangent) - b).square().sum((-2, -1)).sqrt().detach()
             square = tangent.detach().nan_to_num(nan=math.inf)
-            # The principal log of a rotation is the shortest up to angles of π, whatever its length.
+            # For n = p, the principal log of a rotation is the shortest if all angles are below π.
             length = _max_singular_value(square) if self.n == self.p else square.square().sum((-2, -1)).sqrt()
-            # Each of the p unit columns is off by some ε: their norm grows with √p.
+            # Each of the p unit columns has an error of a few ε, so the norm of the error is proportional to √p.
             exact = residual <= 256 * math.sqrt(self.p) * torch.finfo(torch.float64).eps
             converged = exact & (length < math.pi)
         return CertifiedLog(tangent.to(x.dtype), residual, converged)
@@ -171,47 +175,47 @@ class Stiefel(Embedded):
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, self.n, self.p, generator=generator, dtype=torch.float64, device=generator.device)
         basis, triangle = torch.linalg.qr(noise)
-        # With a positive diagonal the factors are unique, and so the law of the first one is invariant.
+        # With a positive diagonal the QR factors are unique, so the distribution of the first factor is invariant.
         signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
         frame: Tensor = basis * signs.unsqueeze(-2)
         return frame.to(dtype)
 
 
 def _project_to_tangent(x: Tensor, u: Tensor) -> Tensor:
-    """Twice: after one pass what is left across the tangents is ε‖u‖, after two it is ε of what remains."""
+    """Project to tangents in two passes. The first pass leaves a normal part ε‖u‖, which the second pass removes."""
     for _ in range(2):
         u = u - x @ sym(x.mT @ u)
     return u
 
 
 def _reorthonormalise(x: Tensor) -> Tensor:
-    """Newton's step to the polar factor: columns that are orthonormal up to e are so up to e² after it."""
+    """Apply a Newton step to the polar factor, which squares the error of orthonormality."""
     return x + x @ (eye(x, x.shape[-1]) - x.mT @ x) / 2
 
 
 def _exponential(x: Tensor, u: Tensor) -> Tensor:
     p = x.shape[-1]
     u = _project_to_tangent(x, u)
-    # The closed form is that of a skew A: what rounding left beside it would turn the frame.
+    # The closed form requires a skew-symmetric A. A symmetric rounding error would change the result.
     turn = skew(x.mT @ u)
     gram = u.mT @ u
-    # A basis of [x, u/c] with c = ‖u‖ keeps the exponent nearly normal; the value does not depend on c.
+    # With the basis [x, u/c], c = ‖u‖, the exponent is almost a normal matrix. The value does not depend on c.
     scale = u.detach().square().sum((-2, -1), keepdim=True).sqrt()
     scale = torch.where(scale == 0, 1.0, scale)
     top = torch.cat([turn, -gram / scale], -1)
     bottom = torch.cat([(scale * eye(x, p)).expand(turn.shape), turn], -1)
     power = matrix_exp(torch.cat([top, bottom], -2))[..., :p]
-    # The rounding of both exponentials grows with ‖u‖; a step squares what it took from the frame.
+    # The rounding errors of both exponentials grow with ‖u‖. A Newton step squares the error of orthonormality.
     return _reorthonormalise((x @ power[..., :p, :] + (u / scale) @ power[..., p:, :]) @ matrix_exp(-turn))
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of (A, R) ↦ e^W [I; 0] e^-A, W = [2A, -Rᵀ; R, 0], at one place."""
+    """The derivative of (A, R) ↦ e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0] at given A and R."""
 
     exp_w: Tensor  # e^W
     exp_a: Tensor  # e^A
-    jacobian: Tensor  # (d, d), of the numbers of _coordinates
-    normal_factor: Tensor  # ∫ e^sW ds, its first p rows and columns: what directions orthogonal to x and y meet
+    jacobian: Tensor  # the Jacobian (d, d) with respect to the entries that `_coordinates` returns
+    normal_factor: Tensor  # the first p rows and columns of ∫ e^sW ds, for directions orthogonal to x and y
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
@@ -220,14 +224,15 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         a = x.detach()
         b = y.detach()
-        # Of y only y - x is used, so that a small distance keeps its digits.
+        # The computation uses y - x instead of y, which is accurate for small distances.
         step = b - a
-        # A QR of both completes x where the rest of y has less than full rank, or none.
+        # A QR decomposition of both completes x to a basis even if the orthogonal part of y does not have full rank.
         q = torch.linalg.qr(torch.cat([a, step - a @ (a.mT @ step)], -1)).Q[..., p : p + m]
         frame = torch.cat([a, q], -1)
         unit = eye(a, p + m)[:, :p]
         target = unit + frame.mT @ step
-        # Decompositions refuse what is not finite for a whole batch: it counts as y = x, and `miss` brings it back.
+        # Decompositions raise an error for the whole batch if one matrix is not finite. Such a matrix is replaced by
+        # y = x here, and the residual below makes its result NaN.
         target = torch.where(target.isfinite().all(-1).all(-1)[..., None, None], target, unit)
         z = _solve(target)
         at = _linearise(z)
@@ -237,26 +242,26 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
     def solve(e: Tensor) -> Tensor:
         inside = frame.mT @ e
         tangent = frame @ _newton_step(at, inside)
-        # A direction r across the frame moves exp by r (∫ e^sW ds) e^-A to first order: that is undone.
+        # A direction r orthogonal to the frame changes exp by r (∫ e^sW ds) e^-A to first order. This map is inverted.
         return tangent + ((e - frame @ inside) @ at.exp_a @ inverse if x.shape[-2] > p + m else 0)
 
     u = _project_to_tangent(x, value)
     for _ in range(2):
-        # Adds nothing to the value; each pass makes one more order of the derivatives right.
-        miss = y - _exponential(x, u)
-        u = _project_to_tangent(x, u + solve(miss - miss.detach()))
+        # This does not change the value. Each pass makes the derivatives of one more order correct.
+        residual = y - _exponential(x, u)
+        u = _project_to_tangent(x, u + solve(residual - residual.detach()))
     return u
 
 
 def _solve(target: Tensor) -> Tensor:
-    """[A; R] (*batch, p + m, p) from [xᵀy; qᵀy]."""
+    """Solve the equation of the log for [A; R] (*batch, p + m, p), given the right-hand side [xᵀy; qᵀy]."""
     z = _iterate(_initial_logs(target), target.unsqueeze(0), TRIAL_STEPS)
     at = _linearise(z)
     square = z.square().sum((-2, -1))
     unit = eye(z, z.shape[-2])[:, : z.shape[-1]]
-    miss = (at.exp_w.mT @ target @ at.exp_a - unit).square().sum((-2, -1))
-    # The shorter of two solutions, or what comes nearer to one.
-    score = torch.where(miss < 1e-16, square - 1e3, miss)
+    residual = (at.exp_w.mT @ target @ at.exp_a - unit).square().sum((-2, -1))
+    # If both starts converge, the shorter solution is selected, and otherwise the one with the smaller residual.
+    score = torch.where(residual < 1e-16, square - 1e3, residual)
     best = torch.where((score[-1] < score[0])[..., None, None], z[-1], z[0])
     return _iterate(best, target, MAX_NEWTON_STEPS - TRIAL_STEPS)
 
@@ -264,7 +269,8 @@ def _solve(target: Tensor) -> Tensor:
 def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         step = _newton_step(_linearise(z), target)
-        # A singular derivative, as at a conjugate point, has no step: the element waits for the certificate.
+        # At a conjugate point the derivative is singular and the step is not finite. Such an element is not changed,
+        # and the certificate reports it.
         step = torch.where(step.isfinite(), step, 0.0)
         length = step.square().sum((-2, -1), keepdim=True).sqrt()
         z = z + step * (MAX_STEP_LENGTH / length).clamp(max=1.0)
@@ -272,7 +278,10 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 
 
 def _initial_logs(target: Tensor) -> Tensor:
-    """(starts, *batch, p + m, p): logs of completions of `target` to a rotation, nearest to two guesses of the rest."""
+    """Compute starting values (starts, *batch, p + m, p) of the Newton iteration.
+
+    They are the logs of completions of `target` to a rotation, whose remaining columns are nearest to two guesses.
+    """
     k, p = target.shape[-2:]
     top = target[..., :p, :]
     bottom = target[..., p:, :]
@@ -282,16 +291,16 @@ def _initial_logs(target: Tensor) -> Tensor:
         left, _, right = torch.linalg.svd(bottom, full_matrices=False)
         along = left @ right
         whole = []
-        # With R = 0 the rest of the rotation is 1. With A = 0 it is cos √(RRᵀ): the top block cos √(RᵀR), moved by
-        # the polar factor of the bottom one.
+        # If R = 0, the remaining block of the rotation is the identity. If A = 0, it is cos √(RRᵀ). This is the top
+        # block cos √(RᵀR), conjugated by the polar factor of the bottom block.
         for guess in (eye(target, k - p).expand(*target.shape[:-2], k - p, k - p), along @ sym(top) @ along.mT):
             one, _, other = torch.linalg.svd(rest[..., p:, :].mT @ guess)
             sign = torch.linalg.det(torch.cat([target, rest @ one @ other], -1)).sign()
-            # The nearest completion of determinant 1 turns the least singular direction (Kabsch 1976).
+            # The nearest completion with determinant 1 inverts the smallest singular direction (Kabsch 1976).
             one = torch.cat([one[..., :-1], one[..., -1:] * sign[..., None, None]], -1)
             whole.append(torch.cat([target, rest @ one @ other], -1))
     rotation = torch.stack(whole)
-    # As for rotations: the symmetric and the skew part commute, and share their eigenvectors.
+    # The symmetric and the skew part of a rotation commute, so they have common invariant subspaces.
     cosines, vectors = torch.linalg.eigh(sym(rotation))
     across = skew(rotation)
     sines = (across @ vectors).square().sum(-2).sqrt()
@@ -300,7 +309,7 @@ def _initial_logs(target: Tensor) -> Tensor:
 
 
 def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
-    """The step [δA; δR] to `target`; linear in it."""
+    """Compute the Newton step [δA; δR] for `target`, which is linear in `target`."""
     e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
     numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
     return _matrix(numbers, *target.shape[-2:])
@@ -308,17 +317,17 @@ def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
 
 def _linearise(z: Tensor) -> _Linearisation:
     p = z.shape[-1]
-    # -iW is Hermitian: its eigenvectors stay orthonormal where angles repeat.
+    # -iW is Hermitian, so its eigenvectors are orthonormal also for repeated angles.
     (mu, v), (nu, w) = (torch.linalg.eigh(-1j * a) for a in (_exponent(z), z[..., :p, :]))
     # gᵀ dg for g = e^W, and -(de^-A) e^A, which is the same expression in A. The coordinates of A come first.
-    moved = _coordinates(_left_derivative(mu, v, p))
-    still = _coordinates(_left_derivative(nu, w, p))
-    both = moved.shape[-1]
-    inner = still.shape[-1]
-    # W holds 2A: the coordinates of A count twice.
-    twice = 1 + (torch.arange(both, device=z.device) < inner).to(z.dtype)
-    slopes = moved * twice.unsqueeze(-1) - torch.nn.functional.pad(still, (0, both - inner, 0, both - inner))
-    # (e^iμ - 1) / iμ, which cancels at 0 as it stands.
+    of_w = _coordinates(_left_derivative(mu, v, p))
+    of_a = _coordinates(_left_derivative(nu, w, p))
+    d = of_w.shape[-1]
+    inner = of_a.shape[-1]
+    # W contains 2A, so derivatives with respect to the coordinates of A are doubled.
+    factor = 1 + (torch.arange(d, device=z.device) < inner).to(z.dtype)
+    slopes = of_w * factor.unsqueeze(-1) - torch.nn.functional.pad(of_a, (0, d - inner, 0, d - inner))
+    # (e^iμ - 1) / iμ, in a form that does not cancel at 0.
     average = torch.exp(0.5j * mu) * torch.sinc(mu / (2 * math.pi))
     return _Linearisation(
         ((v * torch.exp(1j * mu).unsqueeze(-2)) @ v.mH).real,
@@ -329,50 +338,56 @@ def _linearise(z: Tensor) -> _Linearisation:
 
 
 def _left_derivative(angles: Tensor, frame: Tensor, p: int) -> Tensor:
-    """e^-X d(e^X) for X = V diag(iμ) V* in each coordinate direction, its first p columns: (*batch, d, k, p)."""
+    """Compute e^-X d(e^X) for X = V diag(iμ) V* in each coordinate direction.
+
+    The result contains the first p columns, (*batch, d, k, p).
+    """
     k = frame.shape[-1]
     rows, columns = torch.tril_indices(k, p, -1, device=frame.device)
     gap = angles.unsqueeze(-1) - angles.unsqueeze(-2)
-    # (1 - e^-iδ) / iδ, which cancels at equal angles as it stands.
+    # (1 - e^-iδ) / iδ, in a form that does not cancel at equal angles.
     slopes = torch.exp(-0.5j * gap) * torch.sinc(gap / (2 * math.pi))
-    # V* (e_a e_bᵀ - e_b e_aᵀ) V for every pair, then V (...) V* as two products of large matrices.
+    # V* (e_a e_bᵀ - e_b e_aᵀ) V for every pair (a, b). Then V (...) V* is computed as two products of large matrices.
     one = frame[..., rows, :]
     other = frame[..., columns, :]
     along = one.conj().unsqueeze(-1) * other.unsqueeze(-2) - other.conj().unsqueeze(-1) * one.unsqueeze(-2)
     right = (slopes.unsqueeze(-3) * along).flatten(-3, -2) @ frame[..., :p, :].mH
-    swapped = right.unflatten(-2, (-1, k)).transpose(-3, -2).flatten(-2)
-    turned: Tensor = (frame @ swapped).real.unflatten(-1, (len(rows), p)).transpose(-3, -2)
-    return turned
+    transposed = right.unflatten(-2, (-1, k)).transpose(-3, -2).flatten(-2)
+    result: Tensor = (frame @ transposed).real.unflatten(-1, (len(rows), p)).transpose(-3, -2)
+    return result
 
 
 def _exponent(z: Tensor) -> Tensor:
-    """[2A, -Rᵀ; R, 0] of [A; R]."""
+    """Return the exponent [2A, -Rᵀ; R, 0] of [A; R]."""
     k, p = z.shape[-2:]
-    turn = z[..., :p, :]
-    out = z[..., p:, :]
-    right = torch.cat([-out.mT, z.new_zeros(*z.shape[:-2], k - p, k - p)], -2)
-    return torch.cat([torch.cat([2 * turn, out], -2), right], -1)
+    a = z[..., :p, :]
+    r = z[..., p:, :]
+    right = torch.cat([-r.mT, z.new_zeros(*z.shape[:-2], k - p, k - p)], -2)
+    return torch.cat([torch.cat([2 * a, r], -2), right], -1)
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """The d numbers that determine [A; R] (*batch, k, p), the symmetric part of A ignored: first those of A."""
+    """Return the d entries that determine [A; R] (*batch, k, p), with those of A first.
+
+    The symmetric part of A is ignored.
+    """
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]
 
 
 def _matrix(numbers: Tensor, k: int, p: int) -> Tensor:
-    """[A; R] (*batch, k, p) of its coordinates."""
+    """Return [A; R] (*batch, k, p) for given coordinates."""
     rows, columns = torch.tril_indices(k, p, -1, device=numbers.device)
-    # What is not below the diagonal points at a zero behind the numbers.
-    place = torch.full((k, p), len(rows), device=numbers.device)
-    place[rows, columns] = torch.arange(len(rows), device=numbers.device)
-    lower = torch.nn.functional.pad(numbers, (0, 1))[..., place]
+    # Entries on and above the diagonal get the index of a 0 that is appended to the coordinates.
+    index = torch.full((k, p), len(rows), device=numbers.device)
+    index[rows, columns] = torch.arange(len(rows), device=numbers.device)
+    lower = torch.nn.functional.pad(numbers, (0, 1))[..., index]
     return torch.cat([lower[..., :p, :] - lower[..., :p, :].mT, lower[..., p:, :]], -2)
 
 
 def _max_singular_value(u: Tensor) -> Tensor:
-    """The largest singular value, infinite where `u` is not finite."""
+    """Return the largest singular value, or infinity if `u` is not finite."""
     finite = u.isfinite().all(-1).all(-1)
     values: Tensor = torch.linalg.svdvals(torch.where(finite[..., None, None], u, 0.0))
     return torch.where(finite, values.amax(-1), math.inf)

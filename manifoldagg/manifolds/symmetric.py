@@ -18,34 +18,37 @@ __all__ = ["SymmetricPositiveDefinite"]
 
 @dataclass(frozen=True)
 class SymmetricPositiveDefinite(Manifold):
-    r"""Symmetric positive definite $n \times n$ matrices with the affine-invariant metric.
+    r"""The symmetric positive definite $n \times n$ matrices with the affine-invariant metric.
 
     $$\langle u, v \rangle_x = \operatorname{tr}(x^{-1} u\, x^{-1} v).$$
 
-    With a Cholesky factor $x = L L^\top$ and $W(u) = L^{-1} u L^{-\top}$, which takes $x$ to the identity,
+    With the Cholesky factor $x = L L^\top$ and $W(u) = L^{-1} u L^{-\top}$, which maps $x$ to the identity,
 
     $$\exp_x u = L\, e^{W(u)} L^\top, \qquad \log_x y = L \log(W(y))\, L^\top, \qquad
       P_{x \to y} u = L\, W(y)^{1/2}\, W(u)\, W(y)^{1/2} L^\top = E u E^\top, \quad E = (y x^{-1})^{1/2}.$$
 
-    These are the formulas with $x^{1/2}$ in place of $L$. Where $y$ is near, $\log W(y)$ is formed from $W(y - x)$,
-    so that a small distance keeps its digits; everything is computed in float64 and cast back. Derivatives are right
-    up to the second, also where eigenvalues repeat; the third and higher ones of `log` and `transport` are not. The
-    skew part of an argument is ignored. `random_point` draws condition numbers up to 100, `random_tangent` is
-    standard normal in the metric at its point.
+    These formulas are equivalent to the common ones with $x^{1/2}$ instead of $L$.
 
-    `retract` is $x + u + \tfrac12 u x^{-1} u$, which is positive definite for every `u`.
+    Numerical properties:
 
-    A matrix with an eigenvalue $\le 0$ has no nearest point, the set being open: `project` takes the symmetric part
-    and lifts eigenvalues to $4 n \varepsilon$ times the largest modulus, $\varepsilon$ that of the dtype.
-
-    A point whose condition number is $c$ determines its smallest direction to $c\,\varepsilon$: at a distance $t$ from
-    a point of condition $c_0$ that is up to $c_0 e^{\sqrt{2} t}$, whatever the formula.
+    - All primitives are computed in float64 and cast back. If $y$ is close to $x$, $\log W(y)$ is computed from
+      $W(y - x)$, which is accurate for small distances.
+    - First and second derivatives are correct, also for repeated eigenvalues. Third and higher derivatives of `log` and
+      `transport` are not.
+    - The skew part of an argument is ignored.
+    - `retract` is $x + u + \tfrac12 u x^{-1} u$, which is positive definite for every `u`.
+    - `project` returns the symmetric part of a positive definite matrix. Otherwise there is no nearest point, because
+      the set is open. `project` then increases eigenvalues to $4 n \varepsilon$ times the largest absolute eigenvalue,
+      with the machine epsilon $\varepsilon$ of the dtype.
+    - `random_point` draws condition numbers up to 100. `random_tangent` is standard normal in the metric.
+    - The smallest eigenvalue of a point with condition number $c$ has a relative rounding error of $c\,\varepsilon$. At
+      a distance $t$ from a point with condition number $c_0$, $c$ can be as large as $c_0 e^{\sqrt{2} t}$.
 
     Args:
         n: the number of rows.
 
     Raises:
-        ArgumentError: if `n` is not a positive integer; where a point is not positive definite, naming it.
+        ArgumentError: if `n` is not a positive integer. Methods raise it if a point is not positive definite.
 
     Example:
         >>> import torch
@@ -93,7 +96,7 @@ class SymmetricPositiveDefinite(Manifold):
             values, basis = torch.linalg.eigh(symmetric.detach())
             largest = values.abs().amax(-1, keepdim=True)
             floor = (4 * self.n * torch.finfo(x.dtype).eps * largest).clamp(min=torch.finfo(x.dtype).tiny)
-            # Added, and not rebuilt from eigenvalues: a matrix that is positive definite keeps its bits.
+            # The increase is added to the matrix, so a positive definite matrix remains bitwise equal.
             lift = (basis * (floor - values).clamp(min=0).unsqueeze(-2)) @ basis.mT
         point: Tensor = symmetric + lift
         return point.to(x.dtype)
@@ -122,27 +125,28 @@ class SymmetricPositiveDefinite(Manifold):
         return _restore(_cholesky("x", x), sym(noise.to(x.device))).to(x.dtype)
 
     def _velocity(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The Cholesky factor of `x`, and log W(y)."""
+        """Return the Cholesky factor of `x`, and log W(y)."""
         factor = _cholesky("x", x)
         _cholesky("y", y.detach())
         target = sym(_whiten(factor, sym(y.double())))
         with torch.no_grad():
             step = sym(_whiten(factor, sym(y.double() - x.double())).detach())
-            # Eigenvalues of W(y) - 1 within 1/2: log1p keeps the digits of small ones, which 1 + them would round off.
+            # If the eigenvalues of W(y) - 1 are within 1/2, log1p is accurate for small ones. The sum 1 + λ would round
+            # them off.
             near = (step.square().sum((-2, -1)) < 0.25)[..., None, None]
             values, basis = torch.linalg.eigh(torch.where(near, step, target.detach()))
             logs = torch.where(near[..., 0], torch.where(near[..., 0], values, 0.0).log1p(), values.log())
-        # exp[a, b] = (e^a - e^b) / (a - b), the derivative of exp in the basis of its eigenvectors.
+        # The divided difference (e^a - e^b) / (a - b) is the derivative of exp in the eigenbasis.
         mean = (logs.unsqueeze(-1) + logs.unsqueeze(-2)) / 2
         half = (logs.unsqueeze(-1) - logs.unsqueeze(-2)) / 2
-        # As e^mean sinh(half) / half: the quotient of differences would cancel where eigenvalues are near.
+        # It is computed as e^mean sinh(half) / half, because the quotient cancels for close eigenvalues.
         slopes = mean.exp() * torch.where(half == 0, 1.0, half.sinh() / torch.where(half == 0, 1.0, half))
         value = (basis * logs.unsqueeze(-2)) @ basis.mT
         return factor, differentiable_log(value, target, lambda e: basis @ ((basis.mT @ e @ basis) / slopes) @ basis.mT)
 
 
 def _cholesky(name: str, x: Tensor) -> Tensor:
-    """The lower factor of a point, in float64."""
+    """Compute the lower Cholesky factor of a point, in float64."""
     try:
         factor: Tensor = torch.linalg.cholesky(sym(x.double()))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, and not in torch's stubs
@@ -151,12 +155,12 @@ def _cholesky(name: str, x: Tensor) -> Tensor:
 
 
 def _whiten(factor: Tensor, u: Tensor) -> Tensor:
-    """L⁻¹ u L⁻ᵀ."""
+    """Compute L⁻¹ u L⁻ᵀ."""
     left = torch.linalg.solve_triangular(factor, u, upper=False)
     both: Tensor = torch.linalg.solve_triangular(factor, left.mT, upper=False)
     return both.mT
 
 
 def _restore(factor: Tensor, w: Tensor) -> Tensor:
-    """L w Lᵀ, symmetric to the last bit."""
+    """Compute L w Lᵀ, exactly symmetric."""
     return sym(factor @ w @ factor.mT)

@@ -1,4 +1,4 @@
-"""Tangent spaces at one point: projected sums and differences of points of low-rank leaves."""
+"""Tangent spaces at one point: linear combinations of points of low-rank leaves, projected to tangents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ __all__ = ["TangentSpace"]
 
 @dataclass(frozen=True, eq=False)
 class TangentSpace(AmbientSpace):
-    r"""The tangent space at one point $X$: as `AmbientSpace`, with rows projected to tangents.
+    r"""The tangent space at one point $X$, with the interface of `AmbientSpace`.
 
-    Of a row $Z$ inner products and sums take $P_X Z$ at each leaf of low rank, which is what `inverse_retract` sees of
-    a difference of points, and a point is `retract` of the sum in place of its truncation. What is kept is the tangent
-    as a matrix: with it at another point is what is tangent of it there.
+    At each low-rank leaf, inner products and linear combinations use the projection $P_X Z$ of a row $Z$ to tangents.
+    For a difference of points, this is `inverse_retract`. A new point is `retract` of the combination instead of its
+    truncation. A stored row is the tangent as a matrix, so that it can be projected to the tangents at another point.
 
-    A leaf whose $X$ has a lower rank than its factors has no such tangents: there everything is as in `AmbientSpace`,
-    and `diagnostics` says at how many leaves (`ambient`).
+    If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space. It is then treated as in
+    `AmbientSpace`. The entry `ambient` of `diagnostics` is the number of these leaves.
 
     Attributes:
-        base_point: $X$.
-        smooth_leaves: the leaves with tangents.
+        base_point: the point $X$.
+        smooth_leaves: the indices of the leaves with a tangent space.
 
     Example:
         >>> x = torch.tensor([[1.0], [0.0], [2.0], [0.0]])  # diag(2, 0)
-        >>> y = torch.tensor([[0.0], [1.0], [0.0], [1.0]])  # diag(0, 1), of which nothing is tangent there
+        >>> y = torch.tensor([[0.0], [1.0], [0.0], [1.0]])  # diag(0, 1), whose projection to tangents at x is 0
         >>> tangents = TangentSpace.at(LowRank(2, 2, 1), x)
         >>> tangents.gram([y, y], minus=[None, x])
         tensor([[[0., 0.],
@@ -46,19 +46,19 @@ class TangentSpace(AmbientSpace):
 
     @staticmethod
     def at(space: Manifold, base_point: Row) -> "TangentSpace":
-        """Return the tangent space at a point of a space that is `ambient`.
+        """Return the tangent space at a point of an `ambient` space.
 
         Raises:
             ArgumentError: as [`AmbientSpace.of`][manifoldagg.manifolds.ambient.AmbientSpace.of].
         """
-        around = AmbientSpace.of(space, base_point[0] if isinstance(base_point, tuple) else base_point)
+        ambient = AmbientSpace.of(space, base_point[0] if isinstance(base_point, tuple) else base_point)
         smooth = frozenset(
             i
-            for i in around._low_rank_leaves
-            if _is_smooth(copied_space(around.leaves[i].space), around._piece(base_point, i))
+            for i in ambient._low_rank_leaves
+            if _is_smooth(copied_space(ambient.leaves[i].space), ambient._piece(base_point, i))
         )
-        told = {**around.diagnostics, "ambient": float(len(around._low_rank_leaves) - len(smooth))}
-        return TangentSpace(around.leaves, told, base_point=base_point, smooth_leaves=smooth)
+        diagnostics = {**ambient.diagnostics, "ambient": float(len(ambient._low_rank_leaves) - len(smooth))}
+        return TangentSpace(ambient.leaves, diagnostics, base_point=base_point, smooth_leaves=smooth)
 
     def _low_rank_gram(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
         if i not in self.smooth_leaves:
@@ -92,45 +92,49 @@ class TangentSpace(AmbientSpace):
         m = copied_space(self.leaves[i].space).m
         x = self._base_leaf(i)
         u = self._combine_tangents(i, rows, minus, coefficients)
-        # dB A + B dA, side by side.
-        down = torch.cat([u[..., :m, :], x[..., m:, :]], -2)
-        across = torch.cat([x[..., :m, :], u[..., m:, :]], -2)
-        return [torch.cat([down, across], -1)], [1.0]
+        # The columns of dB A and B dA are concatenated, so the stack represents their sum.
+        first = torch.cat([u[..., :m, :], x[..., m:, :]], -2)
+        second = torch.cat([x[..., :m, :], u[..., m:, :]], -2)
+        return [torch.cat([first, second], -1)], [1.0]
 
     def _base_leaf(self, i: int) -> Tensor:
         return self._piece(self.base_point, i).double()
 
     def _combine_tangents(
-        self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], line: Sequence[float]
+        self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> Tensor:
-        """What of a combination of rows is tangent."""
-        weights = torch.tensor([float(c) for c in line], dtype=torch.float64)
+        """Compute the tangent of a linear combination of rows."""
+        weights = torch.tensor([float(c) for c in coefficients], dtype=torch.float64)
         u = self._tangents(i, rows, minus)
-        # Of a row that has no part in it nothing is multiplied: 0 * inf is not a number.
+        # Rows with the coefficient 0 are excluded, because 0 * inf is NaN.
         used = weights != 0
-        found: Tensor = torch.tensordot(weights[used].to(u), u[used.to(u.device)], dims=1)
-        return found
+        tangent: Tensor = torch.tensordot(weights[used].to(u), u[used.to(u.device)], dims=1)
+        return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """What of rows is tangent: (k, *batch, m + n, rank)."""
+        """Compute the tangents (k, *batch, m + n, rank) of rows."""
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
-        seen: dict[int | None, Tensor] = {}
+        cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """The way from X to a point, or to 0: the projection of a difference is a difference of such."""
+            """Compute the tangent that points from X to a row, or to 0 for `None`.
+
+            The projection is linear, so the tangent of a difference is the difference of two such tangents.
+            """
             key = None if row is None else id(row)
-            if key not in seen:
-                seen[key] = space._inverse_retract(
+            if key not in cache:
+                cache[key] = space._inverse_retract(
                     x, torch.zeros_like(x) if row is None else self._piece(row, i).double()
                 )
-            return seen[key]
+            return cache[key]
 
-        return torch.stack([tangent(plus) - tangent(less) for plus, less in zip(rows, minus, strict=True)])
+        pairs = zip(rows, minus, strict=True)
+        return torch.stack([tangent(minuend) - tangent(subtrahend) for minuend, subtrahend in pairs])
 
 
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
-    """Whether the factors of a point, and of all copies, have the rank of the space in their dtype."""
+    """Return whether the matrix of every copy of a point has the full rank of the space, up to rounding."""
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

@@ -16,23 +16,23 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["Validated", "check_injectivity_radius", "check_point", "check_tangent"]
 
 OPEN_SET_ROUNDINGS = 64
-"""Roundings by which a point of an open set may miss its own projection: it is brought back a little further in."""
+"""The tolerance for points of open sets, in units of machine epsilon. `project` moves them slightly inside."""
 
 
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
-    r"""Return `x`, whose points must lie on the manifold: $|\operatorname{project}(x) - x|$ small, leaf by leaf.
+    r"""Return `x`, whose points must be on the manifold: $|\operatorname{project}(x) - x|$ is small for each leaf.
 
     Args:
-        space: with project.
-        x: (*batch, *shape).
-        name: of the argument, for the message.
-        tolerance: on the largest coordinate of the difference, relative to the largest of the point where that is
-            over 1; where not given $\sqrt\varepsilon$ of the dtype in which a model keeps the leaf. A leaf of full
-            width whose space is an open set of coordinates gets 64 $\varepsilon$ of its largest coordinate: what lies
-            beyond the border is not a point at all.
+        space: a space with project.
+        x: points (*batch, *shape).
+        name: the name of the argument in the error message.
+        tolerance: the tolerance for the largest coordinate of the difference. It is relative to the largest coordinate
+            of the point, if this is larger than 1. The default is $\sqrt\varepsilon$ of the dtype in which a model
+            stores the leaf. If the space of a leaf is an open set and the leaf is not stored in a narrower dtype, the
+            default is 64 $\varepsilon$ times the largest coordinate, because the border is not part of the space.
 
     Raises:
-        ArgumentError: naming the argument, its leaf and the size of the violation.
+        ArgumentError: if a point is not on the manifold. The message contains the argument, the leaf and the distance.
 
     Example:
         >>> import torch
@@ -64,17 +64,19 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 
 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
-    r"""Return `u`, which must be tangent at `x`: $|\operatorname{project}_x(u) - u|$ within the tolerance, by leaf.
+    r"""Return `u`, which must be tangent at `x`: $|\operatorname{project}_x(u) - u|$ is small for each leaf.
 
     Args:
-        space: with project_tangent.
-        x: (*batch, *shape), points of the space.
-        u: (*batch, *shape).
-        name: of the argument, for the message.
-        tolerance: relative to the largest coordinate of `u`; $\sqrt\varepsilon$ of the dtype where not given.
+        space: a space with project_tangent.
+        x: points of the space, (*batch, *shape).
+        u: tangents (*batch, *shape).
+        name: the name of the argument in the error message.
+        tolerance: the tolerance relative to the largest coordinate of `u`. The default is $\sqrt\varepsilon$ of the
+            dtype.
 
     Raises:
-        ArgumentError: naming the argument, its leaf and the size of the violation.
+        ArgumentError: if `u` is not tangent. The message contains the argument, the leaf and the norm of the normal
+            part.
 
     Example:
         >>> import torch
@@ -90,7 +92,7 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
             continue
         normal = _max_abs(factor, factor._project_tangent(base, part) - part)
         size = _max_abs(factor, part)
-        # A hyperboloid's projection magnifies the rounding of u by the square of the point's coordinates.
+        # On the hyperboloid, the projection amplifies the rounding error of u by the squared coordinates of the point.
         allowed = _relative_tolerance(part.dtype, tolerance) * size * _max_abs(factor, base).clamp(min=1).square()
         if not bool((normal <= allowed).all()):
             i = (normal - allowed).nan_to_num(math.inf).argmax()
@@ -103,15 +105,17 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
 
 @dataclass(frozen=True)
 class Validated(Delegate):
-    r"""A space that validates every argument: points on the manifold, tangents tangent, values finite.
+    r"""A wrapper of a space that validates every argument.
 
-    What takes two points also refuses those beyond the cut locus: leaf by leaf, $\|\log_x y\|$ must be within the
-    injectivity radius and finite. The checks cost about as much as the operations, and do not work under `vmap`,
-    `torch.compile` and the like: for the door of a program, and for looking for a mistake.
+    Points must be on the manifold, tangents must be tangent, and values must be finite. Methods with two points also
+    reject pairs beyond the cut locus: for each leaf, $\|\log_x y\|$ must be finite and within the injectivity radius.
+
+    The checks cost about as much as the operations. They do not work under `vmap` or `torch.compile`. The wrapper is
+    useful for inputs from outside of a program, and for debugging.
 
     Args:
-        space: to guard.
-        tolerance: of [`check_point`][manifoldagg.manifolds.check_point] and
+        space: the space to wrap.
+        tolerance: the tolerance of [`check_point`][manifoldagg.manifolds.check_point] and
             [`check_tangent`][manifoldagg.manifolds.check_tangent].
 
     Example:
@@ -148,10 +152,10 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check that logs at `x` are finite and no longer than the injectivity radius, leaf by leaf.
+    """Check for each leaf that logs at `x` are finite and not longer than the injectivity radius.
 
     Raises:
-        ArgumentError: naming the leaf and the distance.
+        ArgumentError: if they are not. The message contains the leaf and the distance.
     """
     for leaf, (base, part) in factor_parts(space, *torch.broadcast_tensors(x.detach(), log.detach())):
         factor = leaf.space
@@ -170,7 +174,7 @@ def _relative_tolerance(dtype: torch.dtype, tolerance: float | None) -> float:
 
 
 def _max_abs(space: Manifold, x: Tensor) -> Tensor:
-    """The largest coordinate of each point, in float64."""
+    """Return the largest absolute coordinate of each point, in float64."""
     return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 

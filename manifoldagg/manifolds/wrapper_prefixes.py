@@ -1,23 +1,23 @@
-"""Prefixes that wrappers of modules add to the names of tensors."""
+"""Prefixes that module wrappers add to the names of tensors."""
 
 from collections.abc import Collection
 
 __all__ = ["wrapper_hint"]
 
 WRAPPER_PREFIXES = {
-    "module": "DataParallel and DistributedDataParallel put it there: use that of `model.module`",
-    "_orig_mod": "torch.compile puts it there: use that of `model._orig_mod`",
-    "_fsdp_wrapped_module": "FullyShardedDataParallel puts it there: use a full state dict",
+    "module": "DataParallel and DistributedDataParallel add; use the state dict of `model.module`",
+    "_orig_mod": "torch.compile adds; use the state dict of `model._orig_mod`",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel adds; use a full state dict",
 }
-"""What they put before each name, the first, or before a part of it, the others; and what to do."""
+"""The prefixes and their explanations. The first precedes a whole name, and the others any part of a name."""
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message if names differ from the expected ones by wrapper prefixes alone.
+    """Return a hint for an error message if only wrapper prefixes make names differ from the expected ones, or "".
 
     Example:
-        >>> wrapper_hint({"module.weight"}, {"weight"})
-        "; 'module.' is in them: DataParallel and DistributedDataParallel put it there: use that of `model.module`"
+        >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})
+        "; got '_orig_mod.' in names, which torch.compile adds; use the state dict of `model._orig_mod`"
         >>> wrapper_hint({"bias"}, {"weight"})
         ''
     """
@@ -26,17 +26,17 @@ def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
     mine, theirs = (_wrappers_in(names) for names in (given, expected))
     for part, why in WRAPPER_PREFIXES.items():
         if (part in mine) != (part in theirs):
-            return f"; '{part}.' is {'in them' if part in mine else 'in those that are expected'}: {why}"
+            return f"; {'got' if part in mine else 'expected'} '{part}.' in names, which {why}"
     return ""
 
 
 def _wrappers_in(names: Collection[str]) -> set[str]:
-    """What wrappers have put there, as far as it can be told."""
+    """Return the wrapper prefixes that occur in names."""
     return WRAPPER_PREFIXES.keys() & {part for name in names for part in name.split(".")}
 
 
 def _unwrapped_name(name: str) -> str:
-    """A name without it. A module of one's own may be called `module` too, further inside."""
+    """Remove wrapper prefixes from a name. A user may call a submodule `module`, so it is removed only at the start."""
     parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

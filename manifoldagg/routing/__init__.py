@@ -1,6 +1,6 @@
-"""Task routing: exact closed queueing networks, bounds on learning, and routings that minimise the bounds.
+"""Task routing: exact closed queueing networks, convergence bounds, and routings that minimise the bounds.
 
-NumPy and SciPy only: it knows clients by their rates, and no model.
+The package describes clients by their service rates and does not use models. It depends only on NumPy and SciPy.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

@@ -1,4 +1,4 @@
-"""Validation of shares and rates as read-only float64 vectors, and dataclasses that hold them."""
+"""Validation of shares and rates as read-only float64 vectors, and base classes of dataclasses with such vectors."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ Numbers = np.ndarray | Sequence[float]
 SUM_TOLERANCE = 1e-6
 MIN_RATE = 1e-300
 MAX_RATE = 1e300
-"""Of rates: mean service times are finite floats."""
+"""With rates between `MIN_RATE` and `MAX_RATE`, the mean service times are finite floats."""
 
 
 def rate_vector(values: Numbers) -> np.ndarray:
-    """Return rates in tasks per unit of time as a positive vector with finite inverses.
+    """Return rates in tasks per unit of time as a vector of positive numbers with finite inverses.
 
     Raises:
-        ArgumentError: naming the first rate that is not.
+        ArgumentError: if a rate is not between `MIN_RATE` and `MAX_RATE`.
     """
     rates = check_vector("rates", values)
     return _check_entries(
@@ -34,17 +34,18 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
     """Return a vector of positive numbers, one for each client.
 
     Raises:
-        ArgumentError: naming the first that is not.
+        ArgumentError: if the length differs from `clients`, or an entry is not positive.
     """
     p = _check_length(name, check_vector(name, values), clients)
-    return _check_entries(name, p, p > 0, "a positive share (the bounds are infinite where a client gets no task)")
+    return _check_entries(name, p, p > 0, "a positive share (the bounds are infinite if a client gets no task)")
 
 
 def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> np.ndarray:
-    """Return a vector of nonnegative shares whose sum is 1 up to 1e-6; they are not rescaled.
+    """Return a vector of nonnegative shares whose sum is 1 up to 1e-6. The shares are not rescaled.
 
     Raises:
-        ArgumentError: saying by how much the sum misses 1, or which share is negative.
+        ArgumentError: if a share is negative, or the sum is not 1. The message contains the index of the share or the
+            difference of the sum from 1.
     """
     p = _check_length("routing", check_vector("routing", values), clients)
     _check_entries("routing", p, p >= 0, "a share >= 0")
@@ -62,7 +63,7 @@ def _check_length(name: str, x: np.ndarray, clients: int) -> np.ndarray:
 
 
 def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -> np.ndarray:
-    """`x` to be read only, if all of it is good."""
+    """Make `x` read-only and return it, if all entries are valid."""
     for i in np.flatnonzero(~valid)[:1]:
         raise ArgumentError(f"{name}[{i}]: expected {expected}, got {x[i]}")
     x.flags.writeable = False
@@ -81,7 +82,7 @@ class ShortRepr:
 
 
 class ContentEquality:
-    """Base class of frozen dataclasses with vectors, compared by class and content."""
+    """Base class of frozen dataclasses with vectors. Instances are equal if their classes and contents are equal."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._content() == other._content()

@@ -16,27 +16,37 @@ __all__ = ["AdaptiveRouting"]
 
 
 class AdaptiveRouting:
-    r"""A routing that is re-optimised from estimates of the rates, the noise, the smoothness and the gap.
+    r"""A routing that is re-optimised from running estimates of the rates, the noise, the smoothness and the gap.
 
-    A client serves one task at a time, in the order they were sent: a service starts when the task is sent or when the
-    one before came back, whichever is later. With c services of total duration s, which includes the one in progress,
+    A client serves one task at a time, in the order of dispatch. The service of a task starts at its dispatch or at the
+    return of the previous task, whichever is later. The estimated rate of client i after $c_i$ services with the total
+    duration $s_i$, including the service in progress, is
 
-    $$\hat \mu_i = \frac{weight + c_i}{weight / \mu_i + s_i},$$
+    $$\hat \mu_i = \frac{w + c_i}{w / \mu_i + s_i},$$
 
-    the posterior mean under a gamma prior at the guessed rate; a client that falls silent gets slower by it. A is the
-    first loss less the lowest, B the mean of what was observed, L the largest; the guesses hold until one is positive.
-    Re-routing moves p towards the best routing found, by at most `max_change` in total variation
-    $\frac12 \| p' - p \|_1$.
+    where $w$ is the prior weight. It is the posterior mean under a gamma prior centred at the guessed rate $\mu_i$. The
+    estimated rate of a client decreases while the client does not return its task.
+
+    The other constants of the bound are estimated as follows. The guess of a constant is used until its estimate is
+    positive.
+
+    - The gap A is the first loss minus the lowest loss.
+    - The noise B is the mean of the observed samples.
+    - The smoothness L is the largest observed lower bound.
+
+    `reroute` moves p towards the best routing found. The total variation distance $\frac12 \| p' - p \|_1$ of one move
+    is at most `max_change`.
 
     Args:
-        bound: guesses of all constants, and the kind of bound.
-        routing: p at the beginning, (n,); `None` is the uniform one.
-        max_change: of `reroute`, the most that a call may move, in (0, 1].
-        prior_weight: of the guessed rates, in services.
-        horizon: services of a client after which one counts 1/e; `None` forgets nothing.
+        bound: guesses of all constants. Its class selects the bound.
+        routing: the initial routing p, (n,); `None` for the uniform routing.
+        max_change: the maximum total variation distance of one `reroute`, in (0, 1].
+        prior_weight: the weight of the guessed rates, as a number of services.
+        horizon: the number of later services of a client after which a service has the weight 1/e; `None` weighs all
+            services equally.
 
     Raises:
-        ArgumentError: naming what does not fit; by a method, before it changes anything.
+        ArgumentError: if an argument is invalid. A method that raises it leaves the object unchanged.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -83,13 +93,13 @@ class AdaptiveRouting:
         """Record the dispatch of a task to a client."""
         i = self._check_client(client)
         latest = self._pending[i][-1] if self._pending[i] else self._last_return[i]
-        self._pending[i].append(_check_time(time, latest, "the client's latest"))
+        self._pending[i].append(_check_time(time, latest, "the latest time of this client"))
 
     def on_completion(self, client: int, time: float) -> None:
         """Record the completion of a client's oldest task."""
         i = self._check_busy(client)
         start = self._service_start(i)
-        time = _check_time(time, start, "when the service began")
+        time = _check_time(time, start, "the start of the service")
         self._pending[i].popleft()
         self._count[i] = self._decay * self._count[i] + 1
         self._seconds[i] = self._decay * self._seconds[i] + time - start
@@ -98,7 +108,7 @@ class AdaptiveRouting:
     def on_dropout(self, client: int, time: float) -> None:
         """Record the loss of a client's oldest task, which does not change the estimated rate."""
         i = self._check_busy(client)
-        time = _check_time(time, self._pending[i][0], "when it was sent")
+        time = _check_time(time, self._pending[i][0], "the time of its dispatch")
         self._pending[i].popleft()
         self._last_return[i] = max(self._last_return[i], time)
 
@@ -119,7 +129,7 @@ class AdaptiveRouting:
         self._smoothness = max(self._smoothness, check_number("value", value, above=0))
 
     def rates(self, now: float | None = None) -> np.ndarray:
-        """Return the estimated rates, (n,); services in progress count with their duration until `now`."""
+        """Return the estimated rates, (n,). If `now` is given, they include the duration of services in progress."""
         seconds = self._seconds.copy()
         if now is not None:
             now = check_number("now", now)
@@ -142,9 +152,9 @@ class AdaptiveRouting:
         )
 
     def reroute(self, now: float | None = None) -> np.ndarray:
-        """Move the shares towards the best routing for the estimated bound, and return p, (n,).
+        """Move the shares towards the best routing for the estimated bound, and return the new p, (n,).
 
-        `last_optimum` is what the optimiser found, before the move was limited.
+        The attribute `last_optimum` contains the result of the optimiser, before `max_change` limits the move.
         """
         self.last_optimum = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
         distance = 0.5 * float(np.abs(self.last_optimum.p - self._p).sum())
@@ -163,7 +173,7 @@ class AdaptiveRouting:
     def _check_busy(self, client: int) -> int:
         i = self._check_client(client)
         if not self._pending[i]:
-            raise ArgumentError(f"client: expected one with a task, got {client}, whose tasks are all back")
+            raise ArgumentError(f"client: expected a client with a task in flight, got {client}, which has none")
         return i
 
     def _service_start(self, i: int) -> float:

@@ -1,15 +1,15 @@
 r"""Bounds on the gradient norm as functions of a routing: per update (G) and per unit of time (H).
 
-With $B = 2M^2 + \sigma^2$ the noise, L the smoothness, A the gap $f(w_0) - f^*$, $\eta$ the rate of the server,
+$B = 2M^2 + \sigma^2$ is the noise, L the smoothness, A the gap $f(w_0) - f^*$ and $\eta$ the rate of the server:
 
 $$G = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad
   H = \frac{1}{\lambda} (\frac{A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}) .$$
 
-Both are formulas in p > 0 that do not need $\sum_i p_i = 1$: with $\rho_i = p_i / \mu_i$, $E[X]$ and $E[\xi]$ depend on
-the ratios of p only, and $\lambda = Z_{n,m-1} / Z_{n,m}$ is of degree -1. Their derivatives as such are the free
-partial derivatives; routings see the part of them that sums to 0.
+Both formulas are defined for every p > 0, also if $\sum_i p_i \ne 1$. With $\rho_i = p_i / \mu_i$, the means $E[X]$ and
+$E[\xi]$ depend only on the ratios of p, and $\lambda = Z_{n,m-1} / Z_{n,m}$ is homogeneous of degree -1. The partial
+derivatives ignore the constraint on the sum. On routings, only their component with sum 0 matters.
 """
 
 import math
@@ -31,18 +31,18 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bound(ContentEquality, ShortRepr):
-    """Base class of bounds: the constants of a problem, with the bound as a function of the routing.
+    """Base class of bounds: the constants of a problem, and the bound as a function of the routing.
 
     Args:
-        rates: of the clients, (n,), tasks per unit of time.
-        concurrency: m, in the network at any time.
-        rate: η, by which the server multiplies updates. That the bounds hold only for small ones is not checked.
-        smoothness: L.
-        noise: B = 2M² + σ², of the heterogeneity M² of the clients and the variance σ² of their gradients.
-        gap: A.
+        rates: the service rates of the clients, (n,), in tasks per unit of time.
+        concurrency: m, the number of tasks in the network at any time.
+        rate: η, the learning rate of the server. The bounds hold only for small rates, which is not checked.
+        smoothness: L, the smoothness constant of the loss.
+        noise: B = 2M² + σ², where M² is the heterogeneity of the clients and σ² the variance of their gradients.
+        gap: A, the initial loss minus the lowest loss.
 
     Raises:
-        ArgumentError: naming what does not fit.
+        ArgumentError: if an argument is invalid.
     """
 
     rates: np.ndarray | Sequence[float]
@@ -60,48 +60,48 @@ class Bound(ContentEquality, ShortRepr):
         for name in ("noise", "gap"):
             object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=0))
         if self.noise == self.gap == 0:
-            raise ArgumentError("noise: expected a number > 0 where the gap is 0, got 0: nothing is left to bound")
+            raise ArgumentError("noise: expected a number > 0 if the gap is 0, got 0, so that the bound is 0")
 
     def __call__(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the bound at a positive routing p, (n,), whose sum is 1 up to 1e-6; it is not rescaled.
+        """Evaluate the bound at a positive routing p, (n,), whose sum is 1 up to 1e-6. The routing is not rescaled.
 
         Raises:
-            ArgumentError: if p is no such routing.
+            ArgumentError: if p is not a routing with positive shares.
             DivergenceError: if a share is so small that the bound overflows.
         """
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the formula at any p > 0, (n,), whose sum need not be 1; `gradient` differentiates it.
+        """Evaluate the formula at any p > 0, (n,), with an arbitrary sum. `gradient` differentiates this function.
 
         Raises:
             ArgumentError: if an entry is not positive.
-            DivergenceError: as the call.
+            DivergenceError: if the bound overflows.
         """
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""Compute the free partial derivatives $\partial / \partial p_j$ of `unnormalised`, (n,).
+        r"""Compute the partial derivatives $\partial / \partial p_j$ of `unnormalised` at a routing, (n,).
 
-        Along routings only the differences of its entries matter.
+        The sum of a routing is constant, so only the differences of the entries matter.
 
         Raises:
             ArgumentError: if p is not a routing with positive shares.
-            DivergenceError: as the call.
+            DivergenceError: if the bound or its gradient overflows.
 
-        Cost: O(nm), one sweep forward, as the Jacobian of the means in log p is symmetric.
+        Cost: O(nm) in one forward pass, because the Jacobian of the means with respect to log p is symmetric.
         """
         return self.value_and_gradient(p)[1]
 
     def value_and_gradient(self, p: np.ndarray | Sequence[float]) -> tuple[float, np.ndarray]:
-        """Compute the value and the gradient at the cost of one."""
+        """Compute the value and the gradient at the cost of the gradient alone."""
         return self._value_and_slope(self._check_routing(p))
 
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
         r"""Compute the gradient at $p = \operatorname{softmax}(\theta)$: $p_j (g_j - \langle p, g \rangle)$, (n,).
 
         Raises:
-            ArgumentError: if theta does not fit, or is so extreme that a share is 0.
+            ArgumentError: if theta does not have n finite entries, or if a share underflows to 0.
 
         Source: Queue, appendix E.
         """
@@ -111,10 +111,10 @@ class Bound(ContentEquality, ShortRepr):
         return slope
 
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
-        r"""Yield the bound for m = 1, 2, 3, ..., and a lower bound for that many tasks *and more*.
+        r"""Yield the bound for m = 1, 2, 3, ..., each with a lower bound for m *and all larger* concurrencies.
 
-        Without end, O(n) a step. The lower bound is certain: means and throughput grow with the tasks, and the
-        throughput stays below $1 / \max_i \rho_i$.
+        The iterator is infinite and needs O(n) operations per step. The lower bound holds because the means and the
+        throughput increase with m, and the throughput stays below $1 / \max_i \rho_i$.
 
         Raises:
             ArgumentError: if `routing` is not a routing with positive shares.
@@ -163,17 +163,17 @@ class Bound(ContentEquality, ShortRepr):
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        """The bound from λ, E[X] and E[ξ]."""
+        """Compute the bound from λ, E[X] and E[ξ]."""
         raise NotImplementedError
 
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
     ) -> np.ndarray:
-        """Its gradient, from each of E[X] and E[ξ] with its covariance applied to 1/p²."""
+        """Compute the gradient from E[X] and E[ξ], each with the product of its covariance and 1/p²."""
         raise NotImplementedError
 
     def _error_terms(self, p: np.ndarray, concurrency: int, delays: np.ndarray) -> float:
-        """The sum of the two terms that every bound has: of gradients, and of their staleness."""
+        """Compute the sum of the two terms that all bounds share: gradient noise and staleness."""
         with np.errstate(all="ignore"):
             noise, stale = self._factors(concurrency)
             value = noise * float((1 / p).sum()) + stale * float((delays / p / p).sum())
@@ -193,20 +193,20 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The bound G on an eighth of the mean of $\| \nabla f \|^2$ over the updates, as a function of the routing.
+    r"""The bound G per update: an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates.
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
     Args:
-        rates: and the other constants as in `Bound`.
-        num_updates: T >= 0, the updates that there will be.
+        rates: as in `Bound`, like the other constants.
+        num_updates: T >= 0, the number of updates of the run.
 
     Source: Queue (5), appendix E.
 
     Example:
         >>> bound = UpdateBound([1.0, 2.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0, num_updates=9)
-        >>> round(bound([0.5, 0.5]), 12)  # 1/(.1 · 10) + .1 + .01 · 3 · 2
+        >>> round(bound([0.5, 0.5]), 12)  # 1/(0.1 · 10) + 0.1 + 0.01 · 3 · 2
         1.16
         >>> bound.gradient([0.5, 0.5]).round(3).tolist()
         [-0.271, -0.169]
@@ -231,20 +231,20 @@ class UpdateBound(Bound):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeBound(Bound):
-    r"""The bound H on an eighth of the mean of $\| \nabla f \|^2$ times the duration of an update.
+    r"""The bound H per unit of time: $\frac18$ of the mean of $\| \nabla f \|^2$ times the mean duration of an update.
 
     $$H(p) = \frac{1}{\lambda} (\frac{A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
 
     Args:
-        rates: and the other constants as in `Bound`.
+        rates: as in `Bound`, like the other constants.
 
-    Source: Queue (12), appendix F, whose gradient is written anew here:
+    Source: Queue (12), appendix F. The gradient is derived again with
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.
 
     Example:
         >>> bound = TimeBound([1.0, 1.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
-        >>> round(bound([0.5, 0.5]), 12)  # (10 + .1 + .01 · 3 · 3) · 4 / 6
+        >>> round(bound([0.5, 0.5]), 12)  # (10 + 0.1 + 0.01 · 3 · 3) · 4 / 6
         6.793333333333
     """
 
@@ -261,7 +261,7 @@ class TimeBound(Bound):
 
 
 def softmax(theta: np.ndarray) -> np.ndarray:
-    """Compute shares in the ratios of exp(theta)."""
+    """Compute shares proportional to exp(theta), with the sum 1."""
     shares: np.ndarray = np.exp(theta - theta.max())
     shares /= shares.sum()
     return shares

@@ -1,11 +1,13 @@
 r"""Mean-value analysis of a closed network: recursions in the number of tasks.
 
-A closed Jackson network of n clients has $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the states with k tasks,
-$\rho_i = p_i / \mu_i$. With $Z_k$ its normalising constant, $\lambda_k = Z_{k-1} / Z_k$ and $L_i(k)$ the mean of $x_i$,
+A closed Jackson network of n clients has the stationary distribution $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the
+states with k tasks, where $\rho_i = p_i / \mu_i$. Let $Z_k$ be its normalising constant, $\lambda_k = Z_{k-1} / Z_k$
+the throughput and $L_i(k)$ the mean of $x_i$. Then
 
-$$a_i = \rho_i (1 + L_i(k-1)), \quad \lambda_k = k / \sum_i a_i, \quad L_i(k) = \lambda_k a_i :$$
+$$a_i = \rho_i (1 + L_i(k-1)), \quad \lambda_k = k / \sum_i a_i, \quad L_i(k) = \lambda_k a_i .$$
 
-positive terms only, so nothing cancels, and no constant that over- or underflows is ever formed.
+All terms are positive, so there is no cancellation. The normalising constants, which can overflow or underflow, are
+never computed.
 """
 
 from collections.abc import Iterator
@@ -17,12 +19,12 @@ __all__ = ["directional_mean_values", "mean_values"]
 
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    r"""Yield $(\lambda_k, L(k))$ for k = 1, 2, ... without end, in O(n) per step.
+    r"""Yield $(\lambda_k, L(k))$ for k = 1, 2, ... as an infinite iterator, in O(n) per step.
 
     Args:
-        loads: $\rho$, (n,), not negative, not all 0.
+        loads: $\rho$, (n,), nonnegative and not all 0.
 
-    Source: Queue (8) and (13), whose values these are, by Reiser and Lavenberg's recursion.
+    Source: the values are those of Queue (8) and (13); the recursion is by Reiser and Lavenberg.
 
     Example:
         >>> [(rate, means.tolist()) for (rate, means), _ in zip(mean_values(np.ones(2)), range(2))]
@@ -37,10 +39,11 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    r"""Yield $(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., C(k) the covariance with k tasks, in O(n) per step.
+    r"""Yield $(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., where C(k) is the covariance with k tasks.
 
-    $C_{ij} = \partial L_i / \partial \log \rho_j$ is symmetric, so that the adjoint of the recursion applied to w *is*
-    its derivative in the direction $\dot{\log \rho} = w$: one sweep forward, no tape,
+    The matrix $C_{ij} = \partial L_i / \partial \log \rho_j$ is symmetric. The vector-Jacobian product with w is
+    therefore equal to the directional derivative along $\dot{\log \rho} = w$, which one forward pass computes
+    in O(n) per step:
 
     $$\dot a_i = w_i a_i + \rho_i \dot L_i(k-1), \quad
       \dot L_i = \lambda_k \dot a_i - L_i \sum_j \lambda_k \dot a_j / k .$$
@@ -51,10 +54,11 @@ def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterato
 
     Source: Queue (7) for the covariance as a derivative.
     """
-    moved = np.zeros_like(loads)
-    # A constant weight has no effect, as the tasks are fixed; without the busiest client's, less is subtracted below.
+    product = np.zeros_like(loads)
+    # The number of tasks is fixed, so a constant can be subtracted from all weights. With the weight of the busiest
+    # client equal to 0, the subtraction below cancels fewer digits.
     weights = direction - direction[loads.argmax()]
     for tasks, (rate, means) in enumerate(mean_values(loads), start=1):
-        moved = weights * means + (rate * loads) * moved
-        moved -= means * (float(moved.sum()) / tasks)
-        yield rate, means, moved
+        product = weights * means + (rate * loads) * product
+        product -= means * (float(product.sum()) / tasks)
+        yield rate, means, product

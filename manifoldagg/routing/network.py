@@ -1,4 +1,4 @@
-"""A closed queueing network in its stationary state: the delays and the throughput of a routing."""
+"""Closed queueing networks in the stationary state: the delays and the throughput of a routing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,25 +20,28 @@ __all__ = ["ClosedNetwork"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClosedNetwork(ContentEquality, ShortRepr):
-    r"""A closed network of n FIFO clients with rates $\mu$; m tasks are routed to client i with probability $p_i$.
+    r"""A closed network of n FIFO clients with service rates $\mu$, in which m tasks circulate.
 
-    Stationary states have $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, $\rho_i = p_i / \mu_i$, and there are two views:
+    A completed task is replaced by a new one, which is routed to client i with probability $p_i$. The stationary
+    distribution with k tasks is $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$ with $\rho_i = p_i / \mu_i$. The properties
+    describe two random states:
 
-    - of a clock, all m tasks, $\xi \sim \pi_{n,m}$: `throughput` $\lambda$, `mean_tasks` $E[\xi]$, `distribution`;
-    - of a task that is sent, the m - 1 others, $X \sim \pi_{n,m-1}$: `relative_delay` $E[D] = E[X]$, `covariance`
-      and `variance` of X.
+    - At a random time, the state of all m tasks is $\xi \sim \pi_{n,m}$: `throughput` $\lambda$, `mean_tasks`
+      $E[\xi]$ and `distribution`.
+    - At the dispatch of a task, the state of the other m - 1 tasks is $X \sim \pi_{n,m-1}$: `relative_delay`
+      $E[D] = E[X]$, and `covariance` and `variance` of X.
 
-    Where m + 1 tasks are given, the second view is that of a clock on m tasks.
+    The second state of a network with m + 1 tasks is distributed like the first state of a network with m tasks.
 
     Args:
-        routing: p, (n,), not negative, 1 in sum up to 1e-6 (taken as it is: nothing is rescaled).
-        rates: $\mu$, (n,), positive, tasks per unit of time; service times are exponential.
-        concurrency: m >= 1, queued or in service, over all clients.
+        routing: p, (n,), nonnegative, with sum 1 up to 1e-6. The routing is not rescaled.
+        rates: $\mu$, (n,), positive, in tasks per unit of time. Service times are exponential.
+        concurrency: m >= 1, the number of tasks that are queued or in service, over all clients.
 
     Raises:
-        ArgumentError: naming what does not fit; a routing with by how much its sum misses 1.
+        ArgumentError: if an argument is invalid. For a routing the message contains the error of its sum.
 
-    Source: Queue, proposition 2.1, theorem 3.1, (13). Cost: O(nm), covariance O(nm + n²), each once.
+    Source: Queue, proposition 2.1, theorem 3.1, (13). Cost: O(nm), and O(nm + n²) for the covariance, each once.
 
     Example:
         >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
@@ -62,14 +65,14 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def throughput(self) -> float:
-        r"""$\lambda = Z_{n,m-1} / Z_{n,m}$: updates (completed tasks) per unit of time, over all clients."""
+        r"""$\lambda = Z_{n,m-1} / Z_{n,m}$: the updates (completed tasks) of all clients per unit of time."""
         return float(self._throughputs[-1] / self._scale)
 
     @property
     def relative_delay(self) -> np.ndarray:
-        r"""$E[D_i] = E[X_i]$, (n,): updates during a task at client i; a task sent elsewhere counts as 0.
+        r"""$E[D_i] = E[X_i]$, (n,): the mean number of updates during a task at client i, or 0 for tasks elsewhere.
 
-        Its sum is m - 1. Of a task that is sent to client i, the mean is $E[D_i] / p_i$.
+        The sum over the clients is m - 1. The mean over the tasks that are sent to client i is $E[D_i] / p_i$.
         """
         return self._mean_value_steps[1]
 
@@ -85,30 +88,35 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        r"""$\operatorname{Cov}[X_i, X_j]$, (n, n): the derivative of `relative_delay` i in $\log p_j$.
+        r"""$\operatorname{Cov}[X_i, X_j]$, (n, n): the derivative of `relative_delay` i with respect to $\log p_j$.
 
-        Source: Queue (7), with E[X_i²] put right.
+        Source: Queue (7), with the corrected formula for E[X_i²].
         """
         return _read_only(covariance(self._loads, self.concurrency - 1))
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance`, computed alone in O(nm)."""
+        r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance`, computed in O(nm) without the matrix."""
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""Return $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,): the distribution of one client's queue length.
+        r"""Return the distribution of the queue length of one client: $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
 
-        $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$, and given that, the queue is longer than k unless the
-        client is idle in a network of m - k tasks: $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$ with
-        $\lambda'$ of the network without client i. Products only: the tails are right to relative precision.
+        The probability is the product of two factors:
+
+        - $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$;
+        - the probability that client i is idle in a network of m - k tasks, where
+          $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$ and $\lambda'$ is the throughput without client i.
+
+        The computation contains no subtractions, so the tails have a small relative error.
 
         Args:
-            client: i, from 0.
-            others: what a task finds that is sent to any client, $P(X_i = k)$, k = 0, ..., m - 1, as (m,).
+            client: the index i, from 0.
+            others: whether to return the distribution at the dispatch of a task instead, $P(X_i = k)$ for
+                k = 0, ..., m - 1, (m,).
 
         Raises:
-            ArgumentError: if there is no such client.
+            ArgumentError: if the index is invalid.
 
         Cost: O(nm).
 
@@ -136,13 +144,14 @@ class ClosedNetwork(ContentEquality, ShortRepr):
         """Simulate the network event by event, to check the exact values.
 
         Args:
-            num_updates: completions to run for.
-            generator: draws everything.
-            start: "cold" sends all m tasks at time 0, each by the routing; "stationary" draws the m - 1 tasks that
-                the first one sent meets from their exact law, so that all means per update are unbiased.
+            num_updates: the number of completions.
+            generator: the random generator.
+            start: the initial state. `"cold"` dispatches all m tasks at time 0 according to the routing.
+                `"stationary"` draws the state of the other m - 1 tasks at the first dispatch from its exact
+                distribution, so that all means per update are unbiased.
 
         Raises:
-            ArgumentError: naming the argument that does not fit.
+            ArgumentError: if an argument is invalid.
 
         Example:
             >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
@@ -170,7 +179,7 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All rates, in units of the largest load, and the means with m - 1 and m tasks."""
+        """The throughputs with 1 to m tasks for the rescaled loads, and the means with m - 1 and m tasks."""
         rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)
         for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.concurrency)):

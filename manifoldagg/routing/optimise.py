@@ -19,9 +19,9 @@ __all__ = ["Routing", "balanced", "optimise_concurrency", "optimise_routing", "u
 STARTS = ("uniform", "balanced", "slowest", "middle", "fastest")
 MAX_CONCURRENCY = 100_000
 ROUNDING = 1e-12
-"""Of a bound, relatively."""
+"""The relative rounding error of a bound."""
 MAX_EXPONENT = math.log(sys.float_info.max)
-"""Where the bound is no positive float: as high as the logarithm of any."""
+"""The objective if the bound overflows or underflows: the largest logarithm of a float."""
 
 Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
@@ -31,13 +31,13 @@ class Routing(ShortRepr):
     r"""The result of a minimisation of a bound over routings.
 
     Args:
-        p: the shares, (n,), positive, 1 in sum.
+        p: the shares, (n,), positive, with sum 1.
         value: the bound at p.
-        gradient_norm: the certificate, $\| \partial \log bound / \partial \theta \|$ at $p = softmax(\theta)$: the
-            gradient along the simplex, without units. It is 0 at stationary points only, as bounds are infinite on the
-            boundary.
-        start: the name of the start it was reached from; "given 2" is the third of the vectors handed in.
-        converged: whether the certificate is at most the tolerance asked for.
+        gradient_norm: the certificate, $\| \partial \log bound / \partial \theta \|$ at $p = softmax(\theta)$. It is
+            the dimensionless gradient along the simplex. It is 0 only at stationary points, because the bounds are
+            infinite on the boundary of the simplex.
+        start: the name of the start that led to p. The name `"given 2"` refers to the third element of `starts`.
+        converged: whether the certificate is at most the requested tolerance.
     """
 
     p: np.ndarray
@@ -51,7 +51,7 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
     """Return equal shares.
 
     Args:
-        clients: how many, or anything with one entry for each.
+        clients: the number of clients, or their rates.
 
     Example:
         >>> uniform(4).tolist(), uniform([1.0, 3.0]).tolist()
@@ -84,29 +84,31 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    r"""Minimise $\min_{p \in \Delta} bound(p)$ from several starts, and return the lowest local minimum found.
+    r"""Minimise $bound(p)$ over routings $p \in \Delta$ from several starts, and return the lowest local minimum found.
 
-    The bounds are not convex: other minima may be lower. Identical clients may end with different shares, as a single
-    client with most of the tasks can be better than several with some.
+    The bounds are not convex, so a lower minimum may exist. Clients with equal rates may get different shares, because
+    one client with most of the tasks can be better than several clients with a few tasks each.
 
-    SciPy's L-BFGS-B minimises log bound(softmax(θ)). Its line search compares values, whose digits tell points apart
-    down to gradients of about 1e-8 only: what is left of the gradient then goes by SciPy's Newton-Krylov method.
+    The minimiser of log bound(softmax(θ)) is computed in two stages. The line search of SciPy's L-BFGS-B compares
+    values, whose rounding errors limit the gradient to about 1e-8. SciPy's Newton-Krylov method then reduces the
+    gradient further.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
-        starts: routings, or names: "uniform", "balanced"; "slowest", "middle" (of the median rate) and "fastest":
-            that client half of the tasks, the others equal shares of the rest.
-        tolerance: of the certificate `gradient_norm`.
-        steps: of L-BFGS, at most, from each start; each costs O(nm).
+        starts: routings, or names of routings. `"uniform"` and `"balanced"` are the functions of this module.
+            `"slowest"`, `"middle"` (the median rate) and `"fastest"` send half of the tasks to this client, and equal
+            shares of the rest to all clients.
+        tolerance: the tolerance for the certificate `gradient_norm`.
+        steps: the maximum number of L-BFGS steps from each start. A step costs O(nm).
 
     Returns:
-        The best one, with its certificate and where it came from.
+        The best routing with its certificate and its start.
 
     Raises:
-        ArgumentError: if a start is not a name and no routing with positive shares.
-        DivergenceError: if the bound over- or underflows at every start; one where it does is left out.
+        ArgumentError: if a start is neither a known name nor a routing with positive shares.
+        DivergenceError: if the bound overflows or underflows at every start. Other starts of this kind are skipped.
 
-    Source: Queue §3.1, §4.1, which descends by Adam from the uniform routing only.
+    Source: Queue §3.1, §4.1. The paper uses Adam, from the uniform routing only.
 
     Example:
         >>> from manifoldagg.routing import UpdateBound
@@ -148,21 +150,21 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Compute m*, the concurrency with the lowest bound at a routing, over *all* numbers of tasks.
+    """Compute m*, the concurrency with the lowest bound at a routing, over *all* concurrencies.
 
-    The bound is computed for 1, 2, 3, ... tasks, until a lower bound for all further ones shows that none is better,
-    by more than rounding. A single client is best with 1.
+    The search evaluates the bound for 1, 2, 3, ... tasks. It stops when a lower bound for all larger concurrencies
+    exceeds the best value found by more than rounding. The best concurrency of a single client is 1.
 
     Args:
-        bound: its own number of tasks does not matter.
-        routing: p, (n,); `None` is the uniform one.
-        max_concurrency: look no further than this many tasks.
+        bound: the bound; its attribute `concurrency` is ignored.
+        routing: p, (n,); `None` for the uniform routing.
+        max_concurrency: the largest concurrency to evaluate.
 
     Raises:
-        ArgumentError: if `routing` does not fit, or if without `max_concurrency` 100,000 tasks do not settle it (with
-            noise 0, nothing speaks against more of them).
+        ArgumentError: if `routing` is invalid, or if `max_concurrency` is `None` and the search has not stopped after
+            100,000 tasks. This happens if the noise is 0, because more tasks then never increase the bound.
 
-    Source: Queue §4.2, figure 2. Cost: O(n) for each number of tasks looked at.
+    Source: Queue §4.2, figure 2. Cost: O(n) for each evaluated concurrency.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -178,22 +180,22 @@ def optimise_concurrency(
         if value < best:
             best = value
             argument = tasks
-        # Rounding alone makes them equal where the throughput has come to its limit.
+        # If the throughput has reached its limit, both values are equal up to rounding.
         if least > best * (1 + ROUNDING) or bound.clients == 1:
             return argument
     if max_concurrency is None:
         raise ArgumentError(
-            f"max_concurrency: expected a number, as the bound still falls at {limit} tasks or might after it"
+            f"max_concurrency: expected an integer, got None; the bound may still decrease after {limit} tasks"
         )
     return argument
 
 
 def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
-    """Where a descent from `theta` ends: at a gradient of norm `tolerance`, after `steps`, or where rounding begins."""
+    """Minimise from `theta` until the gradient norm is at most `tolerance`, or no further progress is possible."""
     from scipy.optimize import NoConvergence, minimize, newton_krylov
 
     if steps == 0:
-        return theta  # SciPy would take one
+        return theta  # SciPy would execute one step
     options = {"maxiter": steps, "maxcor": 20, "maxls": 40, "ftol": 0.0, "gtol": tolerance / math.sqrt(len(theta))}
     end = minimize(objective, theta, jac=True, method="L-BFGS-B", options=options)
     if end.nit >= steps or np.linalg.norm(end.jac) <= tolerance:
@@ -209,7 +211,7 @@ def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: i
         )
     except (NoConvergence, ValueError):
         return np.asarray(end.x)
-    # It finds stationary points, of which a saddle near by is one.
+    # Newton's method converges to any stationary point, including a nearby saddle point.
     return np.asarray(x if objective(x)[0] <= end.fun + ROUNDING else end.x)
 
 
@@ -223,7 +225,7 @@ def _named_starts(bound: Bound, starts: Sequence[str | np.ndarray | Sequence[flo
         else:
             named[f"given {i}"] = routing_vector(start, len(rates), positive=True)
     if not named:
-        raise ArgumentError("starts: expected at least one")
+        raise ArgumentError("starts: expected at least one start, got an empty sequence")
     return named
 
 

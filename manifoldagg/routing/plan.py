@@ -23,20 +23,20 @@ COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "
 
 @dataclass(frozen=True, repr=False)
 class Clients(ShortRepr):
-    """Names, rates and groups of clients; groups are in the order of first appearance."""
+    """Names, rates and groups of clients, one entry for each client."""
 
     names: tuple[str, ...]
     rates: np.ndarray
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients in each group."""
+        """Return the indices of the clients in each group, with the groups in the order of first appearance."""
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """Means over the clients of a group; queue is E[ξ], delay E[D]."""
+    """Means over the clients of a group. The attribute `queue` is E[ξ], and `delay` is E[D]."""
 
     name: str
     clients: int
@@ -48,7 +48,7 @@ class Group(ShortRepr):
 
 @dataclass(frozen=True)
 class Plan:
-    """The best routing found, with the uniform and the balanced one for comparison."""
+    """The best routing found, with the uniform and the balanced routing for comparison."""
 
     clients: Clients
     bound: Bound
@@ -80,7 +80,7 @@ class Plan:
         """Plot the shares, mean queues and relative delays of the clients, sorted by rate.
 
         Args:
-            axes: three of matplotlib; those of a new figure where not given.
+            axes: three axes of matplotlib; `None` creates a new figure.
 
         Returns:
             The axes.
@@ -109,7 +109,7 @@ class Plan:
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
-    """Optimise the routing, and compute the metrics of all three routings.
+    """Optimise the routing, and compute the metrics of the optimised, the uniform and the balanced routing.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -127,7 +127,10 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
 def group_clients(
     names: tuple[str, ...], rates: np.ndarray | list[float], groups: tuple[str, ...] | None = None
 ) -> Clients:
-    """Group clients by the given groups, or by rate: one group for each rate, or groups of equal size.
+    """Group clients by the given groups, or by their rates.
+
+    If there are at most six distinct rates, each rate is a group. Otherwise the distinct rates are split into
+    six groups of about equal size.
 
     Example:
         >>> group_clients(("a", "b", "c"), [2.0, 1.0, 2.0]).groups
@@ -149,24 +152,27 @@ def read_rates(path: Path) -> Clients:
     """Read clients from a CSV file with a column `rate`, and optional columns `client` (a name) and `group`.
 
     Raises:
-        ArgumentError: naming the file, and the line that does not fit.
+        ArgumentError: if the file cannot be read, or a line is invalid. The message contains the file and the line.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True, strict=True)
             columns = [column.strip() for column in reader.fieldnames or ()]
             if "rate" not in columns or len(set(columns)) != len(columns):
-                raise ArgumentError(f"rates: {path} needs one column 'rate' (and may have 'client' and 'group')")
+                raise ArgumentError(
+                    f"rates: {path}: expected a column 'rate', and optional columns 'client' and 'group', "
+                    f"got {', '.join(columns) or 'an empty file'}"
+                )
             reader.fieldnames = columns
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ArgumentError(f"rates: {path} cannot be read: {error}") from None
     if not rows:
-        raise ArgumentError(f"rates: {path} has no clients")
+        raise ArgumentError(f"rates: {path}: expected at least one client, got only a header")
     rates = []
     for line, row in rows:
         if None in row or None in row.values():
-            raise ArgumentError(f"rates: {path}, line {line}: expected {len(columns)} fields")
+            raise ArgumentError(f"rates: {path}, line {line}: expected {len(columns)} fields, got another number")
         try:
             rates.append(float(rate_vector([float(row["rate"])])[0]))
         except ValueError:
@@ -176,7 +182,9 @@ def read_rates(path: Path) -> Clients:
     first: dict[str, int] = {}
     for (line, _), name in zip(rows, names, strict=True):
         if first.setdefault(name, line) != line:
-            raise ArgumentError(f"rates: {path}, line {line}: client {name!r} is in line {first[name]} already")
+            raise ArgumentError(
+                f"rates: {path}, line {line}: expected a new name, got {name!r}, which line {first[name]} contains"
+            )
     groups = tuple(row["group"] for _, row in rows) if "group" in columns else None
     return group_clients(names, rates, groups)
 
@@ -185,12 +193,12 @@ def check_output_path(out: Path) -> None:
     """Check that the files can be written to a path, before any computation.
 
     Raises:
-        ArgumentError: naming what is wrong with it.
+        ArgumentError: if `out` is not the path of a `.csv` file in an existing folder.
     """
     if out.suffix != ".csv" or out.is_dir():
         raise ArgumentError(f"out: expected the path of a .csv file, got {out}")
     if not out.parent.is_dir():
-        raise ArgumentError(f"out: there is no folder {out.parent}")
+        raise ArgumentError(f"out: expected a path in an existing folder, got {out}")
     check_matplotlib()
 
 
@@ -198,10 +206,10 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
     """Write the CSV file and the plot next to it, each atomically.
 
     Returns:
-        The two files.
+        The paths of both files.
 
     Raises:
-        ArgumentError: if they cannot be written.
+        ArgumentError: if a file cannot be written.
     """
     check_output_path(out)
     files = [out, out.with_suffix(".png")]
@@ -216,7 +224,7 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """Write one line for each client, with exact numbers."""
+    """Write one line for each client, with all digits of the numbers."""
     network = plan.networks["optimised"]
     columns = (
         plan.clients.names,
@@ -235,5 +243,5 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def _distinguishing_digits(values: np.ndarray, minimum: int) -> int:
-    """How many tell the values apart; 17 always do."""
+    """Return the number of significant digits that distinguish the values. 17 digits always suffice."""
     return next(d for d in range(minimum, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))

@@ -19,14 +19,15 @@ class Simulation(ShortRepr):
     r"""Means over a simulation of the network, which estimate the exact values of `ClosedNetwork`.
 
     Args:
-        num_updates: completions that were simulated.
-        time: how long they took.
-        throughput: updates / time, of $\lambda$.
-        mean_tasks: mean over the time of the tasks at each client, of $E[\xi_i]$, (n,).
-        others: mean over the updates of the tasks at each client when one was sent, of $E[X_i]$, (n,).
-        relative_delay: sum of the delays in updates of each client's completed tasks, divided by the updates, of
-            $E[D_i]$, (n,); tasks of the start and those that did not come back are left out.
-        completions: tasks that each client completed, (n,).
+        num_updates: the number of simulated completions.
+        time: the simulated time.
+        throughput: the estimate of $\lambda$, `num_updates` / `time`.
+        mean_tasks: the estimate of $E[\xi_i]$, (n,): the number of tasks at each client, averaged over time.
+        others: the estimate of $E[X_i]$, (n,): the number of tasks at each client at the dispatch of a task, averaged
+            over the updates.
+        relative_delay: the estimate of $E[D_i]$, (n,): the sum of the delays (in updates) of each client's completed
+            tasks, divided by the number of updates. Initial tasks and unfinished tasks are not included.
+        completions: the number of tasks that each client completed, (n,).
     """
 
     num_updates: int
@@ -46,12 +47,13 @@ def simulate(
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
-    r"""Simulate `num_updates` completions from checked arguments.
+    r"""Simulate `num_updates` completions. The arguments are not checked.
 
     Args:
-        utilisation: (n,), of the clients with m - 1 tasks, for a stationary start; `None` is the cold one.
+        utilisation: the utilisation of the clients with m - 1 tasks, (n,), for a stationary start; `None` for a cold
+            start. The other arguments are as in `ClosedNetwork.simulate`.
 
-    Source: Queue G.2; updates, delays and states as in Queue (1)–(3). Cost: O(log n) for each update.
+    Source: Queue G.2, with updates, delays and states as in Queue (1)–(3). Cost: O(log n) for each update.
     """
     n = len(routing)
     times = _exponentials(generator)
@@ -65,21 +67,22 @@ def simulate(
     queues = [deque([-1] * count) for count in state.tolist()]
     finish = [(next(times) * service[i], i) for i in range(n) if queues[i]]
     heapq.heapify(finish)
-    # Tasks times duration of each queue up to its last change: in time, and in updates without the task that is sent.
-    area = [0.0] * n
-    since = [0.0] * n
-    seen = [0] * n
-    shown = [0] * n
+    # The integrals of each queue length up to its last change: over time, and over the updates. The integral over the
+    # updates excludes the task that is being dispatched.
+    time_integral = [0.0] * n
+    last_time = [0.0] * n
+    update_integral = [0] * n
+    last_update = [0] * n
     delay = [0] * n
     completions = [0] * n
     now = 0.0
     for t in range(num_updates):
         now, i = finish[0]
         queue = queues[i]
-        area[i] += len(queue) * (now - since[i])
-        seen[i] += len(queue) * (t - shown[i])
-        since[i] = now
-        shown[i] = t
+        time_integral[i] += len(queue) * (now - last_time[i])
+        update_integral[i] += len(queue) * (t - last_update[i])
+        last_time[i] = now
+        last_update[i] = t
         sent = queue.popleft()
         completions[i] += 1
         delay[i] += t - sent if sent >= 0 else 0
@@ -89,10 +92,10 @@ def simulate(
             heapq.heappop(finish)
         j = next(clients)
         queue = queues[j]
-        area[j] += len(queue) * (now - since[j])
-        seen[j] += len(queue) * (t + 1 - shown[j])
-        since[j] = now
-        shown[j] = t + 1
+        time_integral[j] += len(queue) * (now - last_time[j])
+        update_integral[j] += len(queue) * (t + 1 - last_update[j])
+        last_time[j] = now
+        last_update[j] = t + 1
         queue.append(t + 1)
         if len(queue) == 1:
             heapq.heappush(finish, (now + next(times) * service[j], j))
@@ -101,27 +104,28 @@ def simulate(
         num_updates=num_updates,
         time=now,
         throughput=num_updates / now,
-        mean_tasks=(np.array(area) + final * (now - np.array(since))) / now,
-        others=(np.array(seen) + final * (num_updates - np.array(shown))) / num_updates,
+        mean_tasks=(np.array(time_integral) + final * (now - np.array(last_time))) / now,
+        others=(np.array(update_integral) + final * (num_updates - np.array(last_update))) / num_updates,
         relative_delay=np.array(delay) / num_updates,
         completions=np.array(completions),
     )
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""Draw one state from $\pi_{n,k}$ exactly, (n,) integers, k = `concurrency`.
+    r"""Draw one state from $\pi_{n,k}$ exactly by rejection sampling, (n,) integers, where k is `concurrency`.
 
-    Queues of an open network, geometric with ratios $U_i = \lambda_k \rho_i$, for all clients but the busiest; what is
-    left of the k tasks is the busiest one's, accepted with probability $U_{\max}^{left}$, or never if negative.
+    The queue lengths of all clients except the busiest are drawn as in an open network: they are geometric with the
+    ratios $U_i = \lambda_k \rho_i$. The busiest client gets the remaining r of the k tasks. The state is accepted with
+    probability $U_{\max}^r$, and rejected if r is negative.
     """
     state = np.zeros(len(utilisation), dtype=np.int64)
     busiest = int(utilisation.argmax())
     rest = np.delete(np.arange(len(utilisation)), busiest)
     while concurrency > 0:
         state[rest] = generator.geometric(1 - utilisation[rest]) - 1
-        left = concurrency - int(state[rest].sum())
-        if left >= 0 and generator.random() < utilisation[busiest] ** left:
-            state[busiest] = left
+        remaining = concurrency - int(state[rest].sum())
+        if remaining >= 0 and generator.random() < utilisation[busiest] ** remaining:
+            state[busiest] = remaining
             break
     return state
 
@@ -132,7 +136,7 @@ def _exponentials(generator: np.random.Generator) -> Iterator[float]:
 
 
 def _choices(routing: np.ndarray, generator: np.random.Generator) -> Iterator[int]:
-    """Clients drawn by the routing; one whose share is 0 is never drawn."""
+    """Draw clients with the probabilities of the routing. A client with share 0 is never drawn."""
     edges = np.cumsum(routing)
     last = int(np.flatnonzero(routing)[-1])
     while True:

@@ -1,4 +1,4 @@
-"""Laws of manifolds and of aggregation rules, for those of this library and for yours."""
+"""Laws of manifolds and of aggregation rules, as checks for built-in and user-defined ones."""
 
 from manifoldagg.testing.check import check_manifold
 from manifoldagg.testing.laws import LAWS, LawCase

@@ -1,4 +1,4 @@
-"""`check_manifold`: every law that a space declares, at many distances and in both dtypes, as a readable verdict."""
+"""The function `check_manifold`, which checks the laws of a space at many distances and in both dtypes."""
 
 import math
 from collections.abc import Iterable
@@ -28,24 +28,29 @@ def check_manifold(
     validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Hold a space to every law that is about the primitives it declares.
+    r"""Check every law whose primitives a space declares.
 
-    Tangents have the lengths 1e-7 (1e-3 in float32), 1e-3, 0.1, 0.7, 2 and nine tenths of the injectivity radius
-    (10 where it is infinite) or `max_distance`, as far as they are below it.
+    The laws are checked for tangents of the lengths 1e-7, 1e-3, 0.1, 0.7 and 2, and of the maximum length. In float32
+    the shortest length is 1e-3. The maximum length is the smaller of `max_distance` and 0.9 times the injectivity
+    radius (or 10 if this radius is infinite). Longer lengths are omitted.
 
     Args:
-        space: with `random_point` and `random_tangent`, which make the cases.
-        condition: $\kappa$, how much the space's formulas may enlarge rounding errors.
-        max_distance: where to stop: coordinates of a space that grows exponentially determine its points no further.
-        seeds: how many draws at each distance.
-        dtypes: which to try.
-        laws: names of laws to try; all where not given.
-        validate: check every point and tangent on the way, as
+        space: a space with the primitives `random_point` and `random_tangent`, which generate the cases.
+        condition: $\kappa$, the factor by which the formulas of the space may amplify rounding errors.
+        max_distance: the maximum length of a tangent. If the volume of a space grows exponentially, rounded coordinates
+            do not determine distant points accurately.
+        seeds: the number of random cases for each length.
+        dtypes: the dtypes to check.
+        laws: the names of the laws to check; `None` for all.
+        validate: whether to check that all points and tangents are valid, as
             [`Validated`][manifoldagg.manifolds.Validated] does.
-        verbose: print the verdict.
+        verbose: whether to print the verdict.
 
     Returns:
-        The verdict; `verdict.holds` is what a test asserts.
+        The verdict. A test asserts `verdict.holds`.
+
+    Raises:
+        ArgumentError: if an argument is invalid, or the space has no tangents except 0.
 
     Example:
         >>> from manifoldagg.manifolds import Sphere
@@ -59,7 +64,7 @@ def check_manifold(
     names = set(LAWS) if laws is None else {check_choice("laws", name, LAWS) for name in laws}
     dtypes = tuple(dtypes)
     if not (dtypes and names):
-        raise ArgumentError("dtypes, laws: expected at least one of each")
+        raise ArgumentError("dtypes, laws: expected at least one of each, got an empty sequence")
     chosen = {name: entry for name, entry in LAWS.items() if name in names}
     subject = Validated(space) if validate else space
     findings = []
@@ -72,11 +77,11 @@ def check_manifold(
                 for seed in range(seeds):
                     where = f" (t = {t:.3g}, {dtype}, seed {seed})"
                     try:
-                        found, allowed = law(LawCase(subject, seed, dtype, t, condition))
-                        ratio = found / allowed if allowed > 0 else (0.0 if found == 0 else math.inf)
-                    except (ManifoldAggError, RuntimeError, NotImplementedError) as error:
+                        error, allowed = law(LawCase(subject, seed, dtype, t, condition))
+                        ratio = error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
+                    except (ManifoldAggError, RuntimeError, NotImplementedError) as exception:
                         ratio = math.inf
-                        where = f"{where}: {type(error).__name__}: {error}"
+                        where = f"{where}: {type(exception).__name__}: {exception}"
                     if not ratio <= worst.ratio:
                         worst = Finding(name, math.inf if math.isnan(ratio) else ratio, where)
         findings.append(worst)
@@ -92,7 +97,7 @@ def _distances(space: Manifold, dtype: torch.dtype, max_distance: float | None) 
     if {"inner", "random_tangent"} <= space.capabilities:
         tangent = space.random_tangent(point, generator)
         if norm(space, point, tangent).max().item() < 1e-12:
-            raise ArgumentError(f"space: {space} has no tangents but 0: there is nothing to hold it to")
+            raise ArgumentError(f"space: expected a space with tangents other than 0, got {space}")
     radius = min_injectivity_radius(space, point)
     last = min(0.9 * radius if math.isfinite(radius) else 10.0, math.inf if max_distance is None else max_distance)
     least = MIN_DISTANCE_FLOAT32 if dtype is torch.float32 else 0.0

@@ -1,8 +1,8 @@
-r"""The laws of a manifold, one function each: what the names of its primitives promise.
+r"""The laws of a manifold, one function for each: the mathematical properties that its primitives must have.
 
-A law takes a [`LawCase`][manifoldagg.testing.LawCase] and returns the largest violation and what it may be.
-Tolerances are functions of the dtype, of the space's condition $\kappa$ and of the distance $t$: a relative error of
-$\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, $r$ the injectivity radius.
+A law takes a [`LawCase`][manifoldagg.testing.LawCase] and returns the largest error and the allowed error. The
+tolerance depends on the dtype, the condition $\kappa$ of the space and the distance $t$. The allowed relative error is
+$\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, where $r$ is the injectivity radius.
 """
 
 import math
@@ -18,7 +18,7 @@ from manifoldagg.manifolds import Manifold, distance, geodesic, karcher_mean, no
 __all__ = ["LAWS", "LawCase", "law", "min_injectivity_radius"]
 
 Violation = tuple[float, float]
-"""The largest error found, and the largest that the law allows."""
+"""The largest error, and the largest error that the law allows."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,15 @@ class LawCase:
     """Points and tangents at one distance, in one dtype.
 
     Attributes:
-        space: under test.
-        seed: of every draw.
+        space: the space under test.
+        seed: the seed of all random draws.
         dtype: float32 or float64.
-        distance: the length of the tangents `u` and `v`, and so the distance of `x` and `y`.
-        condition: how much the space's formulas enlarge rounding errors.
+        distance: the length of the tangents `u` and `v`, which is also the distance between `x` and `y`.
+        condition: the factor by which the formulas of the space may amplify rounding errors.
+        batch: the number of points.
+        x: points of the space.
+        u: tangents at `x`.
+        v: other tangents at `x`.
     """
 
     space: Manifold
@@ -54,57 +58,57 @@ class LawCase:
 
     @cached_property
     def y(self) -> Tensor:
-        """Where `u` leads from `x`."""
+        """The points exp_x(u)."""
         return self.space.exp(self.x, self.u)
 
     @cached_property
     def cut_locus_margin(self) -> float:
-        """How far the cut locus is, at most 1: what the errors of log and transport grow against."""
+        """The distance to the cut locus, at most 1. Errors of log and transport are inversely proportional to it."""
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
     @property
     def rounding_error(self) -> float:
-        """The relative error of an operation that does not look back along a geodesic."""
+        """The allowed relative error of an operation that does not invert the exponential map."""
         return self.condition * torch.finfo(self.dtype).eps
 
     @property
     def tolerance(self) -> float:
-        """The relative error that is allowed in a tangent that is seen from its end."""
+        """The allowed relative error of a tangent that is computed from two points."""
         return self.rounding_error * (1 + 1 / self.distance) / self.cut_locus_margin
 
     @property
     def absolute_tolerance(self) -> float:
-        """The error that is allowed in a coordinate of a point."""
+        """The allowed error of a coordinate of a point."""
         return self.rounding_error * max(1.0, self.distance, self.x.double().abs().max().item()) / self.cut_locus_margin
 
     def max_norm(self, x: Tensor, u: Tensor) -> float:
-        """The largest norm of tangents `u` at `x`."""
+        """Return the largest norm of the tangents `u` at `x`."""
         return norm(self.space, x, u).max().item()
 
     def max_difference(self, a: Tensor, b: Tensor) -> float:
-        """The largest difference of two tensors, in coordinates."""
+        """Return the largest absolute difference between the entries of two tensors."""
         return (a - b).double().abs().max().item()
 
     def max_point_difference(self, a: Tensor, b: Tensor) -> float:
-        """The largest difference of two points, whatever represents them."""
+        """Return the largest difference between points, independent of their representatives."""
         return self.max_difference(*(self.space.invariant(point.double()) for point in (a, b)))
 
 
 Law = Callable[[LawCase], Violation]
 LAWS: dict[str, tuple[frozenset[str], Law]] = {}
-"""Every law by name, with the primitives that it is about."""
+"""All laws by name, each with the primitives that it requires."""
 
 GEODESIC = {"inner", "exp", "log"}
 PARALLEL = GEODESIC | {"transport"}
 
 
 def min_injectivity_radius(space: Manifold, x: Tensor) -> float:
-    """The least injectivity radius, infinite where none is declared."""
+    """Return the smallest injectivity radius at `x`, or infinity if the space does not declare this primitive."""
     return space.injectivity_radius(x).min().item() if "injectivity_radius" in space.capabilities else math.inf
 
 
 def law(*primitives: str) -> Callable[[Law], Law]:
-    """Register a law that is about these primitives."""
+    """Return a decorator that registers a law for the spaces that declare these primitives."""
 
     def register(function: Law) -> Law:
         LAWS[function.__name__] = (frozenset(primitives), function)
@@ -115,7 +119,7 @@ def law(*primitives: str) -> Callable[[Law], Law]:
 
 @law("inner", "random_tangent")
 def inner_is_an_inner_product(s: LawCase) -> Violation:
-    """Symmetric, bilinear, positive."""
+    """The inner product is symmetric, bilinear and positive."""
     inner = partial(s.space.inner, s.x)
     skew = (inner(s.u, s.v) - inner(s.v, s.u)).abs().max().item()
     sum_ = inner(s.u, 2 * s.u - 3 * s.v) - 2 * inner(s.u, s.u) + 3 * inner(s.u, s.v)
@@ -131,9 +135,9 @@ def log_inverts_exp(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def exp_distance_equals_tangent_norm(s: LawCase) -> Violation:
-    """d(x, exp_x u) = ‖u‖, seen from either end."""
-    seen = torch.stack([distance(s.space, s.x, s.y), distance(s.space, s.y, s.x)])
-    return (seen - s.distance).abs().max().item() / s.distance, s.tolerance
+    """d(x, exp_x u) = d(exp_x u, x) = ‖u‖."""
+    distances = torch.stack([distance(s.space, s.x, s.y), distance(s.space, s.y, s.x)])
+    return (distances - s.distance).abs().max().item() / s.distance, s.tolerance
 
 
 @law(*GEODESIC)
@@ -144,7 +148,7 @@ def derivative_of_exp_at_zero_is_identity(s: LawCase) -> Violation:
     unit = s.u / s.distance
     h = 1e-4
     slope = (s.space.exp(s.x, h * unit) - s.space.exp(s.x, -h * unit)) / (2 * h)
-    # The cubic term is curvature times h²; rounding is ε/h.
+    # The truncation error is proportional to h² times the curvature. The rounding error is ε/h.
     return s.max_difference(slope, unit) / unit.abs().max().item(), 10 * h**2 + s.rounding_error / h
 
 
@@ -158,16 +162,16 @@ def geodesics_have_constant_speed(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def geodesics_are_reversible(s: LawCase) -> Violation:
-    """The geodesic from y to x at 1 - t is the one from x to y at t."""
-    there = geodesic(s.space, s.x, s.y, 0.3)
-    back = geodesic(s.space, s.y, s.x, 0.7)
-    return s.max_point_difference(there, back), 2 * s.absolute_tolerance
+    """The geodesic from y to x at time 1 - t equals the geodesic from x to y at time t."""
+    forward = geodesic(s.space, s.x, s.y, 0.3)
+    backward = geodesic(s.space, s.y, s.x, 0.7)
+    return s.max_point_difference(forward, backward), 2 * s.absolute_tolerance
 
 
 @law(*GEODESIC)
 def distance_is_a_metric(s: LawCase) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
-    # As far as z can be without y being beyond its cut locus.
+    # The largest distance of z for which y is still within the injectivity radius.
     far = min(0.5 * s.distance, (min_injectivity_radius(s.space, s.x) - s.distance) / 2)
     z = s.space.exp(s.x, far / s.distance * s.v)
     d = distance
@@ -179,7 +183,7 @@ def distance_is_a_metric(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def gradient_of_squared_distance_is_minus_two_log(s: LawCase) -> Violation:
-    """The gradient of d(·, y)² at x is -2 log_x y: metric, exp and log belong together."""
+    """The gradient of d(·, y)² at x is -2 log_x y, so the metric, exp and log are consistent."""
     if s.dtype is not torch.float64 or s.distance < 1e-2:
         return 0.0, 0.0
     w = s.v / s.distance
@@ -194,13 +198,13 @@ def gradient_of_squared_distance_is_minus_two_log(s: LawCase) -> Violation:
 
 @law("exp", "project")
 def exp_lands_on_the_manifold(s: LawCase) -> Violation:
-    """Points are their own projections."""
+    """The point exp_x(u) is equal to its projection."""
     return s.max_point_difference(s.space.project(s.y), s.y), s.rounding_error * s.y.abs().max().item()
 
 
 @law(*GEODESIC, "retract")
 def retractions_agree_with_exp_to_second_order(s: LawCase) -> Violation:
-    """log_x(retract_x(hu)) - hu shrinks with the third power of h, and what is retracted lies on the manifold."""
+    """log_x(retract_x(hu)) - hu = O(h³)."""
     if s.dtype is not torch.float64:
         return 0.0, 0.0
     unit = s.u / s.distance
@@ -226,17 +230,18 @@ def derivative_of_retract_at_zero_is_identity(s: LawCase) -> Violation:
 
 @law("inner", "retract", "inverse_retract")
 def inverse_retract_inverts_retract(s: LawCase) -> Violation:
-    """Both ways: the tangent comes back, and so does the point."""
-    moved = s.space.retract(s.x, s.u)
-    tangent = s.space.inverse_retract(s.x, moved)
-    turned = s.max_norm(s.x, tangent - s.u) / s.distance
-    found = s.max_point_difference(s.space.retract(s.x, tangent), moved)
-    return max(turned / (s.tolerance * (1 + s.distance)), found / (s.absolute_tolerance * (1 + s.distance))), 1.0
+    """inverse_retract_x(retract_x(u)) = u, and retract_x(inverse_retract_x(y)) = y."""
+    y = s.space.retract(s.x, s.u)
+    tangent = s.space.inverse_retract(s.x, y)
+    tangent_error = s.max_norm(s.x, tangent - s.u) / s.distance
+    point_error = s.max_point_difference(s.space.retract(s.x, tangent), y)
+    bound = 1 + s.distance
+    return max(tangent_error / (s.tolerance * bound), point_error / (s.absolute_tolerance * bound)), 1.0
 
 
 @law("inner", "retract")
 def retractions_are_independent_across_batch(s: LawCase) -> Violation:
-    """Neither way do the points of a batch see one another."""
+    """`retract` and `inverse_retract` of a batch equal those of its points one by one."""
     calls: list[Callable[[int | slice], Tensor]] = [lambda i: s.space.retract(s.x[i], s.u[i])]
     if "inverse_retract" in s.space.capabilities:
         moved = s.space.retract(s.x, s.u)
@@ -250,7 +255,7 @@ def retractions_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law("project", "project_tangent", "random_tangent")
 def projections_are_idempotent(s: LawCase) -> Violation:
-    """Projecting twice is projecting once, for points and for tangents; drawn tangents are tangent."""
+    """A second projection changes neither points nor tangents, and random tangents are equal to their projections."""
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
     point = s.space.project(noise)
     tangent = s.space.project_tangent(s.x, noise)
@@ -278,14 +283,14 @@ def the_gradient_represents_the_derivative(s: LawCase) -> Violation:
     axes = tuple(range(1, s.x.ndim))
     expected = (e.double() * s.v.double()).sum(axes)
     found = s.space.inner(s.x, s.space.gradient(s.x, e), s.v).double() - expected
-    # The sum has the size of its terms, whatever the metric makes of the tangent's length.
+    # The rounding error is relative to the terms of the sum. The metric can change the length of the tangent.
     size = e.double().square().sum(axes).sqrt() * s.v.double().square().sum(axes).sqrt()
     return (found / size).abs().max().item(), s.rounding_error
 
 
 @law("log", "transport", "project_tangent")
 def logs_and_transports_are_tangent(s: LawCase) -> Violation:
-    """They are their own projections."""
+    """log_x(y) and transported tangents are equal to their projections."""
     log = s.space.log(s.x, s.y)
     moved = s.space.transport(s.x, s.y, s.v)
     at_x = s.max_difference(s.space.project_tangent(s.x, log), log)
@@ -295,7 +300,7 @@ def logs_and_transports_are_tangent(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_is_an_isometry(s: LawCase) -> Violation:
-    """<Pu, Pv> = <u, v>, at every distance."""
+    """<Pu, Pv> = <u, v>."""
     moved = [s.space.transport(s.x, s.y, w) for w in (s.u, s.v)]
     found = [
         s.space.inner(s.y, moved[i], moved[j]) - s.space.inner(s.x, (s.u, s.v)[i], (s.u, s.v)[j])
@@ -306,34 +311,34 @@ def transport_is_an_isometry(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_is_invertible(s: LawCase) -> Violation:
-    """P from y to x inverts P from x to y; to x itself it does nothing."""
-    back = s.space.transport(s.y, s.x, s.space.transport(s.x, s.y, s.v))
-    stay = s.space.transport(s.x, s.x, s.v)
-    return max(s.max_norm(s.x, back - s.v), s.max_norm(s.x, stay - s.v)) / s.distance, 4 * s.tolerance
+    """Transport from y to x inverts transport from x to y, and transport from x to x is the identity."""
+    returned = s.space.transport(s.y, s.x, s.space.transport(s.x, s.y, s.v))
+    identity = s.space.transport(s.x, s.x, s.v)
+    return max(s.max_norm(s.x, returned - s.v), s.max_norm(s.x, identity - s.v)) / s.distance, 4 * s.tolerance
 
 
 @law(*PARALLEL)
 def transport_is_linear(s: LawCase) -> Violation:
     """P(2u - 3v) = 2Pu - 3Pv."""
     p = s.space
-    joint = p.transport(s.x, s.y, 2 * s.u - 3 * s.v)
-    apart = 2 * p.transport(s.x, s.y, s.u) - 3 * p.transport(s.x, s.y, s.v)
-    return s.max_norm(s.y, joint - apart) / s.distance, 10 * s.tolerance
+    of_sum = p.transport(s.x, s.y, 2 * s.u - 3 * s.v)
+    sum_of_transported = 2 * p.transport(s.x, s.y, s.u) - 3 * p.transport(s.x, s.y, s.v)
+    return s.max_norm(s.y, of_sum - sum_of_transported) / s.distance, 10 * s.tolerance
 
 
 @law(*PARALLEL)
 def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
-    """P log_x y = -log_y x, and what is left of the way is left after a part of it."""
-    moved = s.space.transport(s.x, s.y, s.u)
-    half = geodesic(s.space, s.x, s.y, 0.5)
-    rest = s.space.exp(half, 0.5 * s.space.transport(s.x, half, s.u))
-    turned = s.max_norm(s.y, moved + s.space.log(s.y, s.x)) / s.distance
-    return max(turned / s.tolerance, s.max_point_difference(rest, s.y) / s.absolute_tolerance), 4.0
+    """P log_x y = -log_y x, and exp of half the velocity, transported to the midpoint m, is y."""
+    velocity = s.space.transport(s.x, s.y, s.u)
+    midpoint = geodesic(s.space, s.x, s.y, 0.5)
+    end = s.space.exp(midpoint, 0.5 * s.space.transport(s.x, midpoint, s.u))
+    velocity_error = s.max_norm(s.y, velocity + s.space.log(s.y, s.x)) / s.distance
+    return max(velocity_error / s.tolerance, s.max_point_difference(end, s.y) / s.absolute_tolerance), 4.0
 
 
 @law(*PARALLEL)
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
-    """On a symmetric space the pole ladder is parallel transport: a projection that is sold as one is not."""
+    """On a symmetric space the pole ladder equals parallel transport. A projection does not satisfy this law."""
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     ladder = pole_ladder(s.space, s.x, s.y, s.v)
@@ -342,7 +347,7 @@ def pole_ladder_equals_transport(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def gradients_are_finite_at_zero_length(s: LawCase) -> Violation:
-    """At u = 0 and y = x, in every argument."""
+    """The derivatives of exp, log, distance and norm with respect to every argument are finite at u = 0 and y = x."""
     x = s.x.clone().requires_grad_()
     y = s.x.clone().requires_grad_()
     zero = torch.zeros_like(s.u).requires_grad_()
@@ -353,7 +358,7 @@ def gradients_are_finite_at_zero_length(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def operations_are_independent_across_batch(s: LawCase) -> Violation:
-    """Points and tangents of a batch do not see one another."""
+    """The results for a batch equal those for its points one by one."""
     calls: list[Callable[[int | slice], Tensor]] = [
         lambda i: s.space.exp(s.x[i], s.u[i]),
         lambda i: s.space.log(s.x[i], s.y[i]),
@@ -373,7 +378,7 @@ def operations_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law(*GEODESIC, "project")
 def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
-    """A Karcher mean is stationary; of two points it lies on their geodesic; of equal points it is one of them."""
+    """The Karcher mean of two points is on their geodesic, and that of equal points is the point itself."""
     if 2 * s.distance >= min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     pair = torch.stack([s.x, s.y], 1)
@@ -389,7 +394,7 @@ def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
 
 @law("random_point", "random_tangent")
 def random_draws_are_reproducible(s: LawCase) -> Violation:
-    """The same seed gives the same point, another seed another one."""
+    """Equal seeds give equal points and tangents, and different seeds give different ones."""
 
     def draw(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

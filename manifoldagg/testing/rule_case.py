@@ -1,4 +1,4 @@
-"""The case of a rule's law: one reproducible asynchronous run, driven through `step`, `Server` or `aggregate`."""
+"""The test case of a law of rules: one reproducible asynchronous run through `step`, `Server` or `aggregate`."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -102,8 +102,8 @@ class RuleCase:
     def sample_counts(self) -> dict[Hashable, int]:
         """The sample counts of the clients.
 
-        Their sum is a power of 2. A mean that weighs by `update.share` then equals bit for bit a mean that weighs by
-        `update.weight`, as `aggregate` provides no share.
+        Their sum is a power of 2. A mean with weights `update.share` is then bitwise equal to a mean with weights
+        `update.weight`. `aggregate` provides no share, so the results can be compared.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -117,7 +117,7 @@ class RuleCase:
         return extra_fields(self.rule) == ({}, ())
 
     def payload(self, message: Message, index: int) -> Payload:
-        """Return the payload of update `index`, in memory of its own."""
+        """Return the payload of update `index`. It shares no memory with other objects."""
         generator = self.generator(index + 1)
         if self.make_payload is not None:
             return self.make_payload(message, generator)
@@ -166,17 +166,17 @@ class DirectRun:
             self._dispatch(client)
 
     def message(self, client: Hashable) -> Message:
-        """Return the message of the rule for a client."""
+        """Return the message for a client."""
         return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
 
     def _dispatch(self, client: Hashable) -> None:
-        # On copies, so that a message that writes to its inputs does not go unnoticed by the laws.
-        held = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
-        sent = self.case.rule.message(self.case.space, *held)
+        # The rule gets copies, so that a `message` that writes to its inputs cannot change the run.
+        inputs = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
+        sent = self.case.rule.message(self.case.space, *inputs)
         self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
 
     def next_update(self) -> Update:
-        """Return the next update, with base, current model and points in memory of their own."""
+        """Return the next update, with copies of the base, the current model and the points."""
         case = self.case
         client, version, base, message = self.in_flight.pop(case.turns[self.count].place)
         payload = case.payload(message, self.count)
@@ -244,10 +244,10 @@ class ServerRun:
         for _ in range(num_updates):
             ticket, payload = self.next_task()
             turn = self.case.turns[len(self.records)]
-            kept = replace(payload, points=payload.points.clone())
+            original = replace(payload, points=payload.points.clone())
             receipt = self.server.receive(ticket, payload).check()
             client, start_index, _ = self.in_flight.pop(turn.place)
-            self.records.append(Record(client, start_index, ticket.message, kept, receipt, self.server.model))
+            self.records.append(Record(client, start_index, ticket.message, original, receipt, self.server.model))
             self.dispatch(turn.next_client)
         return self
 
@@ -280,7 +280,7 @@ class AggregateRun:
         self.models = [space.state_dict(case.start)]
 
     def next_models(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """Return the current model, the base and the update of the next step, in memory of their own."""
+        """Return copies of the current model, the base and the update of the next step."""
         record = self.records[len(self.models) - 1]
         current, base = (_cloned(self.models[i]) for i in (-1, record.start_index))
         points = [self.space.state_dict(point) for point in record.payload.points]

@@ -1,4 +1,4 @@
-"""`check_rule`: every law that applies to an aggregation rule, in several runs, as a readable verdict."""
+"""The function `check_rule`, which checks the laws of an aggregation rule in several runs."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -85,7 +85,7 @@ def check_rule(
         raise ArgumentError(f"make_payload: expected a function of a message, got {short_repr(make_payload)}")
     names = set(RULE_LAWS) if laws is None else {check_choice("laws", name, RULE_LAWS) for name in laws}
     if not names:
-        raise ArgumentError("laws: expected at least one")
+        raise ArgumentError("laws: expected at least one law, got an empty sequence")
     chosen = _default_space() if space is None else space
     known = _check_clients(clients)
     cases = [
@@ -116,7 +116,7 @@ def _describe(rule: Any) -> str:
     for field in fields(rule):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(rule, field.name)
-        # By their representations, because an option may be a tensor.
+        # The comparison uses representations, because the `==` of a tensor returns a tensor.
         if field.init and repr(value) != repr(default):
             changed.append(f"{field.name}={short_repr(value)}")
     return f"{type(rule).__name__}({', '.join(changed)})"
@@ -138,10 +138,10 @@ def _check_clients(clients: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 def _check_model_moves(case: RuleCase) -> None:
-    """Check that the run is long enough that the laws say something about a moved model."""
+    """Check that the model changes during the run, so that the laws are not trivially satisfied."""
     try:
         version = case.server_run().finish().server.version
-    except Exception:  # the laws report it
+    except Exception:  # a law reports this exception
         return
     if version == 0:
         raise ArgumentError(
@@ -150,9 +150,9 @@ def _check_model_moves(case: RuleCase) -> None:
 
 
 def _violation(law: RuleLaw, case: RuleCase) -> str:
-    """Return the location of a violation: of the first difference, or of an exception of the rule."""
+    """Return a description of the first difference or the exception, with the seed; empty if the law holds."""
     try:
         violation = law(case)
-    except Exception as error:  # of the code of the rule
+    except Exception as error:  # user-defined rules may raise any exception
         violation = f"{type(error).__name__}: {error}"
     return f" (seed {case.seed}): {violation}" if violation else ""

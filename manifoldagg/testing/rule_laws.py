@@ -1,4 +1,4 @@
-"""The laws of an aggregation rule, one function each: what the protocol `Rule` promises.
+"""The laws of an aggregation rule, one function for each: the properties that the protocol `Rule` requires.
 
 A law takes a [`RuleCase`][manifoldagg.testing.RuleCase] and returns a description of the first violation, or an empty
 string. All laws compare bits: they have no tolerance.
@@ -24,9 +24,9 @@ __all__ = ["RULE_LAWS", "rule_law"]
 
 RuleLaw = Callable[[RuleCase], str]
 Requirement = Callable[[RuleCase], str]
-"""A function that returns why a law does not apply to a case; an empty string if it applies."""
+"""A function that returns the reason why a law does not apply to a case, or an empty string if it applies."""
 RULE_LAWS: dict[str, tuple[tuple[Requirement, ...], RuleLaw]] = {}
-"""Every law of a rule by name, with its requirements."""
+"""All laws by name, each with its requirements."""
 RECEIPT_METRICS = ("cosine", "step", "norm")
 HUGE = "a huge number"
 INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,13 +35,13 @@ INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "a tensor of the wrong shape": lambda tensor: torch.stack([tensor, tensor]),
     HUGE: lambda tensor: torch.full_like(tensor, torch.finfo(tensor.dtype).max),
 }
-"""What an invalid update contains in place of its last tensor. A huge number is not always invalid."""
+"""Functions that make the last tensor of an update invalid. A huge number is not always invalid."""
 NUM_LAST = 3
-"""The number of last updates before which a law tries a huge update: a buffer has a different length at each."""
+"""The number of final updates at which a law tries a huge update. A buffer has a different length at each of them."""
 
 
 def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
-    """Register a law of rules that applies if all requirements hold."""
+    """Return a decorator that registers a law, which applies to the cases that satisfy all requirements."""
 
     def register(function: RuleLaw) -> RuleLaw:
         RULE_LAWS[function.__name__] = (requirements, function)
@@ -51,12 +51,12 @@ def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
 
 
 def needs_state_dicts(case: RuleCase) -> str:
-    """Require that `aggregate` applies: models with named tensors, without adapters and without rounding."""
+    """Require that `aggregate` is applicable: models with named tensors, without adapters and without rounding."""
     space = case.space
     if not isinstance(space, ParameterSpace) or space.adapters is not None:
         return "it requires a ParameterSpace without adapters"
     if {leaf.dtype for leaf in space.layout.leaves} != {space.dtype}:
-        return f"it requires tensors of {space.dtype}, as `aggregate` rounds others at each call"
+        return f"it requires tensors of {space.dtype}, because `aggregate` rounds to other dtypes at each call"
     return "" if case.requires_models_only else "the rule requires more than models, which `aggregate` does not accept"
 
 
@@ -72,44 +72,44 @@ def step_is_pure(case: RuleCase) -> str:
     """The same step from the same state gives the same bits, and `message` and `step` write to no input but `out`."""
     rule, space = case.rule, case.space
     run = case.direct_run()
-    seen = []
+    first_results = []
     for index in range(case.num_updates):
         where = f"update {index}: "
         update = run.next_update()
-        kept = copy.deepcopy((run.state, update, run.current))
+        inputs = copy.deepcopy((run.state, update, run.current))
 
-        def written(where: str = where, kept: Any = kept, update: Any = update) -> str:
+        def written_input(where: str = where, inputs: Any = inputs, update: Any = update) -> str:
             """Describe the first input that was written."""
             names = (f"{where}the state", f"{where}update", f"{where}the current model")
-            differences = map(first_difference, names, kept, (run.state, update, run.current))
+            differences = map(first_difference, names, inputs, (run.state, update, run.current))
             return next((f"{words}: an input was written" for words in differences if words), "")
 
         messages = [run.message(update.client) for _ in range(2)]
-        answers = []
+        results = []
         for out in (None, None, torch.full_like(update.current, torch.nan)):
-            answers.append(copy.deepcopy(_step(rule, space, run, update, out)))
-            if violation := written():
+            results.append(copy.deepcopy(_step(rule, space, run, update, out)))
+            if violation := written_input():
                 return violation
         if violation := first_difference(f"{where}the message of the same state", *messages):
             return violation
-        for other, what in zip(answers[1:], ("the same step again", "the same step with out="), strict=True):
-            if violation := _answer_difference(f"{where}{what}: ", answers[0], other):
+        for other, what in zip(results[1:], ("the same step again", "the same step with out="), strict=True):
+            if violation := _result_difference(f"{where}{what}: ", results[0], other):
                 return violation
-        run.apply(update, *answers[0])
-        seen.append(answers[0])
-    again = case.direct_run()
-    for index, answer in enumerate(seen):
-        update = again.next_update()
-        state, outcome = _step(rule, space, again, update, None)
-        if violation := _answer_difference(f"update {index}: the same run again: ", answer, (state, outcome)):
+        run.apply(update, *results[0])
+        first_results.append(results[0])
+    second_run = case.direct_run()
+    for index, result in enumerate(first_results):
+        update = second_run.next_update()
+        state, outcome = _step(rule, space, second_run, update, None)
+        if violation := _result_difference(f"update {index}: the same run again: ", result, (state, outcome)):
             return violation
-        again.apply(update, state, outcome)
+        second_run.apply(update, state, outcome)
     return ""
 
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """New model, new state and new client state share no memory with the inputs of the call or with each other.
+    """The new model, state and client state share no memory with the inputs of the call or with each other.
 
     A new state may share memory with the previous state, and a new client state with the previous one: both are
     immutable.
@@ -124,14 +124,14 @@ def nothing_is_aliased(case: RuleCase) -> str:
         out = torch.empty_like(update.current) if index % 2 else None
         state, outcome = _step(rule, space, run, update, out)
         model = {"the new model": outcome.model}
-        mine = {"the new state": state}
+        new_state = {"the new state": state}
         client = {"the new client state": outcome.client_state}
-        lent = {f"update.{name}": getattr(update, name) for name in ("base", "current", "points", "tensors")}
+        inputs = {f"update.{name}": getattr(update, name) for name in ("base", "current", "points", "tensors")}
         previous = {"the previous state": run.state, "the previous client state": update.client_state}
         for trees, others in (
-            (model, lent | mine | client | previous),
-            (mine, lent | client | {"out": out}),
-            (client, lent | {"out": out}),
+            (model, inputs | new_state | client | previous),
+            (new_state, inputs | client | {"out": out}),
+            (client, inputs | {"out": out}),
         ):
             if violation := shared_memory(trees, others):
                 return f"update {index}: {violation}"
@@ -141,10 +141,11 @@ def nothing_is_aliased(case: RuleCase) -> str:
 
 @rule_law()
 def rejection_changes_nothing(case: RuleCase) -> str:
-    """A rejected update changes neither model, state, client states, version nor history.
+    """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    `Server` and `aggregate` must reject points that are not finite or have the wrong shape. The run then continues with
-    the bits of a run that never received the invalid update. An update near the largest finite number may be rejected.
+    `Server` and `aggregate` must reject points that are not finite or have the wrong shape. The rest of the run is then
+    bitwise equal to a run that never received the invalid update. An update near the largest finite number may be
+    rejected or accepted.
     """
     run, twin = case.server_run(), case.server_run()
     for index in range(case.num_updates):
@@ -175,7 +176,7 @@ def rejection_changes_nothing(case: RuleCase) -> str:
 
 @rule_law(needs_state_dicts)
 def aggregate_equals_server(case: RuleCase) -> str:
-    """`aggregate` on state dicts and `Server` on points give the same models and metrics, bit for bit."""
+    """`aggregate` on state dicts and `Server` on points return bitwise equal models and metrics."""
     assert isinstance(case.space, ParameterSpace)
     server = case.server_run().finish()
     run = case.aggregate_run(case.space, server.records)
@@ -184,15 +185,15 @@ def aggregate_equals_server(case: RuleCase) -> str:
         if violation := first_difference(f"update {index}: the model of aggregate", record.model, run.current):
             return violation
         for name in RECEIPT_METRICS:
-            theirs = float(getattr(record.receipt, name))
-            if name in metrics and repr(float(metrics[name])) != repr(theirs):
-                return f"update {index}: {name} is {metrics[name]} from aggregate and {theirs} from Server"
+            expected = float(getattr(record.receipt, name))
+            if name in metrics and repr(float(metrics[name])) != repr(expected):
+                return f"update {index}: {name} is {metrics[name]} from aggregate and {expected} from Server"
     return ""
 
 
 @rule_law(needs_flat_tensors)
 def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
-    """The same entries as one tensor, as two tensors and as one tensor per entry give the same bits."""
+    """The results are bitwise equal if the same entries are stored as one tensor, as two, or as one per entry."""
     size, dtype = case.start.numel(), case.start.dtype
     expected: Any = None
     for sizes in ([size], [size // 3, size - size // 3], [1] * size):
@@ -211,9 +212,9 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def a_run_can_be_resumed(case: RuleCase) -> str:
-    """A server that is saved and resumed continues with the bits of a server without interruption.
+    """The run of a saved and resumed server is bitwise equal to an uninterrupted run.
 
-    If clients receive and return only models, the same holds for `AsyncAggregator.state` and `load`.
+    If clients receive and return only models, this also holds for `AsyncAggregator.state` and `load`.
     """
     count = case.num_updates // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +223,7 @@ def a_run_can_be_resumed(case: RuleCase) -> str:
         saved = copy.deepcopy(run.contents())
         run.server.save(path)
         paused = run.resumed(run.server)
-        # The run ends before another server exists, so that both cannot affect each other through the rule.
+        # The run ends before another server exists, so that the servers cannot interact through the rule object.
         run.finish()
         resumed = paused.resumed(Server.resume(path, case.space, case.rule))
         if violation := first_difference("after the resume: server", saved, resumed.contents()):
@@ -243,7 +244,7 @@ def _step(rule: Any, space: Any, run: DirectRun, update: Any, out: Any) -> tuple
     return state, outcome
 
 
-def _answer_difference(where: str, expected: tuple[Any, Outcome], found: tuple[Any, Outcome]) -> str:
+def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[Any, Outcome]) -> str:
     trees = [
         {
             "the new state": state,
@@ -258,43 +259,43 @@ def _answer_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 
 
 def _invalid_payloads(payload: Payload) -> dict[str, Payload]:
-    """Return payloads that a server must reject, by what is wrong with them."""
+    """Return payloads that a server must reject, by a description of the defect."""
     points = payload.points
-    bad = {}
+    invalid = {}
     for what, value in (("NaN in the points", torch.nan), ("infinity in the points", torch.inf)):
-        spoiled = points.clone()
-        spoiled[-1].view(-1)[-1] = value
-        bad[what] = replace(payload, points=spoiled)
-    bad["points of the wrong shape"] = replace(payload, points=torch.cat([points, points[:, :1]], 1))
-    bad["an update without points"] = replace(payload, points=points[:0])
+        modified = points.clone()
+        modified[-1].view(-1)[-1] = value
+        invalid[what] = replace(payload, points=modified)
+    invalid["points of the wrong shape"] = replace(payload, points=torch.cat([points, points[:, :1]], 1))
+    invalid["an update without points"] = replace(payload, points=points[:0])
     for name, tensor in payload.tensors.items():
-        spoiled = tensor.clone()
-        spoiled.view(-1)[0] = torch.nan
-        bad[f"NaN in the tensor {name}"] = replace(payload, tensors={**payload.tensors, name: spoiled})
+        modified = tensor.clone()
+        modified.view(-1)[0] = torch.nan
+        invalid[f"NaN in the tensor {name}"] = replace(payload, tensors={**payload.tensors, name: modified})
     for name in payload.numbers:
-        bad[f"NaN as the number {name}"] = replace(payload, numbers={**payload.numbers, name: torch.nan})
-    return bad
+        invalid[f"NaN as the number {name}"] = replace(payload, numbers={**payload.numbers, name: torch.nan})
+    return invalid
 
 
 def _huge(payload: Payload) -> Payload:
     """Return an update whose displacement overflows in most computations."""
-    most = torch.finfo(payload.points.dtype).max
-    return replace(payload, points=payload.points.sign() * most)
+    largest = torch.finfo(payload.points.dtype).max
+    return replace(payload, points=payload.points.sign() * largest)
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
-    """Describe what a rejected update changed; `None` if the server accepted it."""
+    """Describe the first change that a rejected update caused; `None` if the server accepted it."""
     before = copy.deepcopy(run.contents())
-    kept = copy.deepcopy(payload)
+    original = copy.deepcopy(payload)
     if run.server.receive(ticket, payload).accepted:
         return None
-    violation = first_difference(f"{what}: payload", kept, payload)
+    violation = first_difference(f"{what}: payload", original, payload)
     violation = violation or first_difference(f"{what}: server", before, run.contents())
     return f"{violation}, after a rejected update" if violation else ""
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Describe what an update changed that `aggregate` rejected."""
+    """Describe the first change that an update caused although `aggregate` rejected it."""
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
     for index in range(case.num_updates):
@@ -309,30 +310,30 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Describe what an invalid update changed, or that `aggregate` accepted one that it must reject."""
+    """Describe the first change that an invalid update caused, or that `aggregate` accepted it."""
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:
         name, tensor = [*model.items()][-1]
         model[name] = INVALID_ENTRIES[kind](tensor)
     out = {name: torch.full_like(tensor, 7.0) for name, tensor in current.items()}
-    kept = copy.deepcopy((run.state, current, base, update, out))
+    inputs = copy.deepcopy((run.state, current, base, update, out))
     names = ("the state", "current", "base", "update", "out")
     try:
         run.step(current, base, update, out)
     except ArgumentError:
-        differences = map(first_difference, names, kept, (run.state, current, base, update, out))
+        differences = map(first_difference, names, inputs, (run.state, current, base, update, out))
         return next((f"{words}, after {kind} in the update was rejected" for words in differences if words), "")
     return "" if kind == HUGE else f"{kind} in the update was accepted"
 
 
 def _sends_models_only(run: ServerRun) -> bool:
-    """Return whether no message of a run contains more than a model."""
+    """Return whether all messages of a run contain only a model."""
     messages: list[Message] = [record.message for record in run.records]
     return not any(message.tensors or message.numbers for message in messages)
 
 
 def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, count: int) -> str:
-    """Describe the first difference of an aggregator that loads its state from one that continues."""
+    """Describe the first difference between an aggregator that loads a saved state and one that continues."""
     first = space.state_dict(case.start)
 
     def make() -> AsyncAggregator:

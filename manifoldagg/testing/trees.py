@@ -1,4 +1,4 @@
-"""Comparison of trees of tensors and values: the first difference in bits, and shared memory."""
+"""Comparison of trees of tensors and values: the first bitwise difference, and shared memory."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ ATOMS = (type, FunctionType, ModuleType, torch.dtype, torch.device, torch.Genera
 
 
 def first_difference(name: str, expected: Any, found: Any) -> str:
-    """Return a description of the first difference in bits between two trees; empty if there is none.
+    """Return a description of the first bitwise difference between two trees, or "" if they are equal.
 
     NaN equals NaN, and -0.0 differs from 0.0. Objects without their own `__eq__` are compared by their attributes.
 
@@ -55,24 +55,24 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
 
 
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Return a description of the first tensor in `trees` that shares memory with one in `others`, or an empty string.
+    """Return a description of the first tensor in `trees` that shares memory with a tensor in `others`, or "".
 
     Example:
         >>> x = torch.zeros(4)
         >>> shared_memory({"the state": {"m": x[2:]}}, {"the model": x[:2]})
         "the state['m'] shares memory with the model"
     """
-    owned = [(span, where) for name, tree in others.items() for where, span in _memory(name, tree)]
+    other_ranges = [(span, where) for name, tree in others.items() for where, span in _memory(name, tree)]
     for name, tree in trees.items():
         for where, span in _memory(name, tree):
-            for other, owner in owned:
+            for other, owner in other_ranges:
                 if span.start < other.stop and other.start < span.stop:
                     return f"{where} shares memory with {owner}"
     return ""
 
 
 def _memory(name: str, tree: Any) -> Iterator[tuple[str, range]]:
-    """Yield the places of the strided tensors of a tree, with the addresses of their storages."""
+    """Yield the paths of the strided tensors of a tree, with the address ranges of their storages."""
     for where, tensor in _tensors(name, tree):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
@@ -90,14 +90,14 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _branches(tree: Any) -> dict[Any, str] | None:
-    """Return the keys of a tree's branches with their notation; `None` for a leaf."""
+    """Return the keys of the children of a tree with their notation in Python, or `None` for a leaf."""
     if isinstance(tree, Mapping):
         return {("item", key): f"[{key!r}]" for key in tree}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return {("attribute", name): f".{name}" for name in tree._fields}
     if isinstance(tree, list | tuple):
         return {("item", i): f"[{i}]" for i in range(len(tree))}
-    # The `==` of a dataclass would compare tensors, and the result of that has no truth value.
+    # The generated `==` of a dataclass compares tensors, and a tensor of several entries has no truth value.
     kind: Any = type(tree)
     by_attributes = is_dataclass(tree) or kind.__eq__ is object.__eq__
     if by_attributes and hasattr(tree, "__dict__") and not isinstance(tree, ATOMS):
@@ -118,9 +118,9 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 def _tensor_difference(name: str, expected: Tensor, found: Tensor) -> str:
     for what in ("shape", "dtype"):
-        mine, theirs = getattr(expected, what), getattr(found, what)
-        if mine != theirs:
-            return f"{name} has the {what} {theirs} instead of {mine}"
+        expected_value, found_value = getattr(expected, what), getattr(found, what)
+        if expected_value != found_value:
+            return f"{name} has the {what} {found_value} instead of {expected_value}"
     if not expected.numel():
         return ""
     a, b = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (expected, found))

@@ -1,4 +1,4 @@
-"""The results of a law suite: a finding for each law, and the verdict over all of them."""
+"""The results of checking laws: a finding for each law, and the verdict over all of them."""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Finding:
         mark = "holds " if self.holds else "BROKEN"
         if self.exact:
             return f"{mark} {name}{self.location}"
-        return f"{mark} {name:<60} {self.ratio:9.3g} of what is allowed{self.location}"
+        return f"{mark} {name:<60} {self.ratio:9.3g} of the tolerance{self.location}"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Verdict:
         return [finding.law for finding in self.findings if not finding.holds]
 
     def __str__(self) -> str:
-        num_kept = sum(finding.holds for finding in self.findings)
-        lines = [f"{self.subject}: {num_kept} of {len(self.findings)} laws hold"]
+        num_holding = sum(finding.holds for finding in self.findings)
+        lines = [f"{self.subject}: {num_holding} of {len(self.findings)} laws hold"]
         lines += [f"  {finding}" for finding in self.findings]
         lines += [f"  omitted {name.replace('_', ' ')}: {reason}" for name, reason in self.omitted.items()]
         return "\n".join(lines)

@@ -189,7 +189,10 @@ class NoLog(Manifold):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Bezier(NoLog()), "space: expected a flat manifold or one with exp and log; NoLog has no log"),
+        (
+            lambda: Bezier(NoLog()),
+            "space: expected a flat manifold or one with exp and log, got NoLog, which has no log",
+        ),
         (lambda: Bezier(Sphere(3))(torch.zeros(3, 2), 0.5), r"phi: expected shape \(3, 3\), got \(3, 2\)"),
         (lambda: Bezier(Sphere(3)).velocity(torch.eye(3)[:2], 0.5), r"phi: expected shape"),
         (lambda: Bezier(Sphere(3)).acceleration(torch.eye(3), math.nan), "t: expected a finite number, got nan"),

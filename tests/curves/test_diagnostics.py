@@ -283,8 +283,8 @@ CURVE = Bezier(Flat(2))
             lambda: barrier(CURVE, PHI, lambda theta: 0.0 if any(torch.equal(theta, p) for p in PHI) else math.inf),
             "function at t = 0.01: expected a finite number, got inf",
         ),
-        (lambda: chord_ratio(barrier(CURVE, PHI, hill)), "profile: expected positive losses to divide by, got -"),
-        (lambda: curvature(CURVE, PHI * math.nan), "phi: expected finite values"),
+        (lambda: chord_ratio(barrier(CURVE, PHI, hill)), "profile: expected positive losses, got -"),
+        (lambda: curvature(CURVE, PHI * math.nan), "phi: expected values with finite squares"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):

@@ -84,7 +84,7 @@ def test_a_function_is_drawn_below(curve, phi):
     assert "learned curve" in lines(axes)
 
 
-def test_axes_are_made_where_none_are_given():
+def test_axes_are_created_by_default():
     from matplotlib import pyplot
 
     before = pyplot.get_fignums()
@@ -105,7 +105,7 @@ def test_axes_are_made_where_none_are_given():
         (
             lambda: Bezier(Flat(2)).at(torch.zeros(3, 2)).plot(Figure().subplots(), float),
             ArgumentError,
-            "phi: its control points lie on one line",
+            "phi: expected control points that span a plane",
         ),
         (lambda: Piecewise(Flat(2)).at(torch.zeros(5, 2)).split(0.5), NotImplementedError, "Piecewise has no split"),
     ],

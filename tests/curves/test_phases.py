@@ -84,7 +84,7 @@ def test_a_fit_can_be_made_longer():
     assert torch.equal(rest.phi, whole.phi)
     assert rest.losses == whole.losses
     assert torch.equal(half.state["phi"], kept)
-    with pytest.raises(ArgumentError, match="resume: the second phase had begun"):
+    with pytest.raises(ArgumentError, match="resume: expected a first phase of the same length"):
         fit(CURVE, square, DATA, phases=Phases(steps=(11, 100)), generator=generator, resume=half.state, **QUICK)
 
 
@@ -121,7 +121,7 @@ def test_resuming_on_a_curved_space_is_the_same_bit_for_bit():
 
 def test_batches_that_are_fewer_than_before_are_refused():
     half = fit(CURVE, square, DATA, phases=Phases(epochs=(2, 0), callback=lambda step, *_: step == 2), **QUICK)
-    with pytest.raises(ArgumentError, match="batches: expected at least 3, as when the fit was stopped; got 2"):
+    with pytest.raises(ArgumentError, match="batches: expected at least the 3 batches of the stopped fit, got 2"):
         fit(CURVE, square, DATA[:2], phases=Phases(epochs=(2, 0)), resume=half.state, **QUICK)
 
 

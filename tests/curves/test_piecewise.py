@@ -153,7 +153,7 @@ def test_past_its_ends_it_extends_the_outer_pieces():
         (lambda: Piecewise(type("Curved", (Manifold,), {"shape": (2,)})()), "space: expected a flat manifold or"),
         (lambda: Piecewise(Flat(2))(torch.zeros(4, 2), 0.5), r"phi: expected shape \(5, 2\), got \(4, 2\)"),
         (lambda: Piecewise(Flat(2), 1).smooth(torch.zeros(3, 2)), "degree: expected 2 or more for smooth joints"),
-        (lambda: Piecewise(Flat(2)).piece(torch.zeros(5, 2), 2), "k: expected one of 2 pieces, from 0 on; got 2"),
+        (lambda: Piecewise(Flat(2)).piece(torch.zeros(5, 2), 2), "k: expected an index from 0 to 1, got 2"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, words):

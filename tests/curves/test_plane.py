@@ -109,7 +109,7 @@ def test_points_have_the_shape_of_the_space():
     assert shapes == {(3, 2)}
 
 
-def test_its_ends_are_called_as_one_likes():
+def test_the_names_of_the_ends_are_configurable():
     axes = Figure().subplots()
     curve, phi = Bezier(Flat(4)), draw(0, 3, 4)
     other = {"cubic": (Bezier(Flat(4), 3), draw(1, 4, 4))}
@@ -122,8 +122,11 @@ def test_its_ends_are_called_as_one_likes():
     ("call", "words"),
     [
         (lambda: plane(Bezier(Flat(2), 1), torch.zeros(2, 2), squared_norm), "curve: expected degree 2 or more"),
-        (lambda: plane(Bezier(Flat(2)), torch.zeros(3, 2), squared_norm), "phi: its ends coincide, or"),
-        (lambda: plane(Bezier(Flat(2)), torch.arange(6.0).view(3, 2), squared_norm), "phi: its ends coincide, or"),
+        (lambda: plane(Bezier(Flat(2)), torch.zeros(3, 2), squared_norm), "phi: expected points that span a plane"),
+        (
+            lambda: plane(Bezier(Flat(2)), torch.arange(6.0).view(3, 2), squared_norm),
+            "phi: expected points that span a plane",
+        ),
         (lambda: plane(Bezier(Flat(2)), torch.zeros(2, 2), squared_norm), "phi: expected shape"),
         (lambda: plane(Bezier(Flat(2)), draw(0, 3, 2), squared_norm, resolution=1), "resolution: expected"),
         (lambda: plane(Bezier(Sphere(2)), draw(0, 3, 2), squared_norm), "curve: expected a curve on one flat space"),

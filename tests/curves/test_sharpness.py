@@ -40,7 +40,7 @@ def test_asam_takes_it_in_proportion_to_the_parameters(seed, radius):
 
 
 @given(seeds)
-def test_asam_goes_along_when_coordinates_are_rescaled(seed):
+def test_asam_is_invariant_to_rescaled_coordinates(seed):
     """With θ = A θ′ the derivative is A⁻¹ g′: perturbing and rescaling commute. SAM does not."""
     theta, g, a = draw(seed, 5), draw(seed + 1, 5), draw(seed + 2, 5).exp()
     for sharpness, commutes in ((ASAM(0.5, eta=0.0), True), (SAM(0.5), False)):
@@ -108,7 +108,10 @@ def test_a_sharp_minimum_is_left():
         (lambda: SAM(0.0), "radius: expected a finite number > 0"),
         (lambda: ASAM(-1.0), "radius: expected"),
         (lambda: ASAM(eta=-1.0), "eta: expected"),
-        (lambda: ASAM().perturb(Sphere(2), torch.eye(2)[0], torch.ones(2)), "sharpness: ASAM scales coordinates"),
+        (
+            lambda: ASAM().perturb(Sphere(2), torch.eye(2)[0], torch.ones(2)),
+            "sharpness: expected a flat space for ASAM",
+        ),
         (
             lambda: sharpness_aware_gradient(Flat(1), lambda theta, batch: theta.detach().sum(), torch.ones(1), None),
             "loss: expected a scalar tensor that depends on theta",
@@ -125,5 +128,5 @@ def test_bad_input_is_refused_by_name(call, words):
 
 
 def test_a_loss_that_is_infinite_uphill_is_named():
-    with pytest.raises(DivergenceError, match="inf uphill"):
+    with pytest.raises(DivergenceError, match="loss: expected a finite value at the ascent point .* got inf"):
         sharpness_aware_gradient(Flat(1), lambda theta, batch: 1 / (2 - theta.sum()), torch.ones(1), None, SAM(1.0))

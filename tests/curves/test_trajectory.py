@@ -61,7 +61,7 @@ def test_what_is_streamed_is_least_squares_on_stored_points(seed, degree, more, 
 
 
 @given(seeds, degrees, st.integers(0, 30), dtypes)
-def test_who_is_told_how_long_the_path_is_finds_the_same(seed, degree, more, dtype):
+def test_a_known_number_of_steps_gives_the_same_fit(seed, degree, more, dtype):
     path = walk(seed, degree + more, dtype)
     phi = streamed(path, degree, told=True)
     stored = Bezier(Flat(P), degree).through(path.double(), places(path, "steps"), fixed_ends=True)
@@ -90,14 +90,14 @@ def test_a_curve_that_is_seen_is_found_again(seed, degree, more):
 
 
 @given(seeds, degrees)
-def test_of_one_point_between_the_ends_the_quadratic_goes_through_it(seed, degree):
+def test_a_quadratic_interpolates_one_inner_point(seed, degree):
     start, middle, end = path = walk(seed, 2)
     phi = streamed(path, 2)
     assert relative(phi[1], 2 * middle - (start + end) / 2) <= 1e-13
 
 
 @given(seeds, degrees, st.integers(6, 20))
-def test_by_steps_the_fit_goes_with_every_affine_map(seed, degree, steps):
+def test_a_fit_by_steps_is_affine_equivariant(seed, degree, steps):
     path = walk(seed, steps)
     matrix = draw(seed + 2, 3, P)
     shift = draw(seed + 3, 3)
@@ -108,7 +108,7 @@ def test_by_steps_the_fit_goes_with_every_affine_map(seed, degree, steps):
 
 
 @pytest.mark.parametrize("scale", [1e-150, 1e-30, 1e150])
-def test_by_length_the_fit_goes_with_every_scale(scale):
+def test_a_fit_by_length_is_scale_equivariant(scale):
     path = walk(9, 12)
     # The path is moved to begin at 0, of which nothing is rounded.
     path = path - path[0]
@@ -132,7 +132,7 @@ def test_too_few_points_for_a_curve_give_the_chord(seed, degree, time):
 
 @pytest.mark.parametrize("time", ["steps", "length"])
 @pytest.mark.parametrize("degree", [1, 2, 5])
-def test_a_way_of_no_length_stays_where_it_is(degree, time):
+def test_a_path_of_length_zero_gives_its_point(degree, time):
     still = draw(1, P).expand(9, P)
     assert torch.equal(streamed(still[:1], degree, time), still[: degree + 1])
     assert torch.equal(streamed(still, degree, time), still[: degree + 1])
@@ -153,11 +153,11 @@ def test_steps_that_grow_beyond_all_measure_do_not_overflow_on_the_way():
     # Seen from its end it begins with a jump; and there are no squares of lengths above 1e154.
     for far in (path, 1e100 * path):
         assert relative(streamed(far, 2, "length"), elevated_chord(far[0], far[-1], 2)) <= 1e-15
-    with pytest.raises(DivergenceError, match="leaves the finite numbers"):
+    with pytest.raises(DivergenceError, match="points: expected a fitted curve with finite control points"):
         streamed(torch.tensor([[0.0], [3e38], [0.0]]), 2, space=Flat(1))
 
 
-def test_a_step_makes_nothing_and_touches_what_it_says():
+def test_a_step_allocates_nothing_and_reads_each_point_as_documented():
     for degree, time, steps, sums in (
         (2, "steps", 9, 1),
         (2, "steps", None, 2),
@@ -216,7 +216,7 @@ WRONG |= {LengthOfSquares: "length"}
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_wrong_is_not_least_squares(kind):
+def test_a_wrong_fit_is_not_least_squares(kind):
     path = walk(1, 12)
     told = WRONG[kind] == "told"
     time = "steps" if told else WRONG[kind]
@@ -312,12 +312,12 @@ def test_corners_of_no_step_are_the_start_and_of_another_number_are_refused():
     assert torch.equal(cornered(start[None], 3), start.expand(3, P))
     path = PathPoints(Flat(P), start, 2, steps=3)
     path.observe(start)
-    with pytest.raises(ArgumentError, match="steps: expected 3 points, as was said at the start; saw 1"):
+    with pytest.raises(ArgumentError, match="steps: expected 3 observed points, got 1"):
         path.points(start)
     curve = PathFit(Flat(P), start, 2, steps=1)
     for _ in range(3):
         curve.observe(start)
-    with pytest.raises(ArgumentError, match="steps: expected 1 points, as was said at the start; saw 3"):
+    with pytest.raises(ArgumentError, match="steps: expected 1 observed points, got 3"):
         curve.points(start)
 
 
@@ -328,14 +328,14 @@ def test_corners_of_no_step_are_the_start_and_of_another_number_are_refused():
         (lambda: PathFit(Flat(P), draw(0, P), 0), "degree: expected"),
         (lambda: PathFit(Flat(P), draw(0, P), 11), "degree: expected at most 10, got 11"),
         (lambda: PathFit(Flat(P), draw(0, P), 2, "loss"), "time: expected one of steps, length"),
-        (lambda: PathFit(Flat(P), draw(0, P), 2, "length", 3), "steps: expected None by length, got 3"),
+        (lambda: PathFit(Flat(P), draw(0, P), 2, "length", 3), "steps: expected None with time='length', got 3"),
         (lambda: PathFit(Flat(P), draw(0, P), 2, "steps", -3), "steps: expected"),
         (lambda: PathFit("space", draw(0, P)), "space: expected a Manifold"),
         (lambda: PathPoints(Flat(P), draw(0, P), 0, 3), "pieces: expected"),
         (lambda: PathPoints(Flat(P), draw(0, P), 2, -1), "steps: expected"),
     ],
 )
-def test_what_does_not_fit_is_named(make, words):
+def test_invalid_arguments_are_rejected_by_name(make, words):
     with pytest.raises(ArgumentError, match=words):
         make()
 

@@ -465,14 +465,14 @@ def test_points_of_other_shapes_are_flattened():
 # Folds and cusps
 
 
-def test_a_fold_is_refused_where_it_is():
+def test_a_fold_is_rejected_with_its_parameter():
     # y = x² from -1 to 1: curvature 2 at its vertex, chord 2.
     phi = torch.tensor([[-1.0, 1.0], [0.0, -1.0], [1.0, 1.0]]).double()
     for form in ("ambient", "subspace"):
         assert Tunnel(Bezier(Flat(2)), 0.2499, form).check(phi) == pytest.approx(0.9996, rel=1e-12)
         for radius in (0.2501, 3.0):
             tunnel = Tunnel(Bezier(Flat(2)), radius, form)
-            words = rf"folds at t = 0.5, its radius {2 * radius:g} times the curvature 2 being {4 * radius:g}"
+            words = rf"folds at t = 0.5, where its radius {2 * radius:g} times the curvature 2 is {4 * radius:g}"
             for call in (tunnel.check, tunnel.volume, tunnel.sample_in, lambda p, f=tunnel: f.contains(p, p)):
                 with pytest.raises(ArgumentError, match=words):
                     call(phi)
@@ -487,11 +487,13 @@ def test_a_fold_is_refused_where_it_is():
         ([[0, 0], [3, 3], [1, 1]], 0.6),
     ],
 )
-def test_a_cusp_is_refused_where_it_is(points, t):
+def test_a_cusp_is_rejected_with_its_parameter(points, t):
     phi = torch.tensor(points).double()
     tunnel = Tunnel(Bezier(Flat(2), len(phi) - 1), 1e-3)
     for call in (tunnel.check, tunnel.sample_in, tunnel.log_volume):
-        with pytest.raises(ArgumentError, match=rf"the curve stands still at t = {t:g}"):
+        with pytest.raises(
+            ArgumentError, match=rf"phi: expected a curve with a velocity other than 0, got 0 at t = {t:g}"
+        ):
             call(phi)
     assert Tunnel(tunnel.curve, 0).check(phi) == 0
 
@@ -586,15 +588,15 @@ def test_draws_are_orthogonal_in_the_metric_of_the_space():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda f, p: f.volume(p), "check needs a flat space"),
-        (lambda f, p: f.check(p), "check needs a flat space"),
-        (lambda f, p: f.volume_element(p, torch.zeros(4)), "volume_element needs a flat space"),
-        (lambda f, p: f.nearest(p, p[0]), "nearest needs a flat space"),
-        (lambda f, p: f.sample_in(p, uniform="volume"), "uniform='volume' needs a flat space"),
-        (lambda f, p: f.sample(3), "an ambient place depends on phi: use sample_in"),
+        (lambda f, p: f.volume(p), "check: expected a flat space"),
+        (lambda f, p: f.check(p), "check: expected a flat space"),
+        (lambda f, p: f.volume_element(p, torch.zeros(4)), "volume_element: expected a flat space"),
+        (lambda f, p: f.nearest(p, p[0]), "nearest: expected a flat space"),
+        (lambda f, p: f.sample_in(p, uniform="volume"), "uniform='volume': expected a flat space"),
+        (lambda f, p: f.sample(3), "sample: expected form='subspace', got 'ambient'; use sample_in"),
     ],
 )
-def test_what_a_curved_space_lacks_is_refused_by_name(call, words):
+def test_unsupported_methods_of_curved_spaces_are_rejected_by_name(call, words):
     with pytest.raises(NotImplementedError, match=words):
         call(Tunnel(Bezier(Sphere(3), 1), 0.1), torch.eye(3)[:2])
 
@@ -612,13 +614,16 @@ TUNNEL, LINE = Tunnel(CURVE, 0.05, "subspace"), torch.tensor([0.0, 1.0, 2.0, 4.0
         (lambda: Tunnel(CURVE, float("nan")), "radius: expected a finite number"),
         (lambda: Tunnel(CURVE, 0.1, "ball"), "form: expected one of ambient, subspace; got 'ball'"),
         (lambda: Tunnel(CURVE, 0.1, steps=0), "steps: expected an integer >= 1, got 0"),
-        (lambda: Tunnel(Bezier(Flat(2), 3), 0.1, "subspace"), "form: a curve of degree 3 does not span 3 dimensions"),
-        (lambda: Tunnel(Bezier(Sphere(3), 2), 0.1, "subspace"), "form: a subspace needs a flat space"),
+        (
+            lambda: Tunnel(Bezier(Flat(2), 3), 0.1, "subspace"),
+            "form: expected at least 3 dimensions for a curve of degree 3",
+        ),
+        (lambda: Tunnel(Bezier(Sphere(3), 2), 0.1, "subspace"), "form: expected a flat space for 'subspace'"),
         (lambda: TUNNEL(PHI[:3], torch.zeros(3)), r"phi: expected shape \(4, 3\), got \(3, 3\)"),
         (lambda: TUNNEL(PHI, torch.zeros(4)), r"x: expected trailing shape \(3\), got \(4,\)"),
         (lambda: TUNNEL(PHI, 0.5), r"x: expected a tensor of trailing shape \(3,\), got 0.5"),
-        (lambda: TUNNEL(LINE, torch.zeros(3)), "phi: expected control points spanning 3 dimensions"),
-        (lambda: TUNNEL.volume(LINE), "phi: expected control points spanning 3 dimensions"),
+        (lambda: TUNNEL(LINE, torch.zeros(3)), "phi: expected control points that span 3 dimensions"),
+        (lambda: TUNNEL.volume(LINE), "phi: expected control points that span 3 dimensions"),
         (lambda: TUNNEL.check(PHI * float("nan")), "phi: expected finite values"),
         (lambda: TUNNEL.sample_in(PHI, uniform="ball"), "uniform: expected one of product, volume; got 'ball'"),
         (lambda: TUNNEL.nearest(PHI, PHI[0] / 0), "point: expected finite values"),

@@ -56,7 +56,7 @@ def test_a_missing_primitive_is_named():
 
 
 def test_a_space_that_writes_a_method_in_place_of_its_formula_is_refused():
-    with pytest.raises(ArgumentError, match=r"Hasty: write _exp, which exp calls"):
+    with pytest.raises(ArgumentError, match=r"Hasty: expected the formula _exp, got exp"):
 
         class Hasty(Flat):
             def exp(self, x, u):

@@ -132,7 +132,7 @@ SUBSPACE = draw(3, 5, 3)
         (geoopt.SymmetricPositiveDefinite(), (3, 3), SymmetricPositiveDefinite(3)),
     ],
 )
-def test_the_same_space_is_ours(manifold, shape, space):
+def test_an_equivalent_space_is_converted(manifold, shape, space):
     assert from_geoopt(manifold, shape) == space
     assert from_geoopt(manifold, torch.Size(shape)) == space
 
@@ -168,7 +168,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("manifold", "shape"), PAIRS, ids=lambda value: str(value)[:30])
-def test_numbers_agree_with_geoopt_where_it_holds(manifold, shape):
+def test_results_agree_with_geoopt_if_its_formulas_are_exact(manifold, shape):
     space, dtype = from_geoopt(manifold, shape), torch.float64
     x = space.random_point(50, generator=generator(), dtype=dtype)
     u, v = (space.random_tangent(x, generator(seed)) for seed in (1, 2))
@@ -195,7 +195,7 @@ def test_numbers_agree_with_geoopt_where_it_holds(manifold, shape):
     [(geoopt.Sphere(), (4,)), (geoopt.EuclideanStiefel(), (5, 2))],
     ids=["Sphere", "EuclideanStiefel"],
 )
-def test_exp_and_projections_agree_where_only_these_hold(manifold, shape):
+def test_exp_and_projections_agree_with_geoopt(manifold, shape):
     space = from_geoopt(manifold, shape)
     x = space.random_point(50, generator=generator(), dtype=torch.float64)
     u, noise = space.random_tangent(x, generator(1)), x + 0.01
@@ -243,7 +243,7 @@ def test_a_stereographic_sphere_is_a_sphere():
     [geoopt.Sphere(intersection=SUBSPACE), geoopt.SphereExact(complement=SUBSPACE[:, :2].float())],
     ids=["intersection", "complement in float32"],
 )
-def test_what_is_declared_of_a_sphere_in_a_subspace_holds(manifold):
+def test_a_sphere_in_a_subspace_satisfies_its_declared_laws(manifold):
     space = from_geoopt(manifold, (5,))
     assert space.capabilities == ASSUMED_PRIMITIVES | {"retract", "injectivity_radius", "random_point"}
     verdict = check_manifold(space, seeds=1, dtypes=[torch.float64], verbose=False)
@@ -279,7 +279,7 @@ def test_a_class_of_another_author_declares_no_more_than_geoopt_asks_of_it():
     }
 
 
-def test_a_class_derived_from_a_known_one_is_not_known():
+def test_a_subclass_of_a_known_class_is_unknown():
     class Derived(geoopt.PoincareBall):
         def expmap(self, x, u, **_):
             return x
@@ -288,7 +288,7 @@ def test_a_class_derived_from_a_known_one_is_not_known():
 
 
 @AS_SHIPPED
-def test_what_is_vouched_for_is_used_and_can_be_proved():
+def test_declared_capabilities_are_used_and_can_be_checked():
     space = from_geoopt(Stretched(), (3,), capabilities=GEOOPT_PRIMITIVES, injectivity_radius=math.inf)
     assert space.capabilities == GEOOPT_PRIMITIVES
     verdict = check_manifold(space, seeds=1, dtypes=[torch.float64], verbose=False)
@@ -305,7 +305,7 @@ def test_what_is_vouched_for_is_used_and_can_be_proved():
         (Forgetful(), math.inf, "the_gradient_represents_the_derivative"),
     ],
 )
-def test_what_is_vouched_for_wrongly_is_found(manifold, radius, law):
+def test_wrongly_declared_capabilities_are_detected(manifold, radius, law):
     space = from_geoopt(manifold, (3,), capabilities=GEOOPT_PRIMITIVES, injectivity_radius=radius)
     assert check_manifold(space, seeds=1, dtypes=[torch.float64], laws=[law], verbose=False).broken_laws == [law]
 
@@ -315,7 +315,9 @@ def test_a_broken_class_can_be_mended_and_vouched_for():
         def proju(self, x, u):
             return u - x @ (x.mT @ u + u.mT @ x) / 2
 
-    with pytest.raises(ArgumentError, match="manifold: geoopt.CanonicalStiefel keeps too little"):
+    with pytest.raises(
+        ArgumentError, match="manifold: expected a manifold that satisfies the laws, got geoopt.CanonicalStiefel"
+    ):
         from_geoopt(Mended(), (4, 2))
     space = from_geoopt(Mended(), (4, 2), capabilities={"project", "project_tangent"})
     assert space.capabilities == {"project", "project_tangent"}
@@ -426,7 +428,7 @@ def test_it_is_a_value(make, shape):
     assert space != from_geoopt(Retracting(3.5), (3,))
 
 
-def test_one_geometry_is_one_value_whatever_class_it_comes_from():
+def test_equal_geometries_of_different_classes_are_equal():
     assert from_geoopt(geoopt.SphereProjection(exact(1.0)), (3,)) == from_geoopt(geoopt.Stereographic(1.0), (3,))
     assert from_geoopt(geoopt.SphereExact()) == from_geoopt(geoopt.Sphere())
     assert from_geoopt(geoopt.Stereographic(1.0), (3,)) != from_geoopt(geoopt.Stereographic(2.0), (3,))
@@ -435,7 +437,7 @@ def test_one_geometry_is_one_value_whatever_class_it_comes_from():
     assert from_geoopt(Retracting(), (3,)) != from_geoopt(Retracting(), (3,), injectivity_radius=1.0)
 
 
-def test_what_happens_to_the_manifold_later_does_not_matter():
+def test_later_changes_of_the_manifold_have_no_effect():
     for manifold, tensor in ((Retracting(2.0), "radius"), (geoopt.Stereographic(1.0, learnable=True), "k")):
         space, same = from_geoopt(manifold, (3,)), from_geoopt(copy.deepcopy(manifold), (3,))
         before, point = hash(space), torch.tensor([3.0, 0.0, 4.0])
@@ -476,22 +478,25 @@ X = torch.ones(3)
         (lambda: from_geoopt(Sphere(3)), r"manifold: expected a geoopt manifold or a tensor on one, got Sphere\(n=3\)"),
         (lambda: from_geoopt(torch.ones(3)), "manifold: expected a geoopt manifold"),
         (lambda: from_geoopt(geoopt.Sphere, (3,)), "manifold: expected a geoopt manifold"),
-        (lambda: from_geoopt(geoopt.Scaled(geoopt.Sphere(), 2.0), (3,)), "geoopt.Scaled .*inner is not"),
-        (lambda: from_geoopt(geoopt.Stiefel(), (3, 2)), "geoopt.CanonicalStiefel .*proju is no projection"),
+        (lambda: from_geoopt(geoopt.Scaled(geoopt.Sphere(), 2.0), (3,)), "geoopt.Scaled:? .*inner is not"),
+        (lambda: from_geoopt(geoopt.Stiefel(), (3, 2)), "geoopt.CanonicalStiefel:? .*proju is not a projection"),
         (lambda: from_geoopt(geoopt.BirkhoffPolytope(), (3, 3)), "geoopt.BirkhoffPolytope"),
-        (lambda: from_geoopt(geoopt.UpperHalf(), (3, 3)), "geoopt.UpperHalf .*complex"),
-        (lambda: from_geoopt(geoopt.BoundedDomain(), (3, 3)), "geoopt.BoundedDomain .*complex"),
+        (lambda: from_geoopt(geoopt.UpperHalf(), (3, 3)), "geoopt.UpperHalf:? .*complex"),
+        (lambda: from_geoopt(geoopt.BoundedDomain(), (3, 3)), "geoopt.BoundedDomain:? .*complex"),
         (lambda: from_geoopt(geoopt.Stiefel(), (3, 2), capabilities={"inner"}), "geoopt.CanonicalStiefel"),
         (lambda: from_geoopt(geoopt.ProductManifold((geoopt.BirkhoffPolytope(), (2, 2)))), "geoopt.BirkhoffPolytope"),
         (lambda: from_geoopt(geoopt.Lorentz(2.0), (3,)), "geoopt.Lorentz with k = 1, got 2"),
         (lambda: from_geoopt(geoopt.Lorentz(math.nan), (3,)), "manifold: k: expected a finite number, got nan"),
         (lambda: from_geoopt(two_curvatures(), (2,)), r"manifold: expected one curvature, got \[1.0, 1.0\]"),
-        (lambda: from_geoopt(Bare(), (2,)), "manifold: expected one with an ndim, got None"),
+        (lambda: from_geoopt(Bare(), (2,)), "manifold: expected an integer ndim, got None"),
         (
             lambda: from_geoopt(geoopt.Sphere(intersection=draw(0, 2, 5, 3)), (5,)),
-            r"manifold: expected a Sphere in one subspace, got projectors \(2, 5, 5\)",
+            r"manifold: expected a Sphere in one subspace, got projectors of shape \(2, 5, 5\)",
         ),
-        (lambda: from_geoopt(geoopt.Euclidean()), r"shape: .* geoopt.Euclidean\(\) has points without axes"),
+        (
+            lambda: from_geoopt(geoopt.Euclidean()),
+            r"shape: expected the shape of a leaf for geoopt.Euclidean\(\), got None",
+        ),
         (lambda: from_geoopt(geoopt.Sphere(), 3), "shape: expected a shape of positive integers, got 3"),
         (lambda: from_geoopt(geoopt.Sphere(), (2, 0)), "shape: expected a shape of positive integers"),
         (lambda: from_geoopt(geoopt.Sphere(), (2.0,)), "shape: expected a shape of positive integers"),
@@ -504,13 +509,16 @@ X = torch.ones(3)
         (lambda: from_geoopt(geoopt.ProductManifold((geoopt.Sphere(), 3)), (4,)), "shape: expected a shape that fits"),
         (
             lambda: from_geoopt(geoopt.ManifoldTensor(X / X.norm(), manifold=geoopt.Sphere()), (4,)),
-            r"shape: expected \(3,\) as the tensor's, got \(4,\)",
+            r"shape: expected \(3,\) of the tensor, got \(4,\)",
         ),
         (lambda: from_geoopt(geoopt.Sphere(), (3,), capabilities={"inner"}), "capabilities: expected None"),
-        (lambda: from_geoopt(geoopt.Sphere(), (3,), injectivity_radius=1.0), "geoopt.Sphere is known"),
+        (lambda: from_geoopt(geoopt.Sphere(), (3,), injectivity_radius=1.0), "expected None for geoopt.Sphere"),
         (lambda: from_geoopt(Retracting(), (3,), capabilities={"expmap"}), "capabilities: .*; got expmap"),
         (lambda: from_geoopt(Retracting(), (3,), capabilities=3), "capabilities: expected names of primitives, got 3"),
-        (lambda: from_geoopt(Retracting(), (3,), capabilities={"random_tangent"}), "needs inner and project_tangent"),
+        (
+            lambda: from_geoopt(Retracting(), (3,), capabilities={"random_tangent"}),
+            "capabilities: expected inner and project_tangent with random_tangent",
+        ),
         (lambda: from_geoopt(Retracting(), (3,), capabilities={"injectivity_radius"}), "injectivity_radius: expected"),
         (lambda: from_geoopt(Retracting(), (3,), injectivity_radius=0.0), "injectivity_radius: .*> 0, got 0"),
         (lambda: from_geoopt(Retracting(), (3,)).inner(X, X, torch.ones(4)), r"v: expected trailing shape \(3\)"),

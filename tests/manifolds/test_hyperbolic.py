@@ -224,7 +224,7 @@ def test_tangents_are_standard_normal_in_the_metric(space):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(seed=seeds, curvature=curvatures)
-def test_what_is_outside_the_ball_is_brought_inside(dtype, seed, curvature):
+def test_points_outside_the_ball_are_projected(dtype, seed, curvature):
     space = PoincareBall(7, curvature)
     points = space.project(draw(seed, 20, 7, dtype=dtype, scale=5.0))
     square = -curvature * points.double().square().sum(-1)

@@ -123,7 +123,7 @@ def test_laws_are_chosen_by_what_a_space_declares():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_is_declared_and_missing_is_broken():
+def test_a_declared_but_missing_primitive_breaks_its_laws():
     class Boastful(Flat):
         def _transport(self, x, y, u):
             raise self._not_implemented("transport")
@@ -141,14 +141,14 @@ def test_the_verdict_can_be_read(capsys):
     assert lines[1].startswith("  holds  log inverts exp")
 
 
-def test_what_cannot_be_tried_is_refused():
+def test_a_space_without_tangents_is_rejected():
     for options in ({"dtypes": ()}, {"laws": ()}):
         with pytest.raises(ArgumentError, match="expected at least one"):
             check_manifold(Sphere(3), verbose=False, **options)
     with pytest.raises(ArgumentError, match="laws: expected one of"):
         check_manifold(Sphere(3), laws=["log_inverts"], verbose=False)
     for point in (Sphere(1), SpecialOrthogonal(1), Grassmann(3, 3), Stiefel(1, 1)):
-        with pytest.raises(ArgumentError, match="no tangents but 0"):
+        with pytest.raises(ArgumentError, match="expected a space with tangents other than 0"):
             check_manifold(point, verbose=False)
 
 

@@ -198,7 +198,7 @@ def test_sums_are_those_of_the_matrices_whatever_their_ranks(seed, ranks):
     assert abs(found.error.item() - error) <= 100 * EPS * size
 
 
-def test_where_the_rank_allows_it_a_sum_is_exact():
+def test_a_sum_is_exact_if_the_rank_suffices():
     space = LowRank(40, 30, 6)
     points = [draw(i, 70, 3) for i in range(2)]
     found = truncate(combine_stacks([0.25, 0.75], points, 40), 40, 6)
@@ -215,7 +215,7 @@ def test_balancing_keeps_the_matrix_and_evens_the_factors():
     assert (y[:7].mT @ y[:7] - y[7:].mT @ y[7:]).norm() <= 100 * EPS
 
 
-def test_a_tie_at_the_cut_is_told():
+def test_equal_singular_values_at_the_truncation_are_reported():
     eye = torch.cat([torch.eye(3), torch.eye(3)])
     assert truncate(eye, 3, 2).is_tied
     assert not truncate(eye, 3, 3).is_tied
@@ -300,7 +300,7 @@ def test_points_and_tangents_of_the_start_of_a_fine_tuning():
 
 
 @pytest.mark.parametrize("lacking", ["B", "A"])
-def test_where_one_factor_lacks_rank_the_tangent_is_kept(lacking):
+def test_a_rank_deficient_factor_preserves_the_tangent(lacking):
     space = LowRank(6, 5, 3)
     x, raw = draw(3, 11, 3), draw(4, 11, 3)
     part = x[:6] if lacking == "B" else x[6:]
@@ -315,7 +315,7 @@ def test_where_one_factor_lacks_rank_the_tangent_is_kept(lacking):
     assert ((ahead - behind) / 2e-5 - xi).norm() <= 1e-7 * xi.norm()
 
 
-def test_going_to_zero_is_legal():
+def test_a_retraction_to_zero_is_valid():
     space = LowRank(5, 4, 2)
     x, _, _ = case(0, space)
     back = space.inverse_retract(x, torch.zeros_like(x))
@@ -410,7 +410,7 @@ def test_it_lives_in_products_powers_and_spaces_of_parameters():
     assert dict(again.manifolds)["w"] == leaf
 
 
-def test_guarded_it_takes_what_is_horizontal():
+def test_validated_low_rank_accepts_horizontal_tangents():
     space = LowRank(5, 4, 2)
     x, u, _ = case(0, space, 0.1)
     guarded = Validated(space)
@@ -431,7 +431,7 @@ X = torch.ones(5, 1)
         (lambda: LowRank(0, 1, 1), ArgumentError, "m: expected an integer >= 1, got 0"),
         (lambda: LowRank(2, 1.5, 1), ArgumentError, "n: expected an integer >= 1, got 1.5"),
         (lambda: LowRank(2, 3, 0), ArgumentError, "rank: expected an integer >= 1, got 0"),
-        (lambda: LowRank(2, 3, 3), ArgumentError, "rank: expected at most 2, the lesser of m and n, got 3"),
+        (lambda: LowRank(2, 3, 3), ArgumentError, r"rank: expected at most min\(m, n\) = 2, got 3"),
         (
             lambda: LowRank(2, 3, 1).retract(X, X[:4]),
             ArgumentError,

@@ -137,7 +137,7 @@ def test_float32_points_have_float32_means():
     assert mean.converged
 
 
-def test_what_does_not_converge_is_said():
+def test_missing_convergence_is_reported():
     mean = karcher_mean(SPHERE, around(0, 0.7), max_steps=1)
     assert not mean.converged
     assert mean.steps == 1
@@ -145,7 +145,7 @@ def test_what_does_not_converge_is_said():
 
 
 @given(seeds, st.integers(1, 6))
-def test_a_running_mean_is_the_weighted_mean_where_space_is_flat(seed, k):
+def test_a_running_mean_is_the_weighted_mean_on_a_flat_space(seed, k):
     points, weights = draw(seed, k, 7), draw(seed + 1, k).abs() + 0.1
     running = RunningMean(Flat(7), points[0], weights[0].item())
     for point, weight in zip(points[1:], weights[1:].tolist(), strict=True):
@@ -200,7 +200,7 @@ def test_a_point_without_weight_has_no_say():
     assert torch.equal(mean.point, x)
 
 
-def test_what_has_no_log_has_no_distance_and_no_mean():
+def test_distance_and_mean_are_undefined_without_a_log():
     x = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert distance(SPHERE, x, -x).isnan()
     mean = karcher_mean(SPHERE, torch.stack([x, -x]))

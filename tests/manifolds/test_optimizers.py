@@ -167,7 +167,7 @@ def test_lower_is_the_inverse_of_gradient(space):
     assert (lower(space, x, g) * v).sum().item() == pytest.approx(space.inner(x, g, v).item(), rel=1e-12)
 
 
-def test_a_ladder_carries_where_there_is_no_transport():
+def test_a_pole_ladder_replaces_a_missing_transport():
     """The pole ladder's error is of third order in the step: a tenth of it, a thousandth of the error."""
     space = Stiefel(5, 2)
     generator = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ PARAMETER = torch.nn.Parameter(torch.eye(3)[0])
         (lambda: optimizer_on(Sphere(3), torch.optim.AdamW), "optimizer: expected SGD or Adam.*got AdamW"),
         (
             lambda: optimizer_on(Sphere(3), functools.partial(torch.optim.SGD, weight_decay=0.1)),
-            "optimizer: RiemannianSGD takes no weight_decay, which SGD was bound to",
+            "optimizer: expected options of RiemannianSGD, got weight_decay of SGD",
         ),
     ],
 )

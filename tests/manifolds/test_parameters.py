@@ -102,7 +102,7 @@ def test_tied_weights_are_one_leaf():
     assert state["out.weight"] is state["embed.weight"]
 
 
-def test_only_what_learns_is_geometry():
+def test_only_trainable_parameters_are_leaves():
     layout = ParameterSpace.of(Tied()).layout
     carried = {entry.name for entry in layout.buffers}
     assert carried == {"frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mask", "minus_infinity"}  # fmt: skip
@@ -156,7 +156,7 @@ def spoil(name, tensor):
         (lambda s: s.update(scale=torch.tensor(1.0).double()), "scale: expected torch.float32, got torch.float64"),
         (lambda s: s.update(scale=torch.tensor(float("nan"))), "scale: expected finite values"),
         (lambda s: s.update({"narrow.bias": torch.full((3,), float("inf"), dtype=torch.bfloat16)}), "narrow.bias: expected finite"),
-        (lambda s: s.update({"out.weight": torch.zeros(5, 3)}), "out.weight: tied to embed.weight"),
+        (lambda s: s.update({"out.weight": torch.zeros(5, 3)}), "out.weight: expected the values of embed.weight, to which it is tied"),
         (lambda s: s.update(scale=1.5), "scale: expected a torch.Tensor, got float"),
         (lambda s: s.update(scale=torch.empty((), device="meta")), "scale: expected a dense tensor with values"),
         (lambda s: s.update({"half": torch.ones(2).to_sparse()}), "half: expected a dense tensor"),
@@ -192,15 +192,15 @@ def test_a_point_that_does_not_fit_leaves_the_model_alone():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_models_that_have_no_point_are_refused():
-    with pytest.raises(StateDictError, match="weight: not initialised"):
+    with pytest.raises(StateDictError, match="weight: expected an initialised parameter"):
         ParameterSpace.of(nn.LazyLinear(3))
-    with pytest.raises(StateDictError, match=r"0\.weight: torch.float64 does not fit a float32 point"):
+    with pytest.raises(StateDictError, match=r"0\.weight: expected at most float32, got torch.float64"):
         ParameterSpace.of(build("double", 0), dtype=torch.float32)
     with pytest.raises(StateDictError, match="weight: expected a floating parameter, got torch.complex64"):
         ParameterSpace.of(nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(StateDictError, match="running_mean: not initialised"):
         ParameterSpace.of(nn.LazyBatchNorm1d(affine=False))
-    with pytest.raises(ArgumentError, match="model: expected a torch.nn.Module, got dict; see of_state_dict"):
+    with pytest.raises(ArgumentError, match="model: expected a torch.nn.Module, got dict; use of_state_dict"):
         ParameterSpace.of({})
     with pytest.raises(ArgumentError, match="buffer_policy: expected a sequence of glob patterns"):
         ParameterSpace.of_state_dict({}, buffer_policy="*running_*")
@@ -210,7 +210,7 @@ def test_models_that_have_no_point_are_refused():
         ParameterSpace.of_state_dict({"w": 1.0})
     with pytest.raises(ArgumentError, match="source: expected a torch.nn.Module or a state dict, got list"):
         ParameterSpace.of_state_dict({"0": torch.ones(2)}).point([torch.ones(2)])
-    with pytest.raises(StateDictError, match="source: expected names, got 0"):
+    with pytest.raises(StateDictError, match="source: expected strings as names, got 0"):
         ParameterSpace.of_state_dict({"0": torch.ones(2)}).point({0: torch.ones(2)})
     with pytest.raises(ArgumentError, match="dtype: expected one of"):
         ParameterSpace.of(nn.Linear(2, 2), dtype=torch.float16)
@@ -221,7 +221,7 @@ def test_a_value_that_a_narrow_leaf_cannot_hold_is_refused():
     model = nn.Linear(2, 1).half()
     space = ParameterSpace.of(model)
     before = bits(model.state_dict())
-    with pytest.raises(StateDictError, match="weight: a value of the point overflows torch.float16"):
+    with pytest.raises(StateDictError, match="weight: expected values in the range of torch.float16, got an overflow"):
         space.load(model, torch.tensor([1.0, 1e6, 0.0]))
     assert bits(model.state_dict()) == before
 
@@ -257,7 +257,7 @@ def test_a_buffer_that_was_made_geometry_is_part_of_theta():
     assert loss(theta + torch.tensor([0.0] * 6 + [5.0] * 2), batch) > 1
 
 
-def test_extra_state_is_no_tensor_and_names_that_end_like_it_are():
+def test_extra_state_is_skipped_by_its_exact_name():
     class Stateful(nn.Linear):
         def get_extra_state(self):
             return {"version": 3}
@@ -274,11 +274,11 @@ def test_extra_state_is_no_tensor_and_names_that_end_like_it_are():
 def test_a_state_dict_hook_that_hides_a_parameter_is_refused():
     model = nn.Linear(2, 1)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(bias=state["bias"].clone()))
-    with pytest.raises(StateDictError, match="bias: the state dict does not hold this parameter itself"):
+    with pytest.raises(StateDictError, match="bias: expected the parameter itself in the state dict"):
         ParameterSpace.of(model)
 
 
-def test_what_is_carried_is_copied_and_checked():
+def test_buffers_are_copied_and_checked():
     model = nn.BatchNorm1d(2)
     space, carried = ParameterSpace.of(model), ParameterSpace.of(model).buffers(model)
     state = space.state_dict(space.point(model), carried)

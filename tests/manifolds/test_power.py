@@ -34,7 +34,7 @@ def test_copies_are_a_batch_whose_inner_products_are_summed():
     assert torch.equal(ROWS.injectivity_radius(x), torch.full((4,), math.pi, dtype=torch.float64))
 
 
-def test_a_power_is_what_its_space_is():
+def test_a_power_has_the_properties_of_its_space():
     assert Power(Flat(2), (3,)).flat
     assert not ROWS.flat
     assert ROWS.symmetric

@@ -224,7 +224,7 @@ def test_one_element_that_is_not_finite_is_alone():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_at_half_a_turn_log_has_no_value_and_a_mean_is_none(n):
+def test_log_and_mean_are_undefined_at_an_angle_of_pi(n):
     space = SpecialOrthogonal(n)
     x = torch.eye(n, dtype=torch.float64)
     turned = torch.diag(torch.tensor([-1.0, -1.0] + [1.0] * (n - 2), dtype=torch.float64))

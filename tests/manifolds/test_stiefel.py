@@ -152,7 +152,7 @@ def test_larger_frames_need_no_more_steps():
     assert (space.log(x, space.exp(x, u)) - u).norm() <= 100 * EPS
 
 
-def test_the_certificate_says_what_was_found():
+def test_the_certificate_describes_the_result():
     space, generator = Stiefel(3, 3), torch.Generator().manual_seed(0)
     x = space.random_point(4, generator=generator, dtype=torch.float64)
     u = space.random_tangent(x, generator)
@@ -171,7 +171,7 @@ def test_the_certificate_says_what_was_found():
     assert torch.equal(plain[::3], found.tangent[::3])
 
 
-def test_what_need_not_be_the_shortest_is_not_called_a_log():
+def test_a_tangent_that_may_not_be_shortest_is_not_a_log():
     space, x, u = case(4, 1.2 * math.pi, 10, 4)
     y = space.exp(x, u)
     found = space.log(x, y, certificate=True)

@@ -37,7 +37,7 @@ SPACES = [
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @given(seed=seeds, dtype=dtypes)
-def test_what_the_space_made_passes_untouched(space, seed, dtype):
+def test_results_of_the_space_pass_validation_unchanged(space, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(2, 3, generator=generator, dtype=dtype)
     u = space.random_tangent(x, generator)
@@ -97,7 +97,7 @@ def test_logs_beyond_the_cut_locus_are_refused_leaf_by_leaf():
     assert pair.inner(x.repeat(2), *[Validated(pair).log(x.repeat(2), far)] * 2).sqrt() > math.pi
 
 
-def test_a_radius_that_a_log_exceeds_is_said():
+def test_a_log_beyond_the_injectivity_radius_is_reported():
     class Boastful(Sphere):
         def _log(self, x, y):
             return 2 * super()._log(x, y)
@@ -107,7 +107,7 @@ def test_a_radius_that_a_log_exceeds_is_said():
         Validated(Boastful(2)).log(x, y)
 
 
-def test_what_a_space_lacks_is_not_asked_of_it():
+def test_missing_primitives_are_not_validated():
     class Shy(Sphere):
         capabilities = PRIMITIVES - {"project", "project_tangent", "injectivity_radius", "inner"}
 
@@ -127,7 +127,7 @@ def test_what_a_space_lacks_is_not_asked_of_it():
         (SymmetricPositiveDefinite(2), [[1e-5, 5e-5], [0.0, 1e-5]]),
     ],
 )
-def test_what_is_beyond_the_border_of_an_open_set_is_no_point(space, x):
+def test_points_beyond_the_border_of_an_open_set_are_rejected(space, x):
     with pytest.raises(ArgumentError, match="x: expected a point of"):
         check_point(space, torch.tensor(x))
 

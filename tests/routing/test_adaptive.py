@@ -45,7 +45,7 @@ def test_rates_are_found_through_queues():
     assert (np.abs(adaptive.rates(now) / rates - 1) <= 4.5 / np.sqrt(counts) + 8 / counts).all()
 
 
-def test_the_routing_goes_where_the_true_rates_would_send_it():
+def test_the_routing_converges_to_that_of_the_true_rates():
     rates = np.array([0.5, 1.0, 4.0])
     truth = optimise_routing(TimeBound(rates, 8, **CONSTANTS))
     adaptive = AdaptiveRouting(TimeBound(np.ones(3), 8, **CONSTANTS), max_change=0.05)
@@ -55,7 +55,7 @@ def test_the_routing_goes_where_the_true_rates_would_send_it():
     assert TimeBound(rates, 8, **CONSTANTS)(adaptive.routing) <= 1.01 * truth.value
 
 
-def test_a_client_that_falls_silent_loses_its_rate_but_not_at_once():
+def test_the_rate_of_a_silent_client_decreases_gradually():
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS), prior_weight=5.0)
     adaptive.on_dispatch(0, 0.0)
     assert adaptive.rates(0.0).tolist() == [1.0, 1.0]
@@ -107,7 +107,7 @@ def test_a_history_without_noise_or_end_leaves_a_bound():
     assert adaptive.reroute(1e305)[1] == pytest.approx(0.55, rel=1e-12)
 
 
-def test_what_does_not_fit_changes_nothing(as_shipped):
+def test_rejected_arguments_change_nothing(as_shipped):
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
     adaptive.on_dispatch(0, 1.0)
     for call, match in (
@@ -115,9 +115,9 @@ def test_what_does_not_fit_changes_nothing(as_shipped):
         (lambda: adaptive.on_dispatch(-1, 1.0), "client: expected an integer"),
         (lambda: adaptive.on_dispatch(0, 0.5), "time: expected a time >= 1"),
         (lambda: adaptive.on_dispatch(0, float("nan")), "time: expected"),
-        (lambda: adaptive.on_completion(1, 2.0), "client: expected one with a task"),
+        (lambda: adaptive.on_completion(1, 2.0), "client: expected a client with a task in flight"),
         (lambda: adaptive.on_completion(0, 0.5), "time: expected a time >= 1"),
-        (lambda: adaptive.on_dropout(1, 2.0), "client: expected one with a task"),
+        (lambda: adaptive.on_dropout(1, 2.0), "client: expected a client with a task in flight"),
         (lambda: adaptive.on_dropout(0, 0.5), "time: expected a time >= 1"),
         (lambda: adaptive.observe_loss(float("nan")), "value: expected"),
         (lambda: adaptive.observe_noise(-1.0), "value: expected"),

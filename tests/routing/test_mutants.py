@@ -90,7 +90,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("law", [means_are_exact, covariance_is_exact, gradients_are_slopes])
-def test_what_is_shipped_obeys(law):
+def test_the_library_satisfies_all_laws(law):
     assert law()
 
 
@@ -101,7 +101,7 @@ def test_what_is_shipped_obeys(law):
         (SLOPES, sweep(1, 1), gradients_are_slopes),
     ],
 )
-def test_the_makers_of_mutants_make_right_ones_too(place, right, law, monkeypatch):
+def test_the_mutant_factories_also_make_correct_networks(place, right, law, monkeypatch):
     monkeypatch.setattr(place, right)
     assert law()
 

@@ -303,12 +303,12 @@ DOORS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), DOORS)
-def test_the_door_says_what_does_not_fit(arguments, message, as_shipped):
+def test_invalid_arguments_are_rejected_by_name(arguments, message, as_shipped):
     with pytest.raises(ArgumentError, match=message):
         ClosedNetwork(*arguments)
 
 
-def test_methods_have_doors_too(as_shipped):
+def test_invalid_arguments_of_methods_are_rejected(as_shipped):
     network = ClosedNetwork([0.5, 0.5], [1.0, 1.0], 2)
     for client in (-1, 2, 0.5):
         with pytest.raises(ArgumentError, match="client: expected"):
@@ -323,7 +323,7 @@ def test_methods_have_doors_too(as_shipped):
         uniform(0)
 
 
-def test_it_needs_numpy_and_scipy_alone():
+def test_routing_imports_only_numpy_and_scipy():
     allowed = {"numpy", "scipy", "matplotlib"}
     allowed |= {f"manifoldagg.{name}" for name in ("errors", "_validation", "_io", "_result_repr")}
     for path in Path(manifoldagg.routing.__file__).parent.glob("*.py"):

@@ -25,7 +25,7 @@ def draw(seed):
 
 @settings(max_examples=12)
 @given(seeds)
-def test_what_is_found_is_stationary_and_no_worse_than_its_starts(seed):
+def test_the_optimum_is_stationary_and_not_worse_than_its_starts(seed):
     bound = draw(seed)
     best = optimise_routing(bound)
     assert best.converged
@@ -89,7 +89,7 @@ def test_starts_where_the_bound_is_not_finite_are_left_out():
         optimise_routing(TimeBound([1.0, 1.0], 4, **CONSTANTS), starts=[[1e-200, 1.0]])
 
 
-def test_starts_have_a_door(as_shipped):
+def test_invalid_starts_are_rejected(as_shipped):
     bound = TimeBound([1.0, 2.0], 3, **CONSTANTS)
     with pytest.raises(
         ArgumentError, match="starts: expected one of uniform, balanced, slowest, middle, fastest; got 'best'"

@@ -1,3 +1,3 @@
-"""Low-rank leaves: LoRA adapters, their scaling, and their factors."""
+"""Low-rank leaves: LoRA adapters, their scalings, and the algebra of their factors."""
 
 __all__: list[str] = []

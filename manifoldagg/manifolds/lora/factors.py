@@ -1,8 +1,9 @@
-r"""Algebra of factored matrices: inner products, sums, and the best approximation of a lower rank.
+r"""Algebra of factored matrices: inner products, linear combinations, and best low-rank approximations.
 
-A *stack* is a tensor (*batch, m + n, r), $B$ (m, r) over $A^\top$ (n, r), for the matrix $X = B A$. What is asked
-of several is answered from small cores in orthonormal bases of all their columns, in float64. Errors grow with the
-condition of a gauge; those of $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ with its square.
+A *stack* is a tensor (*batch, m + n, r) that represents the matrix $X = B A$. It consists of $B$ (m, r) on top of
+$A^\top$ (n, r). Operations on several stacks use small cores in orthonormal bases of all columns, in float64. Their
+errors are proportional to the condition number of the gauge. The errors of the direct formula
+$\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ are proportional to its square.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +21,26 @@ __all__ = ["FactorQR", "JointBasis", "TruncatedSVD", "balance", "combine_stacks"
 BasisMap = Callable[[Tensor], Tensor]
 
 TIE_ROUNDINGS = 64
-"""Roundings of the largest singular value within which two are equal."""
+"""The tolerance for equal singular values, in units of machine epsilon times the largest one."""
 FACTOR_ROUNDINGS = 4
-"""Roundings of factors, added up as if by chance: a singular value of a sum that is no larger is rounding."""
+"""The multiple of the accumulated rounding errors of factors up to which a singular value counts as rounding error.
+
+The rounding errors are accumulated as if they were independent.
+"""
 ARITHMETIC_ROUNDINGS = 16
-"""Roundings of float64, of what a sum is made of, that the arithmetic itself may add to a singular value."""
+"""The multiple of the float64 rounding error that the arithmetic can add to a singular value of a sum."""
 
 
 @dataclass(frozen=True)
 class FactorQR:
-    r"""One factor $B = Q R$ (*batch, m, r), by a thin QR.
+    r"""The thin QR decomposition of one factor, $B = Q R$ (*batch, m, r).
 
     Attributes:
-        full_basis: $Q$ (*batch, m, r), orthonormal columns.
-        basis: the same, or $Q R R^+$ where B lacks rank, whose $Q Q^\top$ is the projector to the span of B.
+        full_basis: $Q$ (*batch, m, r), with orthonormal columns.
+        basis: $Q$, or $Q R R^+$ if B does not have full rank. The product of this matrix and its transpose is the
+            projector onto the span of B.
         factor: $R$ (*batch, r, r).
-        inverse: $R^+$, directions left out that the dtype of the factor cannot tell from rounding.
+        inverse: the pseudoinverse $R^+$, without directions at the rounding level of the dtype of the factor.
     """
 
     full_basis: Tensor
@@ -45,7 +50,7 @@ class FactorQR:
 
     @classmethod
     def of(cls, factor: Tensor, dtype: torch.dtype) -> "FactorQR":
-        """Factorise a float64 factor whose entries were of `dtype`."""
+        """Decompose a float64 factor whose entries are rounded to `dtype`."""
         whole, small = torch.linalg.qr(factor)
         tolerance = max(factor.shape[-2:]) * torch.finfo(dtype).eps
         inverse = torch.linalg.pinv(small, rtol=tolerance)
@@ -57,14 +62,14 @@ class FactorQR:
 
 @dataclass(frozen=True)
 class TruncatedSVD:
-    r"""The best approximation of a lower rank in the Frobenius norm, and its error.
+    r"""The best low-rank approximation in the Frobenius norm, and its error.
 
     Attributes:
         values: all singular values (*batch, any), in descending order.
-        rank: how many are kept.
-        left: makes columns (*batch, m, any) of their coordinates in the basis of the left factor.
-        right: the same of the right one.
-        coordinates: the coordinates of the singular vectors on either side.
+        rank: the number of retained singular values.
+        left: a function that maps coordinates in the basis of the left factor to columns (*batch, m, any).
+        right: the same function for the right factor.
+        coordinates: the coordinates of the left and of the right singular vectors.
     """
 
     values: Tensor
@@ -75,9 +80,9 @@ class TruncatedSVD:
 
     @property
     def point(self) -> Tensor:
-        r"""The balanced factors (*batch, m + n, rank), $B^\top B = A A^\top$, padded with zeros."""
-        found = self._stack(slice(0, self.rank))
-        return torch.nn.functional.pad(found, (0, self.rank - found.shape[-1]))
+        r"""The balanced factors (*batch, m + n, rank) with $B^\top B = A A^\top$, padded with zeros."""
+        stack = self._stack(slice(0, self.rank))
+        return torch.nn.functional.pad(stack, (0, self.rank - stack.shape[-1]))
 
     @property
     def remainder(self) -> Tensor:
@@ -86,12 +91,12 @@ class TruncatedSVD:
 
     @property
     def error(self) -> Tensor:
-        """The Frobenius norm of the truncated part: (*batch,)."""
+        """The Frobenius norm of the truncated part, (*batch,)."""
         return self.values[..., self.rank :].square().sum(-1).sqrt()
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether the smallest retained and the largest truncated singular value are equal: (*batch,)."""
+        """Whether the smallest retained and the largest truncated singular value are equal, (*batch,)."""
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
         rounding = TIE_ROUNDINGS * torch.finfo(torch.float64).eps * self.values[..., 0]
@@ -101,24 +106,25 @@ class TruncatedSVD:
     def without_rounding(self, rounding: Tensor) -> "TruncatedSVD":
         """Set the singular values that do not exceed `rounding` (*batch, any) to 0."""
         values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
-        left, right = (turn.gather(-1, order.unsqueeze(-2).expand_as(turn)) for turn in self.coordinates)
+        left, right = (vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors)) for vectors in self.coordinates)
         return replace(self, values=values, coordinates=(left, right))
 
     def _stack(self, part: slice) -> Tensor:
         roots = self.values[..., part].sqrt().unsqueeze(-2)
-        down, across = (turn[..., part] * roots for turn in self.coordinates)
-        return torch.cat([self.left(down), self.right(across)], -2)
+        left, right = (vectors[..., part] * roots for vectors in self.coordinates)
+        return torch.cat([self.left(left), self.right(right)], -2)
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""Return the matrix of a rank nearest to that of a stack.
+    r"""Compute the nearest matrix of a given rank to the matrix of a stack.
 
-    By thin QRs $B = Q R$, $A^\top = P S$ and the SVD of the small core $R S^\top$.
+    The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small core
+    $R S^\top$.
 
     Args:
-        x: (*batch, m + n, any).
-        m: rows of the matrix.
-        rank: how many singular values to keep.
+        x: a stack (*batch, m + n, any).
+        m: the number of rows of the matrix.
+        rank: the number of retained singular values.
 
     Example:
         >>> x = torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 0.0], [0.0, 1.0]])  # diag(3, 2)
@@ -132,7 +138,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Return balanced factors (*batch, m + n, r) of the same matrix, $U\sqrt\Sigma$ and $V\sqrt\Sigma$.
+    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix of a stack, (*batch, m + n, r).
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -142,7 +148,7 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""Return a float64 stack of $\sum_i c_i X_i$ (*batch, m + n, the sum of ranks): concatenated factors.
+    r"""Return a float64 stack of $\sum_i c_i X_i$ by concatenation of the factors, (*batch, m + n, sum of ranks).
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -159,15 +165,15 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 
 @dataclass(frozen=True)
 class JointBasis:
-    r"""Several matrices in a common pair of bases, $X_i = Q\, C_i P^\top$.
+    r"""Several matrices in a joint pair of bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
-        left: $Q$, which makes (*batch, m, any) of (*batch, p, any).
-        right: $P$, which makes (*batch, n, any) of (*batch, q, any).
-        cores: $C_i$ (k, *batch, p, q).
-        columns: the factors in these bases, (*batch, p, any) and (*batch, q, any), those of all $X_i$ side by side.
-        ranks: how many columns are those of each $X_i$.
-        dtypes: in which each came.
+        left: the function that multiplies (*batch, p, any) by $Q$, with the result (*batch, m, any).
+        right: the function that multiplies (*batch, q, any) by $P$, with the result (*batch, n, any).
+        cores: the cores $C_i$ (k, *batch, p, q).
+        columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
+        ranks: the number of columns of each $X_i$.
+        dtypes: the original dtype of each $X_i$.
     """
 
     left: BasisMap
@@ -182,10 +188,10 @@ class JointBasis:
         """Compute the joint basis of stacks (*batch, m + n, any) of any ranks.
 
         Raises:
-            ArgumentError: if there are none.
+            ArgumentError: if `points` is empty.
         """
         if not points:
-            raise ArgumentError("points: expected at least one stack of factors")
+            raise ArgumentError("points: expected at least one stack of factors, got an empty sequence")
         stack = torch.cat([x.double() for x in points], -1)
         left, r = _thin_qr(stack[..., :m, :])
         right, s = _thin_qr(stack[..., m:, :])
@@ -194,10 +200,10 @@ class JointBasis:
         return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
 
     def gram(self, rows: Tensor) -> Tensor:
-        r"""Compute inner products (*batch, j, j) of $\sum_i c_{ji} X_i$, one combination for each row of `rows` (j, k).
+        r"""Compute inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$, for coefficients (j, k).
 
-        A displacement is the row with 1 at the one end and -1 at the other: its core is formed before it is multiplied,
-        so that the digits of a small one are those of its ends, not of the difference of their squares.
+        The cores are combined before the multiplication. For a small displacement, whose coefficients are 1 and -1,
+        this avoids the cancellation of a difference of squared norms.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -209,31 +215,32 @@ class JointBasis:
         return flat @ flat.mT
 
     def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
-        r"""Compute $\sum_i c_i X_i$, `coefficients` (k,), and its nearest matrix of a rank."""
+        r"""Compute the nearest matrix of the given rank to $\sum_i c_i X_i$, for coefficients (k,)."""
         return _truncate_core(self.left, self._combinations(coefficients[None])[0], self.right, rank)
 
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
-        r"""Bound the rounding error of each singular value of $\sum_i c_i X_i$ (*batch, any).
+        r"""Bound the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
 
-        Of a column $b$ of B and its row $a$ of A, rounded in the dtype that they came in, a singular value with vectors
-        $u$, $v$ sees $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. So what cancels leaves rounding
-        where it was, and a small direction that none of the large columns has is not lost beside them.
+        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. A singular value with
+        the vectors $u$, $v$ then has the errors $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The
+        bound is therefore large only in directions of large columns, for example after a cancellation. Small directions
+        that are orthogonal to all large columns are not affected.
 
         Args:
-            coefficients: (k,).
-            truncated_svd: what `combine` made of them.
+            coefficients: the coefficients (k,).
+            truncated_svd: the result of `combine` for these coefficients.
         """
         counts = torch.tensor(self.ranks)
         sizes = coefficients.abs().double().repeat_interleave(counts)
         eps = torch.tensor([torch.finfo(dtype).eps for dtype in self.dtypes], dtype=torch.float64)
         sizes, roundings = sizes.to(self.cores), (sizes * eps.repeat_interleave(counts)).to(self.cores)
         r, s = self.columns
-        down, across = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
-        u, v = (turn.mT @ side for turn, side in zip(truncated_svd.coordinates, self.columns, strict=True))
-        seen = ((roundings * across * u).square() + (roundings * down * v).square()).sum(-1).sqrt()
-        lost = torch.finfo(torch.float64).eps * (sizes * down * across).square().sum(-1).sqrt()
-        # Where squares overflow nothing is known of rounding.
-        return (FACTOR_ROUNDINGS * seen + ARITHMETIC_ROUNDINGS * lost).nan_to_num(0.0, posinf=0.0)
+        r_norms, s_norms = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
+        u, v = (vectors.mT @ side for vectors, side in zip(truncated_svd.coordinates, self.columns, strict=True))
+        of_factors = ((roundings * s_norms * u).square() + (roundings * r_norms * v).square()).sum(-1).sqrt()
+        of_arithmetic = torch.finfo(torch.float64).eps * (sizes * r_norms * s_norms).square().sum(-1).sqrt()
+        # If a square overflows, the bound is unknown, and 0 keeps all singular values.
+        return (FACTOR_ROUNDINGS * of_factors + ARITHMETIC_ROUNDINGS * of_arithmetic).nan_to_num(0.0, posinf=0.0)
 
     def _combinations(self, rows: Tensor) -> Tensor:
         combinations: Tensor = torch.tensordot(rows.to(self.cores), self.cores, dims=1)
@@ -246,11 +253,11 @@ def _truncate_core(left: BasisMap, core: Tensor, right: BasisMap, rank: int) -> 
 
 
 def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
-    """The thin QR of `x`: Q as what it does to columns, and R."""
+    """Compute the thin QR decomposition of `x`. Q is returned as a function that multiplies by it."""
     if needs_autograd_path([x]):
         q, r = torch.linalg.qr(x)
         return partial(torch.matmul, q), r
-    # Few columns of Q are asked for: the reflections that make them are cheaper than all of it.
+    # Only a few products with Q are needed, and applying the reflections is cheaper than forming Q.
     packed, tau = torch.geqrf(x)
     packed_columns = packed[..., : tau.shape[-1]]
     return partial(_apply_reflections, packed_columns, tau), packed[..., : tau.shape[-1], :].triu()
@@ -258,6 +265,6 @@ def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
 
 def _apply_reflections(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
     rows = packed.shape[-2] - coordinates.shape[-2]
-    # No `pad`: that of torch 2.6 refuses what has no columns.
-    below = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])
-    return torch.ormqr(packed, tau, torch.cat([coordinates, below], -2))
+    # `pad` of torch 2.6 does not accept tensors without columns.
+    zeros = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])
+    return torch.ormqr(packed, tau, torch.cat([coordinates, zeros], -2))

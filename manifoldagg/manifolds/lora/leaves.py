@@ -1,4 +1,4 @@
-"""LoRA adapters as leaves: two factors of a state dict become one stack, and are split again, balanced."""
+"""LoRA adapters as leaves: conversion of two factors of a state dict to one stack, and back to balanced factors."""
 
 import math
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ class FactorEntries:
     r"""Two entries of a state dict that form one leaf, $X = s B A$.
 
     Attributes:
-        first: A (r, ...), whose other axes are taken for one.
-        second: B (m, r), or (m, r, 1, 1) beside a convolution.
-        scaling: $s$.
+        first: A (r, ...). Its other axes count as one axis.
+        second: B (m, r), or (m, r, 1, 1) for a convolution.
+        scaling: the scaling $s$.
 
     Raises:
-        ArgumentError: if they do not multiply.
+        ArgumentError: if the factors cannot be multiplied, or their names are not those of a pair.
     """
 
     first: Entry
@@ -41,12 +41,15 @@ class FactorEntries:
         sizes = self.first.size * self.second.size
         if classify_tensors([self.first.name, self.second.name]).pairs != (self.pair,):
             raise ArgumentError(
-                f"{self.first.name}: expected the name of a first factor, and {self.second.name} beside it"
+                f"{self.first.name}: expected the name of a first factor that matches {self.second.name}"
             )
         if self.first.shape[:1] != self.second.shape[1:2] or math.prod(self.second.shape[2:]) != 1 or not sizes:
-            raise ArgumentError(f"{self.second.name}: expected a factor that {self.first.name} can be multiplied with")
+            raise ArgumentError(
+                f"{self.second.name}: expected a factor that can be multiplied by {self.first.name}, got shapes "
+                f"{self.second.shape} and {self.first.shape}"
+            )
         if not 0 < self.scaling < math.inf:
-            raise ArgumentError(f"{self.pair.module_name}: expected a scaling above 0, got {self.scaling}")
+            raise ArgumentError(f"{self.pair.module_name}: expected a scaling > 0, got {self.scaling}")
 
     @cached_property
     def pair(self) -> FactorPair:
@@ -60,7 +63,7 @@ class FactorEntries:
 
     @cached_property
     def space(self) -> LowRank:
-        """The manifold of the leaf; its rank is at most the number of rows or columns."""
+        """The manifold of the leaf. Its rank is at most the number of rows and the number of columns."""
         m, n = self.second.shape[0], math.prod(self.first.shape[1:])
         return LowRank(m, n, min(self.rank, m, n))
 
@@ -70,10 +73,10 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors against the entries and return their rank, which may differ.
+        """Check two tensors against the entries, and return their rank, which may differ from that of the entries.
 
         Raises:
-            StateDictError: naming the tensor that does not.
+            StateDictError: if a tensor does not match. The message contains its name.
         """
         rank = self.pair.check(state, prefix=prefix)
         for entry in (self.first, self.second):
@@ -84,15 +87,15 @@ class FactorEntries:
         if (own[0][1:], own[1][0]) != (given[0][1:], given[1][0]):
             names = f"{prefix}{self.first.name}, {self.second.name}"
             raise StateDictError(
-                f"{names}: expected shapes {own[0]}, {own[1]} but for the rank, got {given[0]}, {given[1]}"
+                f"{names}: expected shapes {own[0]}, {own[1]} up to the rank, got {given[0]}, {given[1]}"
             )
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """Return the point of the leaf nearest to the product of two tensors of any rank.
+        """Return the nearest point of the leaf to the scaled product of two tensors of any rank.
 
         Raises:
-            StateDictError: naming a tensor that is not finite, or that the scaling makes so.
+            StateDictError: if a tensor is not finite, or becomes infinite by the scaling.
         """
         stack = self.pair.stack(state, prefix=prefix).double()
         stack[: self.space.m] *= scaling
@@ -101,34 +104,34 @@ class FactorEntries:
                 raise StateDictError(f"{prefix}{entry.name}: expected finite values, got NaN or infinity")
         point = self.space.project(stack).to(self.leaf.dtype) if is_finite(stack) else stack
         if not is_finite(point):
-            told = f"expected finite values, got one that {scaling} makes infinite in {self.leaf.dtype}"
-            raise StateDictError(f"{prefix}{self.second.name}: {told}")
+            problem = f"expected finite values in {self.leaf.dtype} after scaling by {scaling}, got an overflow"
+            raise StateDictError(f"{prefix}{self.second.name}: {problem}")
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Return the two tensors of a point of the leaf in their dtypes: balanced, without the scaling.
+        """Return the two tensors of a point of the leaf in their dtypes, balanced and without the scaling.
 
         Raises:
-            StateDictError: naming a tensor whose dtype overflows.
+            StateDictError: if the dtype of a tensor overflows.
         """
         m = self.space.m
         x = point.detach().to(torch.float64, copy=True)
         x[:m] /= self.scaling
-        # Nothing is learned yet: what it begins with is told as it is.
-        begins = x.shape[-1] == self.rank and bool(x[:m].any()) != bool(x[m:].any())
-        x = x if begins else trainable_factors(truncate(x, m, self.rank), m, point.dtype)
-        found = self.pair.unstack(x, {entry.name: entry for entry in (self.first, self.second)})
-        return {entry.name: _cast_checked(found[entry.name], entry) for entry in (self.first, self.second)}
+        # If exactly one factor is 0, the adapter is in its initial state, and its factors are returned unchanged.
+        is_initial = x.shape[-1] == self.rank and bool(x[:m].any()) != bool(x[m:].any())
+        x = x if is_initial else trainable_factors(truncate(x, m, self.rank), m, point.dtype)
+        tensors = self.pair.unstack(x, {entry.name: entry for entry in (self.first, self.second)})
+        return {entry.name: _cast_checked(tensors[entry.name], entry) for entry in (self.first, self.second)}
 
 
 @dataclass(frozen=True)
 class ScaledBias:
-    """The bias of a second factor, which a model scales like the product.
+    """The bias of a second factor, to which a model applies the same scaling as to the product.
 
     Attributes:
-        entry: of the state dict.
-        factor_name: the name of the factor.
-        scaling: of the pair.
+        entry: the entry of the state dict.
+        factor_name: the name of the second factor.
+        scaling: the scaling of the pair.
     """
 
     entry: Entry
@@ -138,13 +141,14 @@ class ScaledBias:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a state dict: the entries that form leaves, and the scaled biases.
+    """The adapters of a state dict: the pairs of entries that form leaves, and the scaled biases.
 
-    State dicts have their entries by PEFT's names, *stacked* ones a stack for each pair; all else is the same in both.
+    A state dict has the factors under PEFT's names. A *stacked* state dict has one stack for each pair instead. The
+    other entries are equal.
 
     Attributes:
-        factors: pairs of entries.
-        biases: of them.
+        factors: the pairs of entries.
+        biases: the biases of second factors.
     """
 
     factors: tuple[FactorEntries, ...]
@@ -152,16 +156,17 @@ class Adapters:
 
     @staticmethod
     def of(state: Mapping[str, Tensor], scaling: Scaling = 1.0, *, prefix: str = "") -> "Adapters":
-        """Find the adapters of a state dict.
+        """Return the adapters of a state dict.
 
         Args:
-            state: name to tensor.
-            scaling: as [`resolve_scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings] takes it.
-            prefix: what messages begin with.
+            state: the state dict.
+            scaling: the scaling, as for
+                [`resolve_scalings`][manifoldagg.manifolds.lora.scaling.resolve_scalings].
+            prefix: the start of error messages.
 
         Raises:
-            StateDictError: if it has none, or naming a tensor that does not fit.
-            ArgumentError: if the scaling does not.
+            StateDictError: if there are no adapters, or a tensor does not match. The message contains its name.
+            ArgumentError: if the scaling is invalid.
         """
         parts = classify_tensors(state, prefix=prefix)
         if not parts.pairs:
@@ -173,10 +178,10 @@ class Adapters:
         for pair in parts.pairs:
             if pair.bias_name in parts.scaled_biases:
                 biases.append(ScaledBias(entries[pair.bias_name], pair.second, own[pair]))
-        if odd := {pair.leaf_name for pair in parts.pairs} & entries.keys():
-            raise StateDictError(f"{prefix}{min(odd)}: expected another name, as a pair of factors is called so")
-        if odd := set(parts.scaled_biases) - {bias.entry.name for bias in biases}:
-            raise StateDictError(f"{prefix}{min(odd)}: expected the bias of a factor that is there too")
+        if conflicts := {pair.leaf_name for pair in parts.pairs} & entries.keys():
+            raise StateDictError(f"{prefix}{min(conflicts)}: expected another name, got the name of a pair of factors")
+        if unmatched := set(parts.scaled_biases) - {bias.entry.name for bias in biases}:
+            raise StateDictError(f"{prefix}{min(unmatched)}: expected the bias of a factor, got one without its factor")
         return Adapters(tuple(pairs), tuple(biases))
 
     def __post_init__(self) -> None:
@@ -184,13 +189,13 @@ class Adapters:
         own = [*self._factors_by_leaf, *self._adapter_entries]
         once = len(set(own)) == 3 * len(self.factors) + len(self.biases)
         if not once or not {bias.factor_name for bias in self.biases} <= seconds:
-            raise ArgumentError("adapters: expected pairs of entries, each of them once, and their biases")
+            raise ArgumentError("adapters: expected distinct pairs of entries and their biases, got repeated names")
 
     def check_space(self, layout: Layout, manifolds: tuple[tuple[str, Manifold], ...]) -> None:
-        """Check that a space has each stack as a leaf of the right rank.
+        """Check that a space has each stack as a leaf on the matching manifold.
 
         Raises:
-            ArgumentError: naming a pair that it has otherwise.
+            ArgumentError: if a leaf does not match. The message contains its name.
         """
         leaves = {leaf.name: leaf for leaf in layout.leaves}
         curved = dict(manifolds)
@@ -199,10 +204,15 @@ class Adapters:
             space = curved.get(name)
             own = isinstance(space, LowRank) and replace(space, state_rank=None) == pair.space
             if leaves.get(name) != pair.leaf or not own:
-                raise ArgumentError(f"adapters: {name} stands for two factors: expected a leaf of it, on {pair.space}")
+                raise ArgumentError(
+                    f"adapters: {name}: expected a leaf of shape {pair.leaf.shape} on {pair.space}, got "
+                    f"{leaves.get(name)} on {space}"
+                )
         for entry in self._stacked_biases:
             if leaves.get(entry.name) != entry:
-                raise ArgumentError(f"adapters: {entry.name} is the bias of a factor: expected a leaf of it")
+                raise ArgumentError(
+                    f"adapters: {entry.name}: expected a leaf of shape {entry.shape}, got {leaves.get(entry.name)}"
+                )
 
     @property
     def spaces(self) -> dict[str, LowRank]:
@@ -215,30 +225,30 @@ class Adapters:
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
         """Convert the entries of a stacked state dict to those of a state dict."""
-        own = {bias.entry.name: bias.entry for bias in self.biases}
-        found: dict[str, Entry] = {}
+        biases = {bias.entry.name: bias.entry for bias in self.biases}
+        entries: dict[str, Entry] = {}
         for name, entry in stacked.items():
             pair = self._factors_by_leaf.get(name)
-            found |= {e.name: e for e in (pair.first, pair.second)} if pair else {name: own.get(name, entry)}
-        return found
+            entries |= {e.name: e for e in (pair.first, pair.second)} if pair else {name: biases.get(name, entry)}
+        return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace each stack by the approximate norm of its matrix, which is independent of the gauge."""
-        found = dict(stacked)
+        """Replace each stack by the approximate norm of its matrix, which does not depend on the gauge."""
+        norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
             b, a = x[: pair.space.m], x[pair.space.m :]
-            found[name] = ((b.mT @ b) * (a.mT @ a)).sum().clamp(min=0).sqrt()[None]
-        return found
+            norms[name] = ((b.mT @ b) * (a.mT @ a)).sum().clamp(min=0).sqrt()[None]
+        return norms
 
     @cached_property
     def _adapter_entries(self) -> dict[str, Entry]:
-        """What a state dict has of adapters."""
-        found = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
-        return found | {bias.entry.name: bias.entry for bias in self.biases}
+        """The entries of a state dict that belong to adapters."""
+        factors = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
+        return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a stacked state dict with empty stacks, for code that needs shapes only."""
+        """Return a stacked state dict with uninitialised stacks, for code that needs only their shapes."""
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
             state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
@@ -247,16 +257,16 @@ class Adapters:
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> dict[str, Tensor]:
-        """Convert a state dict whose pairs may have any ranks to a stacked one.
+        """Convert a state dict, whose pairs may have any ranks, to a stacked state dict.
 
         Args:
-            state: with the names of this one.
-            prefix: what messages begin with.
-            scaling: where the model that it comes from has another than this one.
+            state: a state dict with these adapters.
+            prefix: the start of error messages.
+            scaling: the scaling of `state`, if it differs from that of these adapters.
 
         Raises:
-            StateDictError: naming a tensor that is missing or does not fit.
-            ArgumentError: if the scaling does not.
+            StateDictError: if a tensor is missing or does not match. The message contains its name.
+            ArgumentError: if the scaling is invalid.
         """
         check_names(
             self._adapter_entries.keys(),
@@ -267,7 +277,7 @@ class Adapters:
         own = {pair.second.name: pair.scaling for pair in self.factors}
         if scaling is not None:
             own = {pair.second: value for pair, value in _pair_scalings(scaling, ranks, prefix).items()}
-        made = {pair.leaf.name: pair.stack(state, own[pair.second.name], prefix) for pair in self.factors}
+        stacks = {pair.leaf.name: pair.stack(state, own[pair.second.name], prefix) for pair in self.factors}
         for bias in self.biases:
             name = bias.entry.name
             given = state[name]
@@ -285,58 +295,58 @@ class Adapters:
                     f"{prefix}{name}: expected {bias.entry.dtype} of shape {bias.entry.shape}, got {what}"
                 )
             check_memory({name: given}, prefix)
-            made[name] = (own[bias.factor_name] * given.detach().double()).to(_wider_dtype(given.dtype))
-        return self._replace_factors(state, made)
+            stacks[name] = (own[bias.factor_name] * given.detach().double()).to(_wider_dtype(given.dtype))
+        return self._replace_factors(state, stacks)
 
     def split(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a stacked state dict to one with the original ranks, dtypes and scaling.
+        """Convert a stacked state dict to a state dict with the original ranks, dtypes and scaling.
 
         Raises:
-            StateDictError: naming a tensor whose dtype overflows.
+            StateDictError: if the dtype of a tensor overflows. The message contains its name.
         """
         biases = {bias.entry.name: bias for bias in self.biases}
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, x in stacked.items():
             if name in self._factors_by_leaf:
-                found |= self._factors_by_leaf[name].split(x)
+                state |= self._factors_by_leaf[name].split(x)
             elif name in biases:
-                found[name] = _cast_checked(x.detach().double() / biases[name].scaling, biases[name].entry)
+                state[name] = _cast_checked(x.detach().double() / biases[name].scaling, biases[name].entry)
             else:
-                found[name] = x
-        return found
+                state[name] = x
+        return state
 
     @cached_property
     def _stacked_biases(self) -> tuple[Entry, ...]:
-        """As a stacked state dict has them."""
+        """The entries of the biases in a stacked state dict."""
         return tuple([Entry(b.entry.name, b.entry.shape, _wider_dtype(b.entry.dtype)) for b in self.biases])
 
     def _replace_factors(self, state: Mapping[str, Tensor], stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict with its stacks where their first factors are."""
-        place = {pair.first.name: pair.leaf.name for pair in self.factors}
-        left = {pair.second.name for pair in self.factors}
-        names = {place.get(name, name): name for name in state if name not in left}
+        """Replace each first factor of a state dict by its stack, and remove the second factors."""
+        leaf_names = {pair.first.name: pair.leaf.name for pair in self.factors}
+        removed = {pair.second.name for pair in self.factors}
+        names = {leaf_names.get(name, name): name for name in state if name not in removed}
         return {new: stacks[new] if new in stacks else state[name] for new, name in names.items()}
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return balanced factors (m + n, rank) of a matrix, all of whose directions can be trained.
+    r"""Return balanced factors (m + n, rank) of a matrix, such that all of their columns can be trained.
 
-    Where the matrix has a lower rank, both factors of the rest would be 0, and so would their derivatives be for ever.
-    There B is 0 and A as PEFT begins with it: uniform in $\pm 1 / \sqrt n$, here from a fixed seed. The product is the
-    same.
+    If the matrix has a lower rank, both factors of the remaining columns would be 0, and their derivatives would remain
+    0. Therefore only B is 0 in these columns. A is initialised as in PEFT, uniform in $\pm 1 / \sqrt n$, with a fixed
+    seed. The product does not change.
 
     Args:
-        truncated_svd: of the matrix.
-        m: its rows.
-        dtype: of what it was made of: whose rounding is not a direction.
+        truncated_svd: the SVD of the matrix.
+        m: the number of rows of the matrix.
+        dtype: the dtype of the original factors, whose rounding errors do not count as rank.
     """
     point = truncated_svd.point
     rounding = len(truncated_svd.values) * torch.finfo(dtype).eps * truncated_svd.values[:1]
-    kept = int((truncated_svd.values[: truncated_svd.rank] > rounding).sum())
-    if kept < truncated_svd.rank:
+    numerical_rank = int((truncated_svd.values[: truncated_svd.rank] > rounding).sum())
+    if numerical_rank < truncated_svd.rank:
         n = len(point) - m
-        point[:m, kept:] = 0
-        point[m:, kept:] = _initial_factor(n, truncated_svd.rank - kept).to(point)
+        point[:m, numerical_rank:] = 0
+        point[m:, numerical_rank:] = _initial_factor(n, truncated_svd.rank - numerical_rank).to(point)
     return point
 
 
@@ -348,7 +358,7 @@ def _initial_factor(n: int, rank: int) -> Tensor:
 
 
 def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: str) -> dict[FactorPair, float]:
-    """The scaling of each pair, which has this rank."""
+    """Return the scaling of each pair, given their ranks."""
     values = resolve_scalings(
         scaling, [ScaledModule(pair.module_name, rank) for pair, rank in ranks.items()], prefix=prefix
     )
@@ -356,15 +366,15 @@ def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: st
 
 
 def _cast_checked(x: Tensor, entry: Entry) -> Tensor:
-    """`x` in the dtype of an entry, which must hold it."""
-    found = x.to(entry.dtype)
-    if not is_finite(found):
-        raise StateDictError(f"{entry.name}: a value of the point overflows {entry.dtype}")
-    return found
+    """Convert `x` to the dtype of an entry, and check that no value overflows."""
+    converted = x.to(entry.dtype)
+    if not is_finite(converted):
+        raise StateDictError(f"{entry.name}: expected values in the range of {entry.dtype}, got an overflow")
+    return converted
 
 
 def _wider_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """One that rounds none of these: float32 or float64."""
+    """Return float32 or float64, whichever represents all of these dtypes exactly."""
     wide = torch.float32
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)

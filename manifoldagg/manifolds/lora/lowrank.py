@@ -1,4 +1,4 @@
-"""The manifold of matrices of a fixed rank, as products of two factors up to a change of basis."""
+"""The manifold of fixed-rank matrices, represented by two factors up to a change of basis."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,45 +20,48 @@ __all__ = ["LowRank"]
 
 @dataclass(frozen=True)
 class LowRank(Manifold):
-    r"""$m \times n$ matrices $X = B A$ of a fixed rank, $\langle\xi, \eta\rangle = \operatorname{tr}(\xi^\top \eta)$.
+    r"""Matrices $X = B A$ of fixed rank, with $\langle\xi, \eta\rangle = \operatorname{tr}(\xi^\top \eta)$.
 
-    A point is one tensor (m + n, rank): $B$ (m, rank) over $A^\top$ (n, rank). It stands for $X$ alone: $B G$ and
-    $G^{-1} A$ are the same point for every invertible $G$, a *gauge*. A tangent has the same shape, $\dot B$ over
-    $\dot A^\top$, and stands for $\xi = \dot B A + B \dot A$; that of `project_tangent` has $B^\top \dot B = 0$, which
-    makes it unique. With thin QRs $B = U R$ and $A^\top = V S$,
+    $X$ is an $m \times n$ matrix. A point is one tensor (m + n, rank), $B$ (m, rank) on top of $A^\top$ (n, rank). It
+    represents only the matrix $X$: the factors $B G$ and $G^{-1} A$ are the same point for every invertible matrix $G$,
+    which is called a *gauge*. A tangent has the same shape, $\dot B$ on top of $\dot A^\top$. It represents $\xi = \dot
+    B A + B \dot A$. The result of `project_tangent` has $B^\top \dot B = 0$, which makes it unique. With the thin QR
+    decompositions $B = U R$ and $A^\top = V S$,
 
     $$\langle \xi, \eta \rangle = \langle M, M' \rangle + \langle U_p, U_p' \rangle + \langle V_p, V_p' \rangle, \quad
       M = U^\top \dot B S^\top + R \dot A V, \quad U_p = (1 - U U^\top) \dot B S^\top, \quad
       V_p = (1 - V V^\top) \dot A^\top R^\top .$$
 
-    `retract` is orthographic: the $Y$ of that rank with $P_X(Y - X) = \xi$, $P_X$ the projection to tangents at $X$,
+    `retract` is orthographic. It returns the matrix $Y$ of the given rank with $P_X(Y - X) = \xi$, where $P_X$ is the
+    projection to tangents at $X$:
 
-    $$Y = \bigl(B + \dot B S^\top [(A + \dot A) V]^{-1}\bigr)(A + \dot A), \qquad B^\top \dot B = 0,$$
+    $$Y = \bigl(B + \dot B S^\top [(A + \dot A) V]^{-1}\bigr)(A + \dot A), \qquad B^\top \dot B = 0 .$$
 
-    which agrees with the geodesic to second order; `inverse_retract` is $P_X(Y - X)$, for any $Y$.
-    `project` takes a stack of any number of columns to the nearest matrix of the rank, by two thin QRs and the
-    SVD of their small core; what has that many columns already is left as it is.
+    It agrees with the geodesic to second order. `inverse_retract` is $P_X(Y - X)$ for any $Y$. `project` maps a stack
+    with any number of columns to the nearest matrix of the given rank, by two thin QR decompositions and the SVD of
+    their small core. A stack that already has this number of columns is unchanged.
 
-    Nothing here has the size of $X$, and no Gram matrix of a factor is formed: errors grow with the condition of the
-    gauge, not with its square. Everything is computed in float64 and cast back. There is not a closed form of the
-    geodesics, so `exp`, `log` and `transport` are not declared.
+    Properties:
 
-    Rules, averages and servers need none of them: on spaces whose leaves are flat or of low rank they take inner
-    products and sums of the matrices themselves, and the nearest matrix of the rank, once a step.
-
-    Where $B$ or $A$ lacks rank (as $B = 0$ at the start of a fine-tuning) the point is legal, and not smooth: `inner`
-    is right, `project_tangent` keeps $\xi$, `inverse_retract`, `gradient` and `random_tangent` have only the directions
-    that the factors span. Where $(A + \dot A) V$ is singular `retract` leaves its null space out.
+    - No matrix of the size of $X$ and no Gram matrix of a factor is computed. Errors are therefore proportional to the
+      condition number of the gauge and not to its square. All primitives are computed in float64 and cast back.
+    - Geodesics have no closed form, so `exp`, `log` and `transport` are not declared. Rules, averages and servers do
+      not need them. On spaces with flat and low-rank leaves, they compute inner products and sums of the matrices, and
+      one nearest matrix of the given rank per step.
+    - If $B$ or $A$ does not have full rank, for example if $B = 0$ at the start of a fine-tuning, the point is valid,
+      but the manifold is not smooth there. `inner` is correct, and `project_tangent` preserves $\xi$.
+      `inverse_retract`, `gradient` and `random_tangent` contain only the directions that the factors span.
+    - If $(A + \dot A) V$ is singular, `retract` ignores its null space.
 
     Args:
-        m: rows of X.
-        n: columns of X.
-        rank: at most that of X.
-        state_rank: at most that of what is kept of sums: of buffers, momentum, cached displacements and running means;
-            four times `rank` where not given.
+        m: the number of rows of X.
+        n: the number of columns of X.
+        rank: the maximum rank of X.
+        state_rank: the maximum rank of stored sums, such as buffers, momentum, cached displacements and running means.
+            The default is four times `rank`.
 
     Raises:
-        ArgumentError: if one is not a positive integer, or `rank` exceeds `m` or `n`.
+        ArgumentError: if an argument is not a positive integer, or `rank` exceeds `m` or `n`.
 
     Source: Vandereycken 2013; Absil and Oseledets 2015 for the orthographic retraction.
 
@@ -87,15 +90,15 @@ class LowRank(Manifold):
             check_count(name, getattr(self, name))
         if self.state_rank is not None:
             check_count("state_rank", self.state_rank)
-        if self.rank > (most := min(self.m, self.n)):
-            raise ArgumentError(f"rank: expected at most {most}, the lesser of m and n, got {short_repr(self.rank)}")
+        if self.rank > (max_rank := min(self.m, self.n)):
+            raise ArgumentError(f"rank: expected at most min(m, n) = {max_rank}, got {short_repr(self.rank)}")
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         return (self.m + self.n, self.rank)
 
     def project(self, x: Float[Tensor, "..."]) -> Point:
-        """Return the matrix of the rank nearest to that of a stack `x` (*batch, m + n, any): (*batch, *shape)."""
+        """Return the nearest matrix (*batch, *shape) of the given rank to that of a stack `x` (*batch, m + n, any)."""
         check_shape("x", x, self.m + self.n, None, batch=True)
         return self._project(x)
 
@@ -120,32 +123,33 @@ class LowRank(Manifold):
         b, a = self._split(x)
         left, right = self._factor_qrs(x)
         db, da = self._horizontal(left, right, u)
-        moved = a + da
-        # With V on its right the inverse has the condition of the gauge, and not its square.
-        beside = db @ right.factor.mT @ torch.linalg.pinv(moved.mT @ right.basis)
-        return torch.cat([b + beside, moved], -2).to(x.dtype)
+        new_a = a + da
+        # The product with V has the condition number of the gauge. A Gram matrix would have its square.
+        new_b = b + db @ right.factor.mT @ torch.linalg.pinv(new_a.mT @ right.basis)
+        return torch.cat([new_b, new_a], -2).to(x.dtype)
 
     def _inverse_retract(self, x: Point, y: Point) -> Tangent:
         left, right = self._factor_qrs(x)
         to_left, to_right = self._factor_qrs(y)
         core = to_left.factor @ to_right.factor.mT
-        # Of the difference Y - X, what is seen from U and, beside U, from V.
-        seen = to_right.basis @ (left.basis.mT @ to_left.basis @ core).mT
-        da = (seen - right.basis @ (left.factor @ right.factor.mT).mT) @ left.inverse.mT
-        beside = orthogonal_part(left.basis, to_left.basis @ (core @ (to_right.basis.mT @ right.basis)))
-        tangent: Tensor = torch.cat([beside @ right.inverse.mT, da], -2)
+        # The component of Y - X in the column space of X, and the component of Y in the row space that is orthogonal to
+        # it.
+        uy = to_right.basis @ (left.basis.mT @ to_left.basis @ core).mT
+        da = (uy - right.basis @ (left.factor @ right.factor.mT).mT) @ left.inverse.mT
+        orthogonal = orthogonal_part(left.basis, to_left.basis @ (core @ (to_right.basis.mT @ right.basis)))
+        tangent: Tensor = torch.cat([orthogonal @ right.inverse.mT, da], -2)
         return tangent.to(x.dtype)
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         left, right = self._factor_qrs(x)
         e, f = self._split(derivative)
-        # One after the other: the first undoes a gauge, which the product of both would square.
+        # The inverses are applied one after the other. Their product would square the condition number of the gauge.
         db = orthogonal_part(left.basis, e) @ right.inverse @ right.inverse.mT
         return torch.cat([db, f @ left.inverse @ left.inverse.mT], -2).to(derivative.dtype)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, *self.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        # Entries of X have variance 1.
+        # With this scale the entries of X have variance 1.
         return (noise / math.sqrt(math.sqrt(self.rank))).to(dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
@@ -155,12 +159,12 @@ class LowRank(Manifold):
         return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
-        """The matrix X (*batch, m, n) itself: for tests, as nothing else here has its size."""
+        """Return the matrix X (*batch, m, n). It is only for tests, because no other method allocates this size."""
         b, a = self._split(x)
         return (b @ a.mT).to(x.dtype)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of B and the part of Aᵀ, in float64."""
+        """Return the part of B and the part of Aᵀ, in float64."""
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
     def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
@@ -168,18 +172,19 @@ class LowRank(Manifold):
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
     def _horizontal(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors of the same tangent whose first is orthogonal to B."""
+        """Return the factors of the same tangent for which dB is orthogonal to B."""
         db, da = self._split(u)
-        # What moves to the other factor is U (Uᵀ dB Sᵀ) Vᵀ, in which no gauge is left to be squared.
+        # The part U (Uᵀ dB Sᵀ) Vᵀ, which moves to the other factor, does not depend on the gauge. Errors are not
+        # squared.
         inside = left.basis.mT @ db @ right.factor.mT
         return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 
     def _coordinates(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """M, U_p and V_p, whose squares add up."""
+        """Return M, U_p and V_p. The squared norm of the tangent is the sum of their squared norms."""
         db, da = self._split(u)
-        down = db @ right.factor.mT
-        along = da @ left.factor.mT
-        # The full bases: what the factors do not span is measured too, once.
+        columns = db @ right.factor.mT
+        rows = da @ left.factor.mT
+        # The full bases include directions that rank-deficient factors do not span. These count exactly once.
         u_basis, v_basis = left.full_basis, right.full_basis
-        core = u_basis.mT @ down + (v_basis.mT @ along).mT
-        return core, orthogonal_part(u_basis, down), orthogonal_part(v_basis, along)
+        core = u_basis.mT @ columns + (v_basis.mT @ rows).mT
+        return core, orthogonal_part(u_basis, columns), orthogonal_part(v_basis, rows)

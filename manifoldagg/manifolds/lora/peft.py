@@ -1,4 +1,4 @@
-"""PEFT tensor names: the pairs of factors of an adapter, and its other tensors."""
+"""PEFT tensor names: identification of the pairs of factors of an adapter and of its other tensors."""
 
 import math
 import re
@@ -16,14 +16,14 @@ __all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_facto
 FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
-"""`….lora_A.weight` as a file has it, `….lora_A.default.weight` as a module has it; of embeddings without `.weight`."""
+"""`….lora_A.weight` in a file, and `….lora_A.default.weight` in a module. Names of embeddings lack `.weight`."""
 UNPAIRED = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
-"""Those of a low-rank adapter that are no factors."""
+"""The names of tensors of a low-rank adapter that are not factors."""
 OTHER_ADAPTERS = re.compile(
     r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|randlora|delora|gralora|poly_lora|fourierft|waveft|hra|shira|c3a)"
     r"_[^.]+(?:\..+)?"
 )
-"""Other kinds of adapters, by what PEFT's names of their tensors begin with."""
+"""The names of tensors of other kinds of adapters."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class FactorPair:
     r"""Two tensors of a state dict that represent one matrix $B A$.
 
     Attributes:
-        first: the name of A (r, ...), whose other axes are taken for one: n numbers.
-        second: the name of B (m, r), or (m, r, 1, 1) beside a convolution.
+        first: the name of A (r, ...). Its other axes count as one axis of n entries.
+        second: the name of B (m, r), or (m, r, 1, 1) for a convolution.
     """
 
     first: str
@@ -47,7 +47,7 @@ class FactorPair:
     def leaf_name(self) -> str:
         """The name of the combined leaf: `….lora.weight` for `….lora_A.weight`."""
         found = FIRST_FACTOR.fullmatch(self.first)
-        assert found is not None  # as `classify_tensors` finds them
+        assert found is not None  # `classify_tensors` returns only matching names
         return f"{found['head']}{found['kind'].removesuffix('_A')}{found['tail']}{found['weight']}"
 
     @property
@@ -56,23 +56,23 @@ class FactorPair:
         return f"{self.second.removesuffix('.weight')}.bias"
 
     def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
-        """Check the two tensors and return their rank.
+        """Check the two tensors, and return their rank.
 
         Raises:
-            StateDictError: naming the tensor, if the two are not factors of one matrix.
+            StateDictError: if they are not factors of one matrix. The message contains the name of a tensor.
         """
         a, b = state[self.first], state[self.second]
         for name, x in ((self.first, a), (self.second, b)):
             if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.ndim < 2 or x.numel() == 0:
                 given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise StateDictError(f"{prefix}{name}: expected floating numbers on two axes or more, got {given}")
+                raise StateDictError(f"{prefix}{name}: expected a floating tensor with two or more axes, got {given}")
             if x.is_meta or x.layout is not torch.strided:
-                told = "on the meta device" if x.is_meta else str(x.layout)
-                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {told}")
+                storage = "on the meta device" if x.is_meta else str(x.layout)
+                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {storage}")
         check_memory({self.first: a, self.second: b}, prefix)
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
-            expected = f"expected shape (any, {a.shape[0]}), as {self.first} has {a.shape[0]} rows"
-            raise StateDictError(f"{prefix}{self.second}: {expected}; got {tuple(b.shape)}")
+            expected = f"expected shape (any, {a.shape[0]}) because {self.first} has {a.shape[0]} rows"
+            raise StateDictError(f"{prefix}{self.second}: {expected}, got {tuple(b.shape)}")
         return a.shape[0]
 
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
@@ -100,9 +100,9 @@ class AdapterTensors:
     """The classification of the tensors of an adapter.
 
     Attributes:
-        pairs: factors of one matrix each, in the order of the state dict.
-        scaled_biases: biases of a second factor, which a model multiplies with its scaling too.
-        unpaired: magnitudes, heads and all else, each a tensor of its own.
+        pairs: the pairs of factors, in the order of the state dict.
+        scaled_biases: the biases of second factors, to which a model applies the scaling as well.
+        unpaired: all other tensors, such as magnitudes and heads.
     """
 
     pairs: tuple[FactorPair, ...]
@@ -111,11 +111,11 @@ class AdapterTensors:
 
 
 def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> AdapterTensors:
-    """Return the pairs among the tensor names of an adapter, and the other names.
+    """Classify the names of the tensors of an adapter.
 
     Raises:
-        StateDictError: naming a factor without the other, or a tensor of another kind of adapter, which no sum of
-            tensors averages.
+        StateDictError: if the second factor of a pair is missing, or a tensor belongs to another kind of adapter, for
+            which averages of tensors are not meaningful.
 
     Example:
         >>> found = classify_tensors(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
@@ -133,7 +133,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
         if second is None:
             continue
         if second not in present:
-            raise StateDictError(f"{prefix}{name}: there is no {second}")
+            raise StateDictError(f"{prefix}{name}: expected {second} as the other factor, got a state dict without it")
         pairs.append(FactorPair(name, second))
         taken |= {name, second}
     for name in known:
@@ -142,14 +142,14 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
         if UNPAIRED.fullmatch(name):
             (scaled if name.endswith(".bias") else alone).append(name)
         elif OTHER_ADAPTERS.fullmatch(name):
-            raise StateDictError(f"{prefix}{name}: expected pairs lora_A and lora_B; this is another kind of adapter")
+            raise StateDictError(f"{prefix}{name}: expected pairs lora_A and lora_B, got another kind of adapter")
         else:
             alone.append(name)
     return AdapterTensors(tuple(pairs), tuple(scaled), tuple(alone))
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """Return the name of the first factor of a pair among names, if there is one.
+    """Return the name of the first factor of the first pair among names, or `None` if there is no pair.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
@@ -163,7 +163,7 @@ def find_first_factor(names: Iterable[str]) -> str | None:
 
 
 def _second_factor(name: str) -> str | None:
-    """The name of B beside that of A; `None` beside any other."""
+    """Return the name of B for the name of A, or `None` for any other name."""
     found = FIRST_FACTOR.fullmatch(name)
     if found is None or (found["kind"] == "lora_A" and not found["weight"]):
         return None

@@ -1,4 +1,4 @@
-"""LoRA scaling: the factor that a model applies to the product of an adapter's factors, from the adapter's config."""
+"""LoRA scaling: the number by which a model multiplies the product of the factors, from the config of the adapter."""
 
 import math
 import re
@@ -11,13 +11,13 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["ScaledModule", "Scaling", "resolve_scalings"]
 
 Scaling = Any
-"""A number, a mapping from patterns of modules to numbers, or the adapter's config: a `LoraConfig` or its dict."""
+"""A number, a mapping from patterns of modules to numbers, or the config of the adapter: a `LoraConfig` or a dict."""
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of modules, which its patterns do not speak of."""
+"""The prefix that PEFT adds to the names of modules. Patterns do not contain it."""
 
 
 class ScaledModule(NamedTuple):
-    """A pair of factors: the name of its module, and the number of rows of A."""
+    """The name of the module and the rank of a pair of factors."""
 
     name: str
     rank: int
@@ -27,15 +27,18 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
     r"""Return the scaling of each pair: $\alpha / r$, or $\alpha / \sqrt r$ if it is rank-stabilised.
 
     Args:
-        scaling: a number for all; a mapping from patterns to numbers, where a pattern is, as in PEFT's `alpha_pattern`,
-            a regular expression for the end of a module's name; or a config, with `lora_alpha`, `r`, `use_rslora`,
-            `alpha_pattern` and `rank_pattern`.
-        pairs: of the adapter.
-        prefix: what messages begin with.
+        scaling: one of the following:
+
+            - a number for all pairs;
+            - a mapping from patterns to numbers. As in PEFT's `alpha_pattern`, a pattern is a regular expression for
+              the end of the name of a module;
+            - a config with `lora_alpha`, `r`, `use_rslora`, `alpha_pattern` and `rank_pattern`.
+        pairs: the pairs of the adapter.
+        prefix: the start of error messages.
 
     Raises:
-        ArgumentError: if a scaling is not above 0, a pair has no pattern or a pattern no pair, or the config is that
-            of another adapter, naming the pair.
+        ArgumentError: if a scaling is not positive, a pair matches no pattern, a pattern matches no pair, or the ranks
+            of the config differ from those of the pairs.
 
     Example:
         >>> pairs = [ScaledModule("base_model.model.0.q_proj", 4), ScaledModule("base_model.model.0.v_proj", 16)]
@@ -51,21 +54,22 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
         value = check_number(f"{prefix}scaling", scaling, above=0)
         return [value for _ in pairs]
     values = {key: check_number(f"{prefix}scaling: {key}", value, above=0) for key, value in scaling.items()}
-    found = []
-    met = set()
+    scalings = []
+    matched = set()
     for pair in pairs:
         key = _find_pattern(values, pair.name, f"{prefix}scaling")
         if key is None:
-            raise ArgumentError(f"{prefix}scaling: expected a pattern for {pair.name or 'the adapter'}, got none")
-        met.add(key)
-        found.append(values[key])
-    if odd := [key for key in values if key not in met]:
-        raise ArgumentError(f"{prefix}scaling: no adapter is at {', '.join(map(repr, odd))}")
-    return found
+            given = ", ".join(map(repr, values)) or "an empty mapping"
+            raise ArgumentError(f"{prefix}scaling: expected a pattern for {pair.name or 'the adapter'}, got {given}")
+        matched.add(key)
+        scalings.append(values[key])
+    if unmatched := [key for key in values if key not in matched]:
+        raise ArgumentError(f"{prefix}scaling: expected patterns of adapters, got {', '.join(map(repr, unmatched))}")
+    return scalings
 
 
 def _config(scaling: Scaling) -> Mapping[str, Any] | None:
-    """The fields of a config; `None` where it is none."""
+    """Return the fields of a config, or `None` if `scaling` is not a config."""
     if isinstance(scaling, Mapping):
         return scaling if "lora_alpha" in scaling else None
     return vars(scaling) if hasattr(scaling, "lora_alpha") else None
@@ -76,17 +80,20 @@ def _scaling_from_config(config: Mapping[str, Any], pair: ScaledModule, prefix: 
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ArgumentError(f"{prefix}scaling: expected the config of a LoRA adapter, got one of {kind}")
     if config.get("target_parameters"):
-        # One pair of tensors holds the factors of as many matrices as there are experts.
+        # With target_parameters, one pair of tensors contains the factors of the matrices of all experts.
         raise ArgumentError(f"{prefix}scaling: expected a config of modules, got one with target_parameters")
     alpha, rank = (_config_value(config, key, table, pair.name, prefix) for key, table in CONFIG_FIELDS)
     if rank != pair.rank:
-        told = f"expected rank {rank:g} at {pair.name or 'the adapter'}, as this config says, got {pair.rank}"
-        raise ArgumentError(f"{prefix}scaling: {told}; is it that of another adapter?")
+        where = pair.name or "the adapter"
+        raise ArgumentError(
+            f"{prefix}scaling: expected the config of this adapter, got rank {rank:g} for {where}, whose rank is "
+            f"{pair.rank}"
+        )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 CONFIG_FIELDS = (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
-"""Each number of a config, and the table of modules where it is another."""
+"""Each number of a config, and the table of modules with other values."""
 
 
 def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, prefix: str) -> float:
@@ -99,7 +106,7 @@ def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, pr
 
 
 def _find_pattern(patterns: Iterable[Any], name: str, prefix: str) -> str | None:
-    """The first that is that of a module, as PEFT reads them."""
+    """Return the first pattern that matches the name of a module, with the semantics of PEFT."""
     for pattern in patterns:
         try:
             if re.match(rf"(.*\.)?({pattern})$", name.removeprefix(PEFT_PREFIX)):

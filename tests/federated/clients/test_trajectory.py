@@ -116,7 +116,7 @@ class Wrong(list):
 
 def test_batches_that_are_more_than_they_say_are_refused():
     for options in ({}, {"pieces": 2}):
-        with pytest.raises(ArgumentError, match="steps: expected 6 points, as was said at the start; saw 8"):
+        with pytest.raises(ArgumentError, match="steps: expected 6 observed points, got 8"):
             sent(Trajectory(epochs=2, **options), batches=Wrong(PAIRS))
     assert torch.equal(sent(Trajectory(degree=1), batches=Wrong(PAIRS)).points, sent(Local()).points)
 

@@ -246,7 +246,12 @@ GOOD = lora(adapter(0, 3))
         (1, {A: draw(0, 3, 8)}, {}, "base: .* but for the rank"),
         (2, {HEAD: draw(0, 2, 2)}, {}, f"update: {HEAD}: expected shape"),
         (2, {B: draw(0, 6, 3) / 0}, {}, f"update: {B}: expected finite"),
-        (2, {}, {"info": UpdateInfo(scaling={"lora_alpha": 4, "r": 2})}, "update: scaling: expected rank 2 at q"),
+        (
+            2,
+            {},
+            {"info": UpdateInfo(scaling={"lora_alpha": 4, "r": 2})},
+            "update: scaling: expected the config of this adapter, got rank 2 for q",
+        ),
         (2, {}, {"scaling": {"lora_alpha": 4, "r": 2}}, "scaling: expected rank 2 at q"),
         (2, {}, {"scaling": 0.0}, "scaling: expected a finite number > 0"),
         (2, {}, {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without adapters=True, got 2.0"),

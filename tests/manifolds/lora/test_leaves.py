@@ -65,7 +65,7 @@ def off(state, names=Q):
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_a_state_dict_of_any_rank_is_a_point_and_comes_back(seed, rank, other, scaling, theirs):
+def test_a_state_dict_of_any_rank_can_be_converted_and_restored(seed, rank, other, scaling, theirs):
     space = ParameterSpace.of_state_dict(adapter(seed, rank), adapters=True, scaling=scaling)
     state = adapter(seed + 7, other)
     own = None if other == rank and seed % 2 else theirs
@@ -112,7 +112,7 @@ def test_dtypes_shapes_and_order_are_those_of_the_space_and_points_are_wide():
     assert torch.equal(back[BIAS], state[BIAS])
 
 
-def test_what_is_not_learned_yet_is_told_as_it_is():
+def test_initial_factors_are_returned_unchanged():
     begun = {name: torch.zeros_like(x) if "lora_B.w" in name else x for name, x in adapter(0, 4).items()}
     space = ParameterSpace.of_state_dict(begun, adapters=True, scaling=3.0)
     back = space.state_dict(space.point(begun))
@@ -120,7 +120,7 @@ def test_what_is_not_learned_yet_is_told_as_it_is():
         assert torch.equal(back[name], begun[name])
 
 
-def test_where_nothing_is_left_of_either_factor_there_is_something_to_learn():
+def test_factors_of_a_zero_matrix_can_be_trained():
     space = ParameterSpace.of_state_dict(adapter(0, 4), adapters=True)
     back = space.state_dict(torch.zeros_like(space.point(adapter(0, 4))))
     assert not back[Q.format("B")].any()
@@ -128,7 +128,7 @@ def test_where_nothing_is_left_of_either_factor_there_is_something_to_learn():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_matrix_of_a_lower_rank_goes_on_learning_in_all_directions(dtype):
+def test_factors_of_a_lower_rank_can_be_trained_in_all_directions(dtype):
     space = ParameterSpace.of_state_dict(adapter(0, 6, dtype), adapters=True)
     back = space.state_dict(space.point(adapter(10, 2, dtype)))
     a, b = back[Q.format("A")], back[Q.format("B")]
@@ -196,11 +196,11 @@ def test_ranks_of_a_config_are_those_of_the_tensors():
         (math.nan, "scaling: expected a finite number"),
         ("2", "scaling: expected a finite number"),
         ({"q_proj": 1.0}, "scaling: expected a pattern for base_model.model.layers.1.v_proj"),
-        ({"_proj": 1.0, ".*": 1.0, "k": 2.0}, "scaling: no adapter is at '_proj', 'k'"),
+        ({"_proj": 1.0, ".*": 1.0, "k": 2.0}, "scaling: expected patterns of adapters, got '_proj', 'k'"),
         ({".*": -1.0}, r"scaling: \.\*: expected a finite number > 0, got -1.0"),
         ({"(": 1.0}, r"scaling: expected regular expressions, got '\('"),
-        (config(r=8), "expected rank 8 at base_model.model.layers.0.q_proj, as this config says, got 4; is it that of another"),
-        (config(rank_pattern={"v_proj": 2}), "expected rank 2 at base_model.model.layers.1.v_proj"),
+        (config(r=8), "expected the config of this adapter, got rank 8 for base_model.model.layers.0.q_proj, whose rank is 4"),
+        (config(rank_pattern={"v_proj": 2}), "got rank 2 for base_model.model.layers.1.v_proj, whose rank is 4"),
         (config(peft_type="ADALORA"), "expected the config of a LoRA adapter, got one of ADALORA"),
         (config(lora_alpha=0), "scaling: lora_alpha: expected a finite number > 0, got 0"),
         (config(lora_alpha=None), "scaling: lora_alpha: expected a finite number"),
@@ -208,7 +208,7 @@ def test_ranks_of_a_config_are_those_of_the_tensors():
         (config(target_parameters=["experts"]), "got one with target_parameters"),
     ],
 )  # fmt: skip
-def test_scalings_that_are_none_are_refused_by_name(scaling, words):
+def test_invalid_scalings_are_rejected_by_name(scaling, words):
     with pytest.raises(ArgumentError, match=words):
         resolve_scalings(scaling, PAIRS)
 
@@ -222,23 +222,23 @@ def spaced(**options):
     ("state", "options", "words"),
     [
         ({"w": draw(0, 2, 2)}, {}, "expected pairs such as q.lora_A.weight and q.lora_B.weight, got none"),
-        ({"x.lora_A.weight": draw(0, 2, 2)}, {}, "x.lora_A.weight: there is no x.lora_B.weight"),
+        ({"x.lora_A.weight": draw(0, 2, 2)}, {}, "x.lora_A.weight: expected x.lora_B.weight as the other factor"),
         ({"x.lora_B.weight": draw(0, 2, 2)}, {}, "x.lora_B.weight: expected pairs"),
         (adapter(0, 2) | {"x.hada_w1_a": draw(0, 2)}, {}, "x.hada_w1_a: .* another kind of adapter"),
         (adapter(0, 2) | {Q.format("A"): draw(0, 3, 10)}, {}, r"q.lora_B.weight: expected shape \(any, 3\)"),
-        (adapter(0, 2) | {Q.format("A"): draw(0, 2, 10).long()}, {}, "q.lora_A.weight: expected floating numbers"),
+        (adapter(0, 2) | {Q.format("A"): draw(0, 2, 10).long()}, {}, "q.lora_A.weight: expected a floating tensor"),
         (adapter(0, 2) | {Q.format("A"): draw(0, 2, 10).to_sparse()}, {}, "q.lora_A.weight: expected a dense tensor"),
         (adapter(0, 2) | {"z.lora_B.bias": draw(0, 8)}, {}, "z.lora_B.bias: expected the bias of a factor"),
         (adapter(0, 2) | {"base_model.model.q.lora.weight": draw(0, 8)}, {}, "q.lora.weight: expected another name"),
-        (adapter(0, 2), {"scaling": config()}, "expected rank 4 at base_model.model.q, .* got 2"),
+        (adapter(0, 2), {"scaling": config()}, "got rank 4 for base_model.model.q, whose rank is 2"),
         (adapter(0, 2), {"adapters": 1}, "adapters: expected True or False, got 1"),
         (adapter(0, 2), {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without adapters=True, got 2.0"),
-        (adapter(0, 2), {"buffer_policy": ["*lora*"]}, "adapters: .*lora.weight stands for two factors"),
-        (adapter(0, 2), {"buffer_policy": ["*bias"]}, "adapters: .*lora_B.bias is the bias of a factor"),
-        (adapter(0, 2), {"manifolds": {"*q.lora.weight": Sphere(2)}}, "adapters: .*q.lora.weight stands for two factors"),
+        (adapter(0, 2), {"buffer_policy": ["*lora*"]}, "adapters: .*lora.weight: expected a leaf of shape"),
+        (adapter(0, 2), {"buffer_policy": ["*bias"]}, "adapters: .*lora_B.bias: expected a leaf of shape"),
+        (adapter(0, 2), {"manifolds": {"*q.lora.weight": Sphere(2)}}, "adapters: .*q.lora.weight: expected a leaf of shape"),
     ],
 )  # fmt: skip
-def test_what_is_no_adapter_is_refused_by_name(state, options, words):
+def test_invalid_adapters_are_rejected_by_name(state, options, words):
     with pytest.raises(ArgumentError, match=words):
         ParameterSpace.of_state_dict(state, **{"adapters": True} | options)
 
@@ -251,16 +251,16 @@ def test_what_is_no_adapter_is_refused_by_name(state, options, words):
         ({HEAD: None}, None, f"missing: {HEAD}"),
         ({"more": draw(0, 2)}, None, "extra: more"),
         ({"base_model.model.q.lora.weight": draw(0, 18, 2)}, None, "extra: base_model.model.q.lora.weight"),
-        ({Q.format("A"): draw(0, 2, 11)}, None, "expected shapes .* but for the rank"),
+        ({Q.format("A"): draw(0, 2, 11)}, None, "expected shapes .* up to the rank"),
         ({Q.format("A"): draw(0, 2, 10).float()}, None, None),
         ({Q.format("A"): draw(0, 3, 10)}, None, r"expected shape \(any, 3\)"),
         ({Q.format("A"): draw(0, 2, 10) / 0}, None, "q.lora_A.weight: expected finite values, got NaN or infinity"),
-        ({Q.format("B"): draw(0, 8, 2) * 1e300}, 1e300, "q.lora_B.weight: expected finite values, got one that 1e[+]300 makes"),
+        ({Q.format("B"): draw(0, 8, 2) * 1e300}, 1e300, "q.lora_B.weight: expected finite values in .* after scaling by 1e[+]300"),
         ({BIAS: draw(0, 9)}, None, f"{BIAS}: expected torch.float64 of shape"),
-        ({}, config(), "expected rank 4 at base_model.model.q, as this config says, got 2"),
+        ({}, config(), "expected the config of this adapter, got rank 4 for base_model.model.q, whose rank is 2"),
     ],
 )  # fmt: skip
-def test_what_is_not_of_the_space_is_refused_by_name(change, scaling, words):
+def test_mismatched_state_dicts_are_rejected_by_name(change, scaling, words):
     state = {name: x for name, x in (adapter(3, 2) | change).items() if x is not None}
     space = spaced()
     if words is None:
@@ -277,11 +277,13 @@ def test_a_dtype_that_overflows_is_refused_by_name():
     ):
         state = {name: x.half() for name, x in adapter(0, 2).items() if name in kept}
         space = ParameterSpace.of_state_dict(state, adapters=True)
-        with pytest.raises(StateDictError, match=f"{words}: a value of the point overflows torch.float16"):
+        with pytest.raises(
+            StateDictError, match=f"{words}: expected values in the range of torch.float16, got an overflow"
+        ):
             space.state_dict(1e10 * space.point(state))
     state = {name: x for name, x in adapter(0, 2).items() if name in (Q.format("A"), Q.format("B"), BIAS)}
     space = ParameterSpace.of_state_dict(state | {BIAS: state[BIAS].half()}, adapters=True)
-    with pytest.raises(StateDictError, match=f"{BIAS}: a value of the point overflows torch.float16"):
+    with pytest.raises(StateDictError, match=f"{BIAS}: expected values in the range of torch.float16, got an overflow"):
         space.state_dict(1e10 * space.point(state | {BIAS: state[BIAS].half()}))
 
 
@@ -289,11 +291,13 @@ def test_a_scaling_that_overflows_is_refused_by_the_name_of_a_factor():
     """Where the leaf's dtype does not hold what float64 does, whether something is cut or not."""
     space = ParameterSpace.of_state_dict(adapter(0, 2, torch.float32), adapters=True)
     for rank in (2, 4):
-        with pytest.raises(StateDictError, match="^base_model.model.q.lora_B.weight: .* got one that 1e[+]200 makes"):
+        with pytest.raises(
+            StateDictError, match="^base_model.model.q.lora_B.weight: .* after scaling by 1e[+]200, got an overflow"
+        ):
             space.point(adapter(3, rank, torch.float32), scaling=1e200)
 
 
-def test_what_is_kept_of_sums_may_have_a_rank_of_its_own():
+def test_stored_sums_can_have_another_rank():
     name = "base_model.model.q.lora.weight"
     own = LowRank(8, 10, 2, state_rank=7)
     space = ParameterSpace.of_state_dict(adapter(0, 2), {name: own}, adapters=True)
@@ -301,7 +305,7 @@ def test_what_is_kept_of_sums_may_have_a_rank_of_its_own():
     same = ParameterSpace.of_spec(json.loads(json.dumps(space.spec())))
     assert same == space
     assert dict(same.manifolds)[name].state_rank == 7
-    with pytest.raises(ArgumentError, match=f"{name} stands for two factors"):
+    with pytest.raises(ArgumentError, match=f"{name}: expected a leaf of shape"):
         ParameterSpace.of_state_dict(adapter(0, 2), {name: LowRank(9, 9, 2)}, adapters=True)
 
 
@@ -338,7 +342,7 @@ def test_a_spec_tells_all_of_it_and_the_wire_knows_another_scaling():
         lambda told: told.__setitem__("factors", None),
     ],
 )
-def test_a_spec_that_is_none_is_refused(change):
+def test_an_invalid_spec_is_rejected(change):
     told = json.loads(json.dumps(spaced().spec()))
     change(told["adapters"])
     with pytest.raises(ArgumentError, match="^spec: "):
@@ -361,5 +365,5 @@ def test_other_leaves_live_where_they_are_put_and_a_module_takes_the_result():
     point = space.point(state)
     space.load(module, point)
     assert (product(module.state_dict()) - product(state)).norm() <= 100 * EPS * product(state).norm()
-    with pytest.raises(ArgumentError, match="space: expected one of a module"):
+    with pytest.raises(ArgumentError, match="space: expected a space of a module"):
         space.loss(module, torch.nn.functional.mse_loss)
