@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from manifoldagg import wire
-from manifoldagg.federated import Payload, Server
+from manifoldagg.federated import Durability, Payload, Server, ServerLimits
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds import ParameterSpace
 
@@ -20,7 +20,7 @@ MODEL = torch.tensor([2.0, 2.0, 1.0, 1.0])
 
 def updated(**options):
     """A server with one accepted update, a dropped ticket, and a ticket in flight."""
-    server = Server.of(NETWORK, RULE, history_size=3, **options)
+    server = Server.of(NETWORK, RULE, limits=ServerLimits(history_size=3), **options)
     ticket = server.dispatch("ward-7")
     server.receive(ticket, Payload(POINT, 10, buffers=ticket.message.buffers)).check()
     server.drop(server.dispatch("ward-8"))
@@ -31,7 +31,7 @@ def updated(**options):
 def write(folder):
     """Write the files into a folder."""
     updated().save(folder / "checkpoint")
-    updated(journal=folder / "journal").close()
+    updated(durability=Durability(journal=folder / "journal")).close()
     (folder / "journal.lock").unlink()
     payload = Payload(POINT, 10, tensors={"extra": torch.arange(3)}, numbers={"loss": float("inf")})
     spec = ParameterSpace.of(NETWORK).spec()

@@ -8,7 +8,7 @@ import torch
 
 from manifoldagg import wire
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated import Server
+from manifoldagg.federated import Durability, Server
 from manifoldagg.federated.server.durability import log_format, tensor_file
 from tests.format_files import FOLDER, MODEL, NETWORK, POINT, RULE, write
 
@@ -29,7 +29,7 @@ def folder(request, tmp_path):
 @pytest.mark.parametrize("journal", [None, "journal"])
 def test_a_stored_checkpoint_and_a_stored_journal_are_read(folder, journal):
     path = folder / ("checkpoint" if journal is None else "missing")
-    options = {} if journal is None else {"journal": folder / journal}
+    options = {} if journal is None else {"durability": Durability(journal=folder / journal)}
     server = Server.resume(path, NETWORK, RULE, **options)
     assert torch.equal(server.model, MODEL)
     assert (server.version, server.updates, len(server.tickets)) == (1, 1, 1)
@@ -53,7 +53,7 @@ def test_another_version_of_the_journal_is_named(folder):
     assert header["version"] == log_format.VERSION
     tensor_file.save(path, log_format.KIND, {**header, "version": log_format.VERSION + 1})
     with pytest.raises(CheckpointError, match="has version 2 of the journal format, and this version .* reads 1"):
-        Server.resume(folder / "missing", NETWORK, RULE, journal=folder / "journal")
+        Server.resume(folder / "missing", NETWORK, RULE, durability=Durability(journal=folder / "journal"))
 
 
 def test_there_is_a_stored_file_of_each_format(tmp_path):
