@@ -139,5 +139,5 @@ def test_derivatives_are_those_of_the_map():
 
 def test_names_that_start_has_not_are_refused():
     one = {"w": torch.ones(2)}
-    with pytest.raises(ArgumentError, match="global_shift: start has no typo"):
+    with pytest.raises(ArgumentError, match="global_shift: expected the names of start, got also typo"):
         calibrate(one, {**one, "typo": torch.ones(1)}, one)
