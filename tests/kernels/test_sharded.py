@@ -69,17 +69,20 @@ def test_rows_beyond_the_range_of_squares_are_rescaled_alike_on_all_ranks(worlds
 def test_some_ranks_meet_without_the_others(worlds, world):
     *members, outside = worlds[world]
     assert all(rank["some ranks"] == {"group": 2.0 * (world - 1), "mesh": 2.0 * (world - 1)} for rank in members)
-    told = outside["some ranks"]
-    assert told["group"] == f"ArgumentError: group: expected one with rank {world - 1} in it"
-    assert told["mesh"].startswith(f"ArgumentError: rows: expected a mesh with rank {world - 1} in it")
+    errors = outside["some ranks"]
+    assert (
+        errors["group"]
+        == f"ArgumentError: group: expected a process group that contains rank {world - 1}, got one without it"
+    )
+    assert errors["mesh"].startswith(f"ArgumentError: rows: expected a mesh with rank {world - 1} in it")
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("a row that a derivative follows", "ArgumentError: rows: derivatives are not followed over ranks"),
-        ("an out that a derivative follows", "ArgumentError: rows: derivatives are not followed over ranks"),
+        ("a row that a derivative follows", "ArgumentError: rows: expected shards without autograd, got tracked ones"),
+        ("an out that a derivative follows", "ArgumentError: rows: expected shards without autograd, got tracked ones"),
         ("a backend that fails", "RuntimeError: out of memory"),
         ("a check that fails", "ArgumentError: segments: expected lengths that sum to 8, got a sum of 9"),
         ("a segment beyond", "ArgumentError: replicated: expected segments below 1, got 1"),
@@ -88,7 +91,7 @@ def test_some_ranks_meet_without_the_others(worlds, world):
 def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
     *others, last = [rank["refusals"][case] for rank in worlds[world]]
     assert last.startswith(reason)
-    words = f"ArgumentError: ranks: expected arguments that every rank can use; refused on [{world - 1}]"
+    words = f"ArgumentError: ranks: expected valid arguments on every rank, got errors on [{world - 1}]"
     assert all(told.startswith(words) for told in others)
 
 
@@ -102,7 +105,7 @@ def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
         ("other calls", "ranks: expected the same call on every rank, got {0: "),
         ("other dtypes", "ranks: expected the same dtypes on every rank, got {0: "),
         ("other coefficients", "ranks: expected the same number of rows on every rank, got {0: 3"),
-        ("plain among DTensors", "minus[0]: expected a DTensor, as others are, got a plain tensor"),
+        ("plain among DTensors", "minus[0]: expected a DTensor like the other rows, got a plain tensor"),
         ("mixed placements", "rows[1]: expected the placements of rows[0], (Replicate(),) on "),
         ("a partial sum", "rows[0]: expected placements Shard(0) or Replicate(), got P"),
         ("no context", "rows: expected DTensors, or a call within across_ranks"),

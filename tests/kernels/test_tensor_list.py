@@ -179,7 +179,7 @@ def test_leaves_that_want_a_gradient_are_read_where_none_is_followed():
     assert not any(tensor.requires_grad for tensor in found)
 
 
-OUT = "out: expected base or a row itself"
+OUT = "out: expected base, a row, or memory"
 
 
 @pytest.mark.usefixtures("as_shipped")

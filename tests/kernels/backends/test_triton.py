@@ -194,7 +194,7 @@ def test_it_says_why_it_is_not_available(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert backend.unavailable() == answer
     monkeypatch.setattr(triton, "__version__", "3.3.1")
-    assert backend.unavailable() == "triton 3.4 or newer is needed, and 3.3.1 is installed"
+    assert backend.unavailable() == "triton 3.4 or newer is required, but 3.3.1 is installed"
 
 
 ASK = "from manifoldagg.kernels.backends import triton as backend; print(backend.unavailable())"
