@@ -86,9 +86,9 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 @contextmanager
 def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
-    """Raise an exception of the block before a collective operation on every rank, so that no rank waits forever.
+    """Propagate an exception within this context to all ranks, so that no rank waits forever in a collective operation.
 
-    The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. The guard is for
+    The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. Use the guard for
     checks before `sharded.gram` and `sharded.combine`. These have their own guards, so they must not be called within
     one.
 
