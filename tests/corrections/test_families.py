@@ -136,7 +136,7 @@ def test_nearly_dependent_updates_of_others_leave_an_orthogonal_rest(seed, expon
 
 
 @given(seeds, st.integers(0, 5))
-def test_a_span_is_what_least_squares_says(seed, rank):
+def test_span_coefficients_are_the_least_squares_solution(seed, rank):
     rows = draw(seed, 5, max(rank, 1)) @ draw(seed + 1, max(rank, 1), SIZE) * (10.0 ** draw(seed + 2, 5, 1))
     v = draw(seed + 3, SIZE)
     x = span_coefficients((rows @ rows.T).tolist(), (rows @ v).tolist())
@@ -254,7 +254,7 @@ def test_the_weighted_fit_of_the_slope_is_its_least_squares_problem():
     assert relative(state["displacement"], mean_v) <= 1e-13
 
 
-def test_a_schedule_says_which():
+def test_a_schedule_selects_the_phase():
     base, current, v = setting(3)
     correction, state = OrthoDyn(lambda version: ("gradient", "tangent", "position")[version // 2]), None
     for expected in (OrthoGrad(), OrthoGrad(), Tangent(), Tangent(), OrthoPos(), OrthoPos()):
@@ -315,7 +315,7 @@ def test_points_of_any_shape_and_no_displacement_at_all():
         (lambda: Frame.of(SPACE, *setting(3)).gram("layer"), "granularity: expected one of"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 

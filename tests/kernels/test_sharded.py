@@ -53,7 +53,7 @@ def test_combine_gives_the_slice_of_one_rank_with_the_coefficients_of_the_first(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_not_finite_on_one_rank_is_so_on_all(worlds, world):
+def test_nonfinite_values_on_one_rank_reach_all_ranks(worlds, world):
     expected = torch.tensor([[[torch.inf, torch.inf], [torch.inf, 2.0 * world]]], dtype=torch.float64)
     assert all(torch.equal(rank["infinite"], expected) for rank in worlds[world])
 
@@ -88,7 +88,7 @@ def test_some_ranks_meet_without_the_others(worlds, world):
         ("a segment beyond", "ArgumentError: replicated: expected segments below 1, got 1"),
     ],
 )
-def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
+def test_all_ranks_raise_if_one_rank_rejects(worlds, world, case, reason):
     *others, last = [rank["refusals"][case] for rank in worlds[world]]
     assert last.startswith(reason)
     words = f"ArgumentError: ranks: expected valid arguments on every rank, got errors on [{world - 1}]"
@@ -111,13 +111,13 @@ def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
         ("no context", "rows: expected DTensors, or a call within across_ranks"),
     ],
 )
-def test_ranks_that_disagree_are_told_so(worlds, world, case, words):
+def test_ranks_that_disagree_raise(worlds, world, case, words):
     for rank in worlds[world]:
         assert rank["refusals"][case].startswith(f"ArgumentError: {words}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_shard_that_is_not_as_chunk_cuts_is_refused_on_every_rank(worlds, world):
+def test_a_shard_unlike_torch_chunk_is_rejected_on_every_rank(worlds, world):
     told = [rank["refusals"]["an uneven DTensor"] for rank in worlds[world]]
     assert all(words.startswith("ArgumentError: r") for words in told)
     assert any(words.startswith("ArgumentError: rows[0]: expected ") for words in told)

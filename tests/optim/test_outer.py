@@ -138,7 +138,7 @@ def test_a_linear_step_is_exact():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypatch):
+def test_a_run_resumes_from_its_state(name, monkeypatch):
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
@@ -158,7 +158,7 @@ def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypat
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_kept_may_come_back_in_another_order(name):
+def test_a_state_may_be_loaded_in_another_order(name):
     params = parameters()
     outer = Outer(params, RULES[name])
     late = {"staleness": 1, "base": parameters(9)}
@@ -175,7 +175,7 @@ def test_what_is_kept_may_come_back_in_another_order(name):
         assert same(outer.state[p], second.state[other])
 
 
-def test_what_is_kept_stays_in_float32_through_a_state_dict():
+def test_a_state_stays_in_float32_through_a_state_dict():
     params = parameters(dtype=torch.bfloat16)
     outer = Outer(params, HeLoCo())
     run(outer, params, 1, 2)
@@ -333,7 +333,7 @@ def same(a, b):
     ],
     ids=["nan", "inf", "sparse"],
 )
-def test_what_cannot_be_used_changes_nothing(name, spoil, words):
+def test_invalid_input_changes_nothing(name, spoil, words):
     params = parameters(dtype=torch.float32)
     # The last group fails; the first has been looked at by then.
     outer = Outer([{"params": params[:1]}, {"params": params}][1:], RULES[name])
@@ -347,7 +347,7 @@ def test_what_cannot_be_used_changes_nothing(name, spoil, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_nothing_moves_where_one_group_is_refused():
+def test_nothing_moves_if_one_group_is_rejected():
     params = parameters()
     outer = Outer([{"params": params[:2]}, {"params": params[2:]}], Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
@@ -359,7 +359,7 @@ def test_nothing_moves_where_one_group_is_refused():
     assert same(before, snapshot(outer, params))
 
 
-def test_a_step_that_overflows_is_refused():
+def test_a_step_that_overflows_is_rejected():
     p = nn.Parameter(torch.full((3,), 3e38))
     outer = Outer([p], ASGD(1.0), lr=4.0)
     p.grad = torch.full((3,), -1e38)
@@ -407,7 +407,7 @@ def late(rule, **known):
         (lambda: late(ASGD(), base=[torch.ones(2)] * 5), r"base\[0\]: expected a tensor like the parameter"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_invalid_arguments_are_rejected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -419,7 +419,7 @@ def test_rules_without_a_drift_need_no_base(rule):
     late(rule, staleness=3)
 
 
-def test_workers_are_told_apart():
+def test_each_worker_has_its_state():
     params = parameters(shapes=[(3,)])
     outer = Outer(params, AsyncFedED(0.5, warm_up=0, gain=0.5))
     for worker in (0, "far-away", 0):
@@ -431,7 +431,7 @@ def test_workers_are_told_apart():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.float64]], ids=["alike", "mixed"])
-def test_a_sum_that_overflows_is_refused_and_what_is_kept_goes_on(dtypes):
+def test_a_sum_that_overflows_is_rejected_and_the_state_continues(dtypes):
     params = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
     outer = Outer(params, DelayedNesterov(4, 0.5))
     for size, fits in ((3e38, True), (3e38, False), (-1e38, True), (1.0, True)):
@@ -545,7 +545,7 @@ def test_a_gradient_may_lie_where_its_parameter_does(name, shape):
     ],
     ids=["rule", "rule of a rule", "optimiser", "part", "shape"],
 )
-def test_a_state_that_is_not_of_the_rule_is_refused(spoil, words):
+def test_a_state_of_another_rule_is_rejected(spoil, words):
     first, params = parameters(), parameters()
     outer = Outer(first, RULES["DelayedNesterov"])
     run(outer, first, 1, 3)
