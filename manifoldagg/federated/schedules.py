@@ -62,7 +62,7 @@ class Cyclic:
 class Cosine:
     r"""Cosine rate schedule.
 
-    The rate decreases from `start` to `end` along half a cosine over $T$ versions, and is constant afterwards:
+    The rate changes from `start` to `end` along half a cosine over $T$ versions, and is constant afterwards:
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
