@@ -163,7 +163,9 @@ def average(
     floating = [x for x in (*means.values(), *copied.values()) if x.is_floating_point() or x.is_complex()]
     if not (_is_finite(leaves) and is_finite(*map(_as_real, floating))):
         _check_values(layout, named, shares)
-        raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
+        raise StateDictError(
+            "models: expected a finite mean, got an overflow; entries are as large as their dtypes allow"
+        )
     new = layout.to_state_dict(leaves, means | copied)
     if target is None:
         result = new if _is_like(new, models[0], rows[0], layout) else convert_like(models[0], new, first)

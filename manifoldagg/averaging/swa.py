@@ -268,7 +268,7 @@ class SWA:
                 space. The average is then unchanged.
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
-            raise ArgumentError("state: expected the return value of SWA.state()")
+            raise ArgumentError(f"state: expected the return value of SWA.state(), got {short_repr(state)}")
         if state["options"] != self._options:
             raise ArgumentError(
                 f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"

@@ -103,7 +103,7 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     elif active:
         ranks = Ranks.of_group(active[0], device)
     else:
-        raise ArgumentError("rows: expected DTensors, or a call within across_ranks")
+        raise ArgumentError("rows: expected DTensors, or a call within across_ranks, got plain tensors outside of it")
     with ranks.propagate_errors():
         yield ranks
 

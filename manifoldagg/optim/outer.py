@@ -203,7 +203,9 @@ class Outer(torch.optim.Optimizer):
                 kind = f"{b.layout} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
                 raise ArgumentError(f"base[{i}]: expected a dense floating tensor, got {kind}")
             if b.shape != p.shape or b.device != p.device or _placement(b) != _placement(p):
-                raise ArgumentError(f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}")
+                raise ArgumentError(
+                    f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}, got {tuple(b.shape)}"
+                )
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:

@@ -263,7 +263,7 @@ struct Prefetcher {
   const char* const* rows;
   int64_t count, item;
   // Prefetch one of `parts` parts of the rows into L2: the n entries after the next n. This runs before the products,
-  // because its registers would not fit beside theirs. It is inline because compilers drop calls without side effects.
+  // because the registers of both would not fit at once. It is inline because compilers drop calls without side effects.
   __attribute__((always_inline)) void prefetch(int64_t part, int64_t parts, int64_t n) const {
     const int64_t low = part * count / parts, high = (part + 1) * count / parts;
     for (int64_t at = n * item; at < 2 * n * item; at += 64)
