@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from manifoldagg import wire
+from manifoldagg import tensor_file, wire
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated import Durability, Server
-from manifoldagg.federated.server.durability import log_format, tensor_file
+from manifoldagg.federated.server.durability import log_format
 from tests.format_files import FOLDER, MODEL, NETWORK, POINT, RULE, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results may differ bitwise:RuntimeWarning")

@@ -1,4 +1,4 @@
-"""Averaging: the mean of the models of a run, a subspace fitted to them, and ensembles drawn from it."""
+"""Averages of models, subspaces fitted to the models of a run, and ensembles drawn from subspaces."""
 
 from manifoldagg.averaging.average import AverageInfo, average
 from manifoldagg.averaging.ensemble import Ensemble, Score, ensemble

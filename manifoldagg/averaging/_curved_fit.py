@@ -17,51 +17,53 @@ from manifoldagg.manifolds import formulas
 __all__ = ["fit_curved"]
 
 ITERATIONS_PER_CHECK = 10
-"""Iterations between two looks at how far the sum fell."""
+"""The number of iterations between two convergence checks."""
 MAX_TARGET_UPDATES = 12
-"""Of moving targets: each leaves a part of the error that falls with the square of the points' spread."""
+"""The largest number of target updates. Each update leaves a part of the error that decreases with the squared spread
+of the points."""
 RELATIVE_ROUNDING = 1e-12
-"""Of the points' spread: a mean distance that is rounding."""
+"""A mean distance below this fraction of the spread of the points is a rounding error."""
 BOUNDARY_MARGIN = 1e-4
-"""How far inside of its domain a place begins: at a border it would have no slope."""
+"""The distance of starting coordinates from the boundary of the domain, where the gradient would be zero."""
 
 
 def fit_curved(
     embedding: Embedding, points: Tensor, view: View, projected: Float64[Tensor, "m k"], options: FitOptions
 ) -> FitResult:
-    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting in its tangent space.
+    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting from a fit in its tangent space.
 
-    L-BFGS over $\varphi_i = \exp_c u_i$ and places without borders, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$: first
-    on the sum of squares, then, for p = 1, on that of $\sqrt{d^2 + \delta^2}$, $\delta$ 1e-9 of the points' spread.
+    L-BFGS optimises $\varphi_i = \exp_c u_i$ and unconstrained coordinates, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$.
+    It first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where
+    $\delta$ is 1e-9 of the spread of the points.
 
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.
         points: (m, *shape) in float64.
-        view: from their mean, along tangents that span their logs there.
-        projected: the points in it (m, k).
-        options: p; the fall in ten iterations; the steps of each sum.
+        view: the tangent space at the mean of the points, with tangents that span their logarithms.
+        projected: the coordinates of the points in this tangent space (m, k).
+        options: the power p, the relative tolerance over ten iterations, and the largest number of steps for each sum.
     """
     space = embedding.space
     unit = math.sqrt(float(projected.square().sum(-1).mean()))
-    begin = _tangent_space_fit(embedding, points, view, projected, options)
-    if float(begin.distances.mean()) <= RELATIVE_ROUNDING * unit:
-        return begin
-    center = view.center.expand_as(begin.phi)
-    u = (space._log(center, begin.phi) / unit).detach().clone().requires_grad_()
-    z = _from_domain(embedding, begin.coordinates).detach().clone().requires_grad_()
-    found = None
+    initial = _tangent_space_fit(embedding, points, view, projected, options)
+    if float(initial.distances.mean()) <= RELATIVE_ROUNDING * unit:
+        return initial
+    center = view.center.expand_as(initial.phi)
+    u = (space._log(center, initial.phi) / unit).detach().clone().requires_grad_()
+    z = _from_domain(embedding, initial.coordinates).detach().clone().requires_grad_()
+    best = None
     steps = 0
     for p in (2, 1)[: 3 - options.power]:
-        walk = torch.optim.LBFGS(
+        optimizer = torch.optim.LBFGS(
             [u, z], max_iter=ITERATIONS_PER_CHECK, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
         )
-        least = math.inf
-        taken = 0
+        lowest = math.inf
+        iterations = 0
         converged = False
 
-        def closure(p: int = p, walk: torch.optim.Optimizer = walk) -> Tensor:
-            nonlocal least, found
-            walk.zero_grad()
+        def closure(p: int = p, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            nonlocal lowest, best
+            optimizer.zero_grad()
             phi = space._exp(center, space._project_tangent(center, unit * u))
             x = _to_domain(embedding, z)
             image = embedding(phi, x)
@@ -71,32 +73,34 @@ def fit_curved(
             if not bool(value.isfinite()):
                 raise ManifoldAggError("the sum of distances is not finite")
             value.backward()
-            if value.item() < least:
-                least = value.item()
-                found = (phi.detach(), x.detach(), unit * squares.detach().sqrt())
+            if value.item() < lowest:
+                lowest = value.item()
+                best = (phi.detach(), x.detach(), unit * squares.detach().sqrt())
             return value
 
-        while taken < options.max_steps and not converged:
-            before = least
+        while iterations < options.max_steps and not converged:
+            before = lowest
             try:
                 with torch.enable_grad():
-                    walk.step(closure)
+                    optimizer.step(closure)
             except ManifoldAggError:
                 break
-            taken += ITERATIONS_PER_CHECK
-            converged = math.isfinite(before) and before - least <= options.tolerance * before
-        steps += taken
-    if found is None or found[2].pow(options.power).sum() > begin.distances.pow(options.power).sum():
-        return begin
-    return FitResult(*found, steps + begin.steps, converged)
+            iterations += ITERATIONS_PER_CHECK
+            converged = math.isfinite(before) and before - lowest <= options.tolerance * before
+        steps += iterations
+    if best is None or best[2].pow(options.power).sum() > initial.distances.pow(options.power).sum():
+        return initial
+    return FitResult(*best, steps + initial.steps, converged)
 
 
 @torch.no_grad()
 def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
-    """The least squares of the tangent space, its targets moved by what the space bends the embedding: the best of
-    a few iterations. Where the points lie on an embedding this finds it.
+    """Fit in the tangent space by least squares, and return the best of a few iterations.
+
+    Each iteration corrects the targets by the deviation of the embedding from its linearisation. If the points are on
+    an embedding, the iteration finds it.
     """
     space = embedding.space
     targets = projected
@@ -121,19 +125,19 @@ def _tangent_space_fit(
         shares = inside.coordinates if isinstance(embedding, Simplex) else basis(embedding.size - 1, inside.coordinates)
         targets = projected + shares @ inside.phi - view(image).to(projected.device)
     if best is None:
-        raise DivergenceError("points: they lie too far apart for a subspace to be found")
+        raise DivergenceError("points: expected points closer to one another, got no subspace for their spread")
     return replace(best, steps=steps)
 
 
 def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
-    """Places from numbers without borders."""
+    """Convert unconstrained numbers to coordinates in the domain."""
     if isinstance(embedding, Simplex):
         return z.square() / z.square().sum(-1, keepdim=True)
     return z.sin().square()
 
 
 def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
-    """The numbers of places a little inside of the domain."""
+    """Convert coordinates, moved slightly away from the boundary, to unconstrained numbers."""
     if isinstance(embedding, Simplex):
         return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()
     return coordinates.clamp(BOUNDARY_MARGIN, 1 - BOUNDARY_MARGIN).sqrt().asin()

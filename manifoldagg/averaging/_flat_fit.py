@@ -1,4 +1,4 @@
-"""Subspace fit on a flat space: nearest places of the points, and Levenberg-Marquardt descent."""
+"""Subspace fit on a flat space: nearest points of the subspace, and Levenberg-Marquardt descent."""
 
 import itertools
 import math
@@ -19,16 +19,17 @@ __all__ = ["FitOptions", "FitResult", "Residuals", "fit_flat", "initial_guesses"
 Points = Float64[Tensor, "m k"]
 Phi = Float64[Tensor, "size k"]
 MAX_ENUMERATED_VERTICES = 6
-"""Vertices of a simplex whose 2^n - 1 faces are all looked at: faster than walking from face to face."""
+"""The largest number n of vertices for which all 2^n - 1 faces of a simplex are enumerated. This is faster than a
+search from face to face."""
 NormalEquations = tuple[Float64[Tensor, "n n"], Float64[Tensor, " n"]]
 SMOOTHING = (1e-2, 1e-4, 1e-6, 1e-9)
-"""Of the size of the points: what a distance is smoothed by while sums of distances are made small."""
+"""The smoothing lengths of distances, relative to the size of the points, in the minimisation of a sum of distances."""
 MAX_DAMPING = 1e12
-"""A damping at which no step is left: rounding alone moves the sum."""
+"""The damping above which steps are only rounding errors."""
 MIN_EXTENT = 1e-6
-"""Of a domain: a part that is too small to be all that is kept of it."""
+"""The smallest part of a domain to which a subspace is restricted."""
 RELATIVE_ROUNDING = 1e-13
-"""Of the size of the points: a mean distance that is rounding."""
+"""A mean distance below this fraction of the size of the points is a rounding error."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """The result of a descent: the embedding's points, nearest places, distances, steps, and convergence."""
+    """The result of a descent: the embedding's points, nearest coordinates, distances, steps and convergence."""
 
     phi: Tensor
     coordinates: Tensor
@@ -52,21 +53,23 @@ class FitResult:
 
 
 class Residuals:
-    r"""The residuals of points $y_j$ to an embedding $\iota_\varphi$: their nearest places $x_j$, and distances.
+    r"""The residuals of points $y_j$ to an embedding $\iota_\varphi$, with their nearest coordinates $x_j$ and
+    distances.
 
-    The nearest place moves with $\varphi$. To first order only what is normal to the image changes the distance, so
-    that the residual vectors are $e_j = N_j (y_j - \iota_\varphi(x_j))$ with the derivatives $-N_j\, \partial_\varphi
-    \iota_\varphi(x_j)$, $N_j$ the projection off the tangents along which $x_j$ is free to move.
+    The nearest coordinates change with $\varphi$. To first order, only the normal component of a change of the image
+    changes the distance. The residual vectors are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the
+    derivatives $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here $N_j$ is the projection orthogonal to the tangents
+    along which $x_j$ is free to move.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
-        phi: what draws it, in the coordinates of the points.
+        phi: the parameters of the embedding, in the coordinates of the points.
         points: (m, k).
 
     Attributes:
         coordinates: (m,) parameters of a curve or of the curve of a tunnel, (m, size) of a simplex.
         distances: (m,).
-        is_valid: whether a tunnel neither folds nor stands still.
+        is_valid: whether a tunnel neither folds nor has a point of zero speed.
     """
 
     coordinates: Tensor
@@ -78,21 +81,21 @@ class Residuals:
         self.phi = phi
         self.points = points
         if isinstance(embedding, Simplex):
-            few = embedding.size <= MAX_ENUMERATED_VERTICES
-            nearest = nearest_on_faces if few else replace(embedding, space=Flat(phi.shape[1])).nearest
+            is_small = embedding.size <= MAX_ENUMERATED_VERTICES
+            nearest = nearest_on_faces if is_small else replace(embedding, space=Flat(phi.shape[1])).nearest
             self.coordinates, self.distances = nearest(phi, points)
             return
         self.radius = embedding.radius if isinstance(embedding, Tunnel) else 0.0
         self.in_span = isinstance(embedding, Tunnel) and embedding.form == "subspace"
         reach = self.radius * (phi[-1] - phi[0]).norm()
         control = phi
-        seen = points
+        inside = points
         off = points.new_zeros(len(points), 1)
         if self.in_span:
-            lines, control = span(phi)
-            seen = (points - phi[0]) @ lines.mT
-            off = (points - phi[0] - seen @ lines).norm(dim=-1, keepdim=True)
-        self.coordinates, _, self.distances = nearest_normal_disk(control, seen, reach, off, fills=not self.in_span)
+            axes, control = span(phi)
+            inside = (points - phi[0]) @ axes.mT
+            off = (points - phi[0] - inside @ axes).norm(dim=-1, keepdim=True)
+        self.coordinates, _, self.distances = nearest_normal_disk(control, inside, reach, off, fills=not self.in_span)
         if reach > 0:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
@@ -116,21 +119,25 @@ class Residuals:
         return left, torch.einsum("mi,mk->ik", weights[:, None] * shares, gap).flatten()
 
     def _linearize(self) -> tuple[Tensor, Tensor]:
-        """The weights (m, size) of the points of φ at each place, and an orthonormal basis (m, q, k) of the tangents
-        along which that place is free to move: rows of zeros where there are fewer.
+        """Return the weights (m, size) of the points of φ for each point, and an orthonormal basis (m, q, k) of the
+        free tangents.
+
+        The coordinates are free to move along these tangents. Missing tangents are rows of zeros.
         """
         if isinstance(self.embedding, Simplex):
             used = self.coordinates > 0
             edges = torch.where(used[..., None], self.phi - (self.coordinates @ self.phi)[:, None], 0.0)
-            _, sizes, lines = torch.linalg.svd(edges, full_matrices=False)
-            solid = sizes > 1e-10 * sizes[:, :1].clamp(min=torch.finfo(sizes.dtype).tiny)
-            return self.coordinates, torch.where(solid[..., None], lines, 0.0)
+            _, sizes, directions = torch.linalg.svd(edges, full_matrices=False)
+            significant = sizes > 1e-10 * sizes[:, :1].clamp(min=torch.finfo(sizes.dtype).tiny)
+            return self.coordinates, torch.where(significant[..., None], directions, 0.0)
         moves = (self.coordinates > 0) & (self.coordinates < 1)
         tangents = unit(derivative(self.phi, self.coordinates))
         return basis(len(self.phi) - 1, self.coordinates), torch.where(moves[:, None], tangents, 0.0)[:, None]
 
     def _tunnel_residual(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
-        """What leads from a tunnel to a point (k,), and at its flat ends how far that is ahead of them (1,)."""
+        """Return the vector from a tunnel to a point (k,) and, at the flat ends, the distance of the point beyond them
+        (1,).
+        """
         away = point - derivative(phi, t, 0)
         tangent = unit(derivative(phi, t))
         ahead = (away * tangent).sum(-1, keepdim=True)
@@ -150,9 +157,11 @@ class Residuals:
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
     r"""Minimise $\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
 
-    By steps of Levenberg and Marquardt on residuals whose places are eliminated (Kaufman 1975). Where p = 1 the squares
-    are followed by $\sqrt{d^2 + \delta^2}$ with $\delta$ down to 1e-9 of the points' size, each reweighted by its value
-    (Weiszfeld): with $\delta = 0$ at once, a subspace that goes through a point would not leave it.
+    The method is Levenberg-Marquardt on residuals whose coordinates are eliminated (Kaufman 1975).
+
+    For p = 1, it first minimises the squares and then $\sqrt{d^2 + \delta^2}$, with $\delta$ decreasing to 1e-9 of the
+    size of the points. Each term is reweighted by its value (Weiszfeld). With $\delta = 0$ from the start, a subspace
+    that contains one of the points could not move away from it.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
     if start is None and isinstance(embedding, Tunnel):
@@ -160,26 +169,28 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
         starts = [curve.phi, *initial_guesses(embedding, points)]
     else:
         starts = initial_guesses(embedding, points) if start is None else [start]
-    seen = [sight for sight in (Residuals(embedding, phi, points) for phi in starts) if sight.is_valid]
-    if not seen:
-        raise ArgumentError("embedding: the tunnel folds where the points lie; expected a smaller radius")
-    here = min(seen, key=lambda sight: float(sight.distances.square().sum()))
+    valid = [residuals for residuals in (Residuals(embedding, phi, points) for phi in starts) if residuals.is_valid]
+    if not valid:
+        raise ArgumentError("embedding: expected a tunnel that does not fold at the points, got one; reduce its radius")
+    current = min(valid, key=lambda residuals: float(residuals.distances.square().sum()))
     steps = 0
     for delta in (None, *(part * size for part in SMOOTHING))[: 1 if options.power == 2 else None]:
-        here, taken, converged = _levenberg_marquardt(embedding, here, delta, size, options)
+        current, taken, converged = _levenberg_marquardt(embedding, current, delta, size, options)
         steps += taken
-    return FitResult(*_restrict_to_data(embedding, here), here.distances, steps, converged)
+    return FitResult(*_restrict_to_data(embedding, current), current.distances, steps, converged)
 
 
 def _levenberg_marquardt(
     embedding: Embedding, initial: Residuals, smoothing: float | None, size: float, options: FitOptions
 ) -> tuple[Residuals, int, bool]:
-    r"""Down $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$: where to, in how many steps, whether to the end."""
+    r"""Minimise $\sum_j d_j^2$ or $\sum_j \sqrt{d_j^2 + \delta^2}$, and return the residuals, the number of steps and
+    whether it converged.
+    """
 
-    def measure(sight: Residuals) -> float:
-        if not sight.is_valid:
+    def measure(residuals: Residuals) -> float:
+        if not residuals.is_valid:
             return math.inf
-        d = sight.distances
+        d = residuals.distances
         return float((d.square() if smoothing is None else torch.hypot(d, d.new_tensor(smoothing)) - smoothing).sum())
 
     value = measure(initial)
@@ -192,29 +203,31 @@ def _levenberg_marquardt(
             torch.ones_like(d) if smoothing is None else 1 / torch.hypot(d, d.new_tensor(smoothing))
         )
         diagonal = matrix.diagonal().clamp(min=RELATIVE_ROUNDING * float(matrix.diagonal().max()))
-        reached = math.inf
-        while not reached < value:
+        new_value = math.inf
+        while not new_value < value:
             if damping > MAX_DAMPING:
                 return initial, steps, True
             step, info = torch.linalg.solve_ex(matrix + damping * diagonal.diag(), slope)
             if int(info) == 0 and bool(step.isfinite().all()):
-                there = Residuals(embedding, initial.phi + step.reshape(initial.phi.shape), initial.points)
-                reached = measure(there)
+                candidate = Residuals(embedding, initial.phi + step.reshape(initial.phi.shape), initial.points)
+                new_value = measure(candidate)
             damping *= 4
-        fell = value - reached
-        free = damping <= 4  # a short step that was damped falls little without being near the end
+        decrease = value - new_value
+        undamped = damping <= 4  # a damped step is short, so a small decrease does not imply convergence
         damping = max(damping / 20, 1e-12)
-        initial = there
-        value = reached
-        if free and fell <= options.tolerance * value:
+        initial = candidate
+        value = new_value
+        if undamped and decrease <= options.tolerance * value:
             return initial, steps + 1, True
     return initial, options.max_steps, False
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    r"""The part that the points see: a curve between the first and the last place, a simplex whose facets all have one.
+    r"""Return the smallest part of the subspace that contains the nearest points of all data.
 
-    $\iota_\varphi(x)$ stays where it is, with $x_i = a_i + (1 - \sum a) x_i'$, $a_i$ the least coordinates.
+    This is a curve between the first and the last coordinate, or a simplex each of whose facets contains a nearest
+    point. The nearest points $\iota_\varphi(x)$ do not change. For a simplex, $x_i = a_i + (1 - \sum a) x_i'$, where
+    $a_i$ are the smallest coordinates.
     """
     phi = residuals.phi
     x = residuals.coordinates
@@ -231,7 +244,7 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
 
 
 def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m size"], Float64[Tensor, " m"]]:
-    """Return the nearest places of a simplex and their distances: the nearest foot over all faces.
+    """Return the nearest coordinates on a simplex and the distances: the nearest projection over all faces.
 
     Example:
         >>> nearest_on_faces(torch.eye(2, dtype=torch.float64), torch.tensor([[1.0, 1.0], [3.0, 0.0]]).double())[0]
@@ -248,17 +261,20 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
             x = torch.zeros_like(places)
             x[:, others] = inner
             x[:, first] = 1 - inner.sum(-1)
-            away = torch.where((x >= 0).all(-1), (points - x @ vertices).norm(dim=-1), torch.inf)
-            nearer = away < distances
+            distance = torch.where((x >= 0).all(-1), (points - x @ vertices).norm(dim=-1), torch.inf)
+            nearer = distance < distances
             places = torch.where(nearer[:, None], x, places)
-            distances = torch.where(nearer, away, distances)
+            distances = torch.where(nearer, distance, distances)
     return places, distances
 
 
 def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
-    """Where to begin: of a simplex, vertices that are points, each the farthest from the span of those before it; of a
-    curve, the least squares of points at parameters by their number, by how far they are apart, and by their place on
-    the longest axis; of a tunnel, a straight line too, which does not fold.
+    """Return starting points for the fit.
+
+    - For a simplex: vertices that are points, each the farthest from the span of the previous ones.
+    - For a curve: least-squares fits with parameters that are proportional to the index of the points, to the distance
+      between them, and to their coordinate on the longest axis.
+    - For a tunnel: also a straight line, which does not fold.
     """
     m = len(points)
     if isinstance(embedding, Simplex):

@@ -1,4 +1,4 @@
-"""The average of models that are state dicts or lists of tensors or arrays, read in place."""
+"""Averages of models that are state dicts, or lists of tensors or arrays, read in place."""
 
 import re
 import warnings
@@ -34,7 +34,7 @@ __all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
 
 STATE_DICT_TYPES = (dict, OrderedDict)
 VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
-"""What messages of `karcher` call a model."""
+"""The name of a model in error messages of `karcher`."""
 
 
 @dataclass(frozen=True)
@@ -148,32 +148,34 @@ def average(
         (0.75, 0.25)
     """
     check_choice("return_info", return_info, (False, True))
-    given, tensors = _named_models(models)
-    first, *_ = given.values()
-    shares = check_weights(weights, len(given))
+    named, tensors = _named_models(models)
+    first, *_ = named.values()
+    shares = check_weights(weights, len(named))
     space = _parameter_space(first, manifolds)
     layout = space.layout
     target = None if out is None else open_for_write(layout, out, first)
-    rows = _tensor_lists(layout, given, tensors)
-    others = _copied_entries(layout, given, int(shares.argmax()))
+    rows = _tensor_lists(layout, named, tensors)
+    copied = _copied_entries(layout, named, int(shares.argmax()))
     if target is not None:
-        check_no_overlap(layout, target, given)
-    means = _mean_buffers(layout, given, shares)
-    leaves, curved = _mean_parameters(space, given, rows, shares)
-    carried = [x for x in (*means.values(), *others.values()) if x.is_floating_point() or x.is_complex()]
-    if not (_is_finite(leaves) and is_finite(*map(_as_real, carried))):
-        _check_values(layout, given, shares)
-        raise StateDictError("models: expected a finite mean; entries are as large as their dtypes allow")
-    new = layout.to_state_dict(leaves, means | others)
+        check_no_overlap(layout, target, named)
+    means = _mean_buffers(layout, named, shares)
+    leaves, curved = _mean_parameters(space, named, rows, shares)
+    floating = [x for x in (*means.values(), *copied.values()) if x.is_floating_point() or x.is_complex()]
+    if not (_is_finite(leaves) and is_finite(*map(_as_real, floating))):
+        _check_values(layout, named, shares)
+        raise StateDictError(
+            "models: expected a finite mean, got an overflow; entries are as large as their dtypes allow"
+        )
+    new = layout.to_state_dict(leaves, means | copied)
     if target is None:
-        found = new if _is_like(new, models[0], rows[0], layout) else convert_like(models[0], new, first)
+        result = new if _is_like(new, models[0], rows[0], layout) else convert_like(models[0], new, first)
     else:
         copy_into(target, new)
-        found = out
+        result = out
     if not return_info:
-        return found
+        return result
     residuals = {name: float(mean.residual) for name, mean in curved.items()}
-    return found, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
+    return result, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
 
 
 def is_batch_counter(name: str) -> bool:
@@ -197,28 +199,31 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
-    """The tensors of each model by the prefix of its messages, and as a list, which is empty if its form is unknown."""
-    many = isinstance(models, Sequence) and not isinstance(models, str)
-    if not many or not models:
-        given = "none" if many else type(models).__name__
+    """Return the tensors of each model by message prefix, and as tensor lists, which are empty if their form is
+    unknown.
+    """
+    is_sequence = isinstance(models, Sequence) and not isinstance(models, str)
+    if not is_sequence or not models:
+        given = "none" if is_sequence else type(models).__name__
         raise ArgumentError(f"models: expected a sequence of at least one model, got {given}")
     first = as_tensors("models[0]", models[0])
     names = [*first]
-    found: dict[str, Mapping[str, Tensor]] = {"models[0]: ": first}
+    named: dict[str, Mapping[str, Tensor]] = {"models[0]: ": first}
     lists = [TensorList(first.values())]
     for i, model in enumerate(models[1:], 1):
-        alike = type(model) in STATE_DICT_TYPES and [*model] == names
-        row = TensorList(model.values() if alike else ())
+        is_aligned = type(model) in STATE_DICT_TYPES and [*model] == names
+        row = TensorList(model.values() if is_aligned else ())
         # A state dict of tensors needs no conversion, and a copy would take longer than the mean.
-        found[f"models[{i}]: "] = model if row.form else as_tensors(f"models[{i}]", model)
+        named[f"models[{i}]: "] = model if row.form else as_tensors(f"models[{i}]", model)
         lists.append(row if row.form else TensorList())
-    return found, lists
+    return named, lists
 
 
 def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
-    """The checked leaves of the models, the first of which has this layout.
+    """Return the validated leaves of the models, the first of which has this layout.
 
-    `lists` are all tensors of the models. If their forms are known and equal, all checks of `Layout.tensor_lists` hold.
+    `lists` contains all tensors of the models. If their forms are known and equal, the checks of `Layout.tensor_lists`
+    are satisfied.
     """
     forms = {row.form for row in lists}
     if layout.aliases or len(forms) > 1 or b"" in forms:
@@ -233,7 +238,7 @@ def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[Tensor
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
-    """The space of the first model's tensors."""
+    """Return the space of the first model's tensors."""
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:
@@ -241,40 +246,42 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
     space.layout.check_parameters("models[0]")
     factor = find_first_factor(first)
     if factor is not None:
-        told = f"models[0]: {factor}: factors of adapters are averaged apart; average_adapters averages their products"
-        warnings.warn(told, UserWarning, stacklevel=4)
+        message = f"models[0]: {factor}: factors of adapters are averaged separately"
+        warnings.warn(f"{message}; average_adapters averages their products", UserWarning, stacklevel=4)
     return space
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """The entries without a mean: the largest counters of batches, and copies of the heaviest model's entries."""
-    found = {}
+    """Return the entries without a mean: the largest batch counters, and copies of the entries of the model with the
+    largest weight.
+    """
+    entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
         if _has_mean(entry):
             continue
         if is_batch_counter(entry.name):
-            found[entry.name] = largest_counter([model[entry.name] for model in models.values()])
+            entries[entry.name] = largest_counter([model[entry.name] for model in models.values()])
             continue
-        chosen = models[label][entry.name]
+        value = models[label][entry.name]
         for other, model in models.items() if not entry.is_counter else ():
-            if not torch.equal(model[entry.name].to(chosen.device), chosen):
-                told = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
-                raise StateDictError(f"{other}{entry.name}: {told}")
-        found[entry.name] = chosen.detach().clone()
-    return found
+            if not torch.equal(model[entry.name].to(value.device), value):
+                expected = f"expected {entry.dtype} equal to that of {label.removesuffix(': ')}, as it has no mean"
+                raise StateDictError(f"{other}{entry.name}: {expected}")
+        entries[entry.name] = value.detach().clone()
+    return entries
 
 
 def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> dict[str, Tensor]:
-    """The means of the buffers that have one: statistics, and complex numbers."""
+    """Return the means of the buffers that have a mean: statistics and complex numbers."""
     entries = [entry for entry in layout.buffers if _has_mean(entry)]
     if not entries:
         return {}
     first, *_ = models.values()
     device = first[entries[0].name].device
     rows = [TensorList([_as_real(model[entry.name]).to(device) for entry in entries]) for model in models.values()]
-    found = zip(entries, combine(None, rows, weights), strict=True)
-    return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in found}
+    pairs = zip(entries, combine(None, rows, weights), strict=True)
+    return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in pairs}
 
 
 def _has_mean(entry: Entry) -> bool:
@@ -292,55 +299,55 @@ def _as_real(x: Tensor) -> Tensor:
 def _mean_parameters(
     space: ParameterSpace, models: ModelsByPrefix, rows: Sequence[TensorList], weights: Tensor
 ) -> tuple[tuple[Tensor, ...], dict[str, KarcherMean]]:
-    """The means of the parameters as new tensors, and by name the Karcher means of those on manifolds."""
+    """Return the means of the parameters as new tensors, and by name the Karcher means of those on manifolds."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
     if not curved:
         return combine(None, rows, weights), {}
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     if flat:
-        found |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], weights), strict=True)
+        result |= zip(flat, combine(None, [TensorList([row[i] for i in flat]) for row in rows], weights), strict=True)
     means: dict[str, KarcherMean] = {}
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
             points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(models, rows, strict=True)}
             means[leaf.name] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
-            found[i] = means[leaf.name].point
-    return tuple(found[i] for i in range(len(leaves))), means
+            result[i] = means[leaf.name].point
+    return tuple(result[i] for i in range(len(leaves))), means
 
 
 def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
-    """The Karcher mean of a leaf. The keys of `points` are the prefixes of messages about each point."""
+    """Compute the Karcher mean of a leaf. The keys of `points` are the prefixes of error messages about each point."""
     labels = [*points]
     try:
         mean = karcher(space, [*points.values()], weights)
     except ArgumentError as error:
-        error.args = (VERSION_LABEL.sub(lambda found: labels[int(found[1])], str(error)),)
+        error.args = (VERSION_LABEL.sub(lambda match: labels[int(match[1])], str(error)),)
         raise
     if not mean.converged:
-        told = f"the residual of their mean is {float(mean.residual):.2g} after {mean.steps} steps"
-        raise ArgumentError(f"models: {name}: expected points nearer to one another on {space}; {told}")
+        got = f"got a residual of {float(mean.residual):.2g} after {mean.steps} steps"
+        raise ArgumentError(f"models: {name}: expected points closer to one another on {space}, {got}")
     return mean
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
-    """Whether a state dict has the type, the order and the device of a model with these leaves and no buffers."""
+    """Return whether a state dict has the type, order and device of a model with these leaves and no buffers."""
     if layout.buffers or not row.form:  # A list with a form is on the CPU.
         return False
     return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
-    """Whether every entry is; the sum of their squares says so of all at once, where it does not overflow."""
+    """Return whether all entries are finite. A finite sum of squares implies it for all entries at once."""
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 
 def _check_values(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> None:
-    """The models that have a weight are finite.
+    """Check that the models with a positive weight are finite.
 
     Raises:
-        StateDictError: naming the first tensor that is not.
+        StateDictError: if a tensor is not finite. The message names the first one.
     """
     used = {label: model for (label, model), share in zip(models.items(), weights.tolist(), strict=True) if share > 0}
     layout.check_values(used)

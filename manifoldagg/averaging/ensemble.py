@@ -22,12 +22,12 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""The scores of predictions $p_j$ of n classes $y_j$.
+    r"""The scores of predictions $p_j$ for samples with classes $y_j$.
 
     Attributes:
-        samples: n.
-        accuracy: the part whose most probable class (the first of equally probable ones) is $y_j$.
-        nll: $-\frac1n \sum_j \log p_j(y_j)$, in nats.
+        samples: the number n of samples.
+        accuracy: the fraction of samples whose most probable class is $y_j$. Ties go to the first class.
+        nll: the negative log-likelihood $-\frac1n \sum_j \log p_j(y_j)$, in nats.
     """
 
     samples: int
@@ -40,13 +40,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores on the same samples of the ensemble, of each drawn model, and of the single model.
+    r"""The scores of the ensemble, of each drawn model and of the single model on the same samples.
 
     Attributes:
-        combined: of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
-        members: of each drawn model.
-        single: of the single model.
-        coordinates: $x_j$ that were drawn: numbers, or tensors (*domain).
+        combined: the score of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
+        members: the score of each drawn model.
+        single: the score of the single model.
+        coordinates: the drawn $x_j$: numbers, or tensors (*domain).
     """
 
     combined: Score
@@ -76,32 +76,34 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Average class probabilities over models drawn from a curve, a tunnel or a simplex: $\frac1n \sum_j
-    \operatorname{softmax} f_{\iota_\varphi(x_j)}$, $x_j$ uniform.
+    r"""Average class probabilities over models drawn from a curve, a tunnel or a simplex.
 
-    Batches are read once, each by all models in turn; besides places and buffers one model is in memory. `model` lends
-    its code: its parameters, buffers and modes are what they were when this returns. It computes as in evaluation.
+    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniform $x_j$.
+
+    Batches are read once, and all models process each batch in turn. Besides coordinates and buffers, only one model is
+    in memory. The function uses the code of `model` in evaluation mode. Its parameters, buffers and modes are unchanged
+    afterwards.
 
     Args:
-        model: from inputs to logits (n, classes).
-        embedding: on the `ParameterSpace` of its parameters.
-        phi: what draws it.
-        batches: each a pair (inputs, classes), or a mapping of the model's keyword arguments and, by the name
+        model: a module from inputs to logits (n, classes).
+        embedding: an embedding on the `ParameterSpace` of its parameters.
+        phi: the parameters of the embedding.
+        batches: pairs (inputs, classes), or mappings with the keyword arguments of the model and, under the name
             `targets`, the classes.
         single: the model that the ensemble is compared with (P,).
-        generator: draws the places.
-        draws: $n$.
-        refresh: batches for the statistics of BatchNorm, in the same form or inputs alone, read once for each model;
-            needed where the model has such layers: those of training, not those that are judged.
+        generator: the random number generator for the coordinates.
+        draws: the number $n$ of drawn models.
+        refresh: training batches for the statistics of BatchNorm, in the same form or inputs alone. They are read once
+            for each model, and are required if the model has such layers. Do not use the evaluation data.
         targets: the name of the classes in batches that are mappings.
 
     Returns:
-        Accuracy and NLL of the ensemble, of its members and of the single model, and the places that were drawn.
+        The accuracy and NLL of the ensemble, of its members and of the single model, and the drawn coordinates.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
         StateDictError: if `model` does not have the layout of the space.
-        DivergenceError: if what a model says is not a number, naming the model.
+        DivergenceError: if the logits of a model are NaN. The message names the model.
 
     Source: Benton et al. 2021, section 5; Garipov et al. 2018.
 
@@ -111,10 +113,10 @@ def ensemble(
         >>> space = ParameterSpace.of(model)
         >>> curve, single = Bezier(space), torch.zeros(9)
         >>> data = [(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))]
-        >>> found = ensemble(
+        >>> scores = ensemble(
         ...     model, curve, curve.collapse(single), data, single=single, generator=torch.Generator()
         ... )
-        >>> found.combined.accuracy, round(found.combined.nll, 4)
+        >>> scores.combined.accuracy, round(scores.combined.nll, 4)
         (0.5, 1.0986)
     """
     if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):
@@ -134,7 +136,7 @@ def ensemble(
     norms = bool(batch_norm_layers(model))
     if norms and refresh is None:
         raise ArgumentError(
-            "refresh: the model has BatchNorm, whose statistics need batches of training data; got None"
+            "refresh: expected training batches for the statistics of the model's BatchNorm layers, got None"
         )
     if norms and isinstance(refresh, Iterator):
         raise ArgumentError("refresh: expected batches that can be read once for each model, got an iterator")
@@ -145,20 +147,20 @@ def ensemble(
         return single if i == draws else embedding(phi, drawn[i])
 
     def statistics(i: int) -> dict[str, Tensor]:
-        fresh = {}
+        refreshed = {}
         if norms and refresh is not None:
             inputs = (_inputs_and_targets(batch, targets)[0] for batch in refresh)
-            # What takes a tuple gets all of it: refresh_buffers would take its first.
+            # Wrap tuples, because refresh_buffers would otherwise use only their first element.
             wrapped = ((x,) if isinstance(x, tuple | list) else x for x in inputs)
             try:
-                fresh = refresh_buffers(space, model, point(i), wrapped)
+                refreshed = refresh_buffers(space, model, point(i), wrapped)
             except ValueError as error:
                 raise ArgumentError(f"refresh: {error}") from error
-        return {name: fresh.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
+        return {name: refreshed.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
 
     buffers = [statistics(i) for i in range(draws + 1)]
-    together = _ScoreAccumulator()
-    tallies = [_ScoreAccumulator() for _ in buffers]
+    combined = _ScoreAccumulator()
+    accumulators = [_ScoreAccumulator() for _ in buffers]
     with evaluation_mode(model):
         for batch in batches:
             inputs, classes = _inputs_and_targets(batch, targets)
@@ -168,23 +170,25 @@ def ensemble(
                 )
             args, options = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
             total = None
-            for i, tally in enumerate(tallies):
+            for i, accumulator in enumerate(accumulators):
                 tensors = buffers[i] | space.layout.views(point(i).detach())
                 logits = torch.func.functional_call(model, tensors, args, options)
-                logs = check_shape("model: logits", logits, None, None).double().log_softmax(-1)
-                if bool(logs.isnan().any()):
-                    raise DivergenceError(f"{'single' if i == draws else f'members[{i}]'}: its logits are no numbers")
-                tally.add(logs, classes)
+                log_probabilities = check_shape("model: logits", logits, None, None).double().log_softmax(-1)
+                if bool(log_probabilities.isnan().any()):
+                    raise DivergenceError(
+                        f"{'single' if i == draws else f'members[{i}]'}: expected finite logits, got NaN"
+                    )
+                accumulator.add(log_probabilities, classes)
                 if i < draws:
-                    total = logs if total is None else torch.logaddexp(total, logs)
+                    total = log_probabilities if total is None else torch.logaddexp(total, log_probabilities)
             if total is not None:
-                together.add(total - torch.tensor(draws).double().log(), classes)
-    *members, alone = [tally.score() for tally in tallies]
-    return Ensemble(together.score(), tuple(members), alone, drawn)
+                combined.add(total - torch.tensor(draws).double().log(), classes)
+    *members, single_score = [accumulator.score() for accumulator in accumulators]
+    return Ensemble(combined.score(), tuple(members), single_score, drawn)
 
 
 def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
-    """What the model is called with, and the classes where there are any."""
+    """Return the inputs of the model, and the classes or `None`."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
     if isinstance(batch, tuple | list) and batch:
@@ -193,7 +197,7 @@ def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
 
 
 class _ScoreAccumulator:
-    """The sums over predictions, batch by batch, that a score is made of."""
+    """Accumulates the sums of a score, batch by batch."""
 
     def __init__(self) -> None:
         self._num_samples = 0
@@ -201,17 +205,17 @@ class _ScoreAccumulator:
         self._nll_sum = 0.0
 
     def add(self, log_probabilities: Float[Tensor, "n classes"], targets: Tensor) -> None:
-        """Logarithms of probabilities (n, classes) and the true classes (n,).
+        """Add log-probabilities (n, classes) and the true classes (n,).
 
         Raises:
-            ArgumentError: if these are not n class numbers.
+            ArgumentError: if `targets` are not n valid class indices.
         """
         n, classes = log_probabilities.shape
         if not isinstance(targets, Tensor) or targets.dtype.is_floating_point or targets.dtype.is_complex:
             given = f"{targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
             raise ArgumentError(f"targets: expected a tensor of class numbers, got {given}")
         if targets.shape != (n,):
-            raise ArgumentError(f"targets: expected shape {(n,)} as there are predictions, got {tuple(targets.shape)}")
+            raise ArgumentError(f"targets: expected shape {(n,)}, one per prediction, got {tuple(targets.shape)}")
         if n and not bool(((targets >= 0) & (targets < classes)).all()):
             given = f"{int(targets.min())} to {int(targets.max())}"
             raise ArgumentError(f"targets: expected classes from 0 to {classes - 1}, got {given}")

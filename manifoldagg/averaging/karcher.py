@@ -1,4 +1,4 @@
-"""The weighted Karcher mean of chosen versions of a model, with its certificate."""
+"""The weighted Karcher mean of selected versions of a model, with a certificate of its accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -28,24 +28,25 @@ def karcher(
 ) -> KarcherMean:
     r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, with a certificate of its accuracy.
 
-    Where the leaves of the space are flat or spheres it is one combination of the models, summed in float64 and rounded
-    once, with coefficients that follow from their Gram matrix. On others it is that of
-    [`karcher_mean`][manifoldagg.manifolds.karcher_mean], which holds all models in float64 at once.
+    If the leaves of the space are flat or spheres, the mean is one linear combination of the models. Its coefficients
+    follow from their Gram matrix. The sum is computed in float64 and rounded once. On other spaces,
+    [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean, with all models in float64 in memory.
 
     Args:
-        space: with exp, log, inner and project, unless it is flat.
+        space: the space. Unless it is flat, it needs `exp`, `log`, `inner` and `project`.
         versions: k models, a tensor (k, *space.shape) or a sequence of tensors (*space.shape).
-        weights: k numbers, not negative, not all zero; they are normalised. Equal where not given.
-        tolerance: on the root mean square of the P entries of the residual, $1 / \sqrt{P}$ of its norm, relative to the
-            largest coordinate of the models where that is over 1; on each leaf by itself where one is iterated on.
-        max_steps: give up after so many.
+        weights: k numbers >= 0, not all zero. They are normalised. The default is equal weights.
+        tolerance: the tolerance for the root mean square of the P entries of the residual, which is $1 / \sqrt{P}$ of
+            its norm. It is relative to the largest coordinate of the models if that exceeds 1. If a mean is iterative,
+            the tolerance applies to each leaf separately.
+        max_steps: the largest number of iterations.
 
     Returns:
-        The mean in the dtype of the models, the residual $\|\sum_i w_i \log_m \Theta_i\|$ (before that rounding), the
-        steps, and whether the residual is within the tolerance.
+        The mean in the dtype of the models, the residual $\|\sum_i w_i \log_m \Theta_i\|$ before rounding to that
+        dtype, the number of steps, and whether the residual is within the tolerance.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold, Algorithm 1 (its last lines).
 
@@ -67,24 +68,25 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Of the points from the heaviest, if they have one."""
+    """Return the span of the points, starting from the one with the largest weight, or `None` if there is none."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
 def _mean_of_checked(
     space: Manifold, points: list[Tensor], weights: Tensor, span: Span | None, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """The mean of points that were looked at.
+    """Compute the mean of validated points.
 
-    On a product that has no span it is that of each factor: what is large on one is not a measure for another.
+    On a product without a span, each factor has its own mean, because a tolerance relative to one factor does not apply
+    to another.
     """
-    allowed = tolerance * math.sqrt(max(points[0].numel(), 1))
+    absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
-        return mean_in_span(space, span, weights, tolerance=allowed, max_steps=max_steps)
+        return mean_in_span(space, span, weights, tolerance=absolute_tolerance, max_steps=max_steps)
     leaves = space.leaves(points[0])
     if len(leaves) == 1:
         w = weights.to(points[0].device)
-        return karcher_mean(space, torch.stack(points), w, tolerance=allowed, max_steps=max_steps)
+        return karcher_mean(space, torch.stack(points), w, tolerance=absolute_tolerance, max_steps=max_steps)
     means = []
     for leaf in leaves:
         parts = [point.flatten()[leaf.part].view(leaf.space.shape) for point in points]
@@ -100,7 +102,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
     """Return the detached models: at least one, all finite, of one shape, dtype and device.
 
     Raises:
-        ArgumentError: naming the first that does not fit.
+        ArgumentError: if a model is invalid. The message names the first one.
     """
     points = _check_structure(space, versions, name)
     for i, point in enumerate(points):
@@ -109,21 +111,21 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """Return one detached model, a point of the space of the shape, dtype and device of `like`.
+    """Return one detached model, a point of the space with the shape, dtype and device of `like`.
 
     Raises:
-        ArgumentError: naming it.
+        ArgumentError: if the model is invalid.
     """
-    found = _check_like(space, point, name, like)
-    _check_values(space, found, name)
-    return found
+    model = _check_like(space, point, name, like)
+    _check_values(space, model, name)
+    return model
 
 
 def _check_structure(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """The models, whose values nobody has looked at."""
-    many = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
-    if not many or len(versions) == 0:
-        given = "none" if many else "a number" if isinstance(versions, Tensor) else type(versions).__name__
+    """Return the detached models after a check of their structure, but not of their values."""
+    is_sequence = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
+    if not is_sequence or len(versions) == 0:
+        given = "none" if is_sequence else "a number" if isinstance(versions, Tensor) else type(versions).__name__
         raise ArgumentError(
             f"{name}: expected at least one model, a tensor (k, ...) or a sequence of them; got {given}"
         )
@@ -131,17 +133,17 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
-    """A model of the shape of the space, alike `like`."""
+    """Return the detached model after a check of its shape, and of the dtype and device of `like`."""
     check_not_model(name, point)
-    found = check_shape(name, point, *space.axes)
-    if like is not None and (found.shape, found.dtype, found.device) != (like.shape, like.dtype, like.device):
-        expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, found))
+    model = check_shape(name, point, *space.axes)
+    if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):
+        expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, model))
         raise ArgumentError(f"{name}: expected {expected} as those before, got {given}")
-    return found.detach()
+    return model.detach()
 
 
 def _check_values(space: Manifold, point: Tensor, name: str) -> None:
-    """A model whose entries are finite and that lies on the space."""
+    """Check that the entries of a model are finite and that it is on the space."""
     check_finite(name, point)
     if not space.flat and "project" in space.capabilities:
         check_point(space, point, name=name)
@@ -155,7 +157,8 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
     """
     given: Any = [1.0] * k if weights is None else weights
     try:
-        # Complex at first: to real numbers imaginary parts would be dropped. Of arrays a copy, as torch reads not all.
+        # Convert to complex numbers first, because a conversion to real numbers would drop imaginary parts. Arrays are
+        # copied, because torch cannot read every array.
         given = np.array(given, np.complex128, order="C") if isinstance(given, np.ndarray) else given
         z = torch.as_tensor(given, dtype=torch.complex128, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError):

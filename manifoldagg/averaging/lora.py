@@ -39,7 +39,7 @@ Scaling = float | Sequence[float]
 
 @dataclass(frozen=True, eq=False)
 class AdapterAverageInfo:
-    r"""The part of an average of adapters that the rank leaves out.
+    r"""The truncation error of an average of adapters.
 
     Attributes:
         error: $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, for the average $\bar X$ and the returned $\hat X$,
@@ -152,50 +152,50 @@ def average_adapters(
     check_choice("return_info", return_info, (False, True))
     parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
-        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight")
+        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
     finite = [_is_known_finite(state) for state in states]
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
-    left_out, whole, tied = 0.0, 0.0, []
+    error, norm, tied = 0.0, 0.0, []
     for pair in parts.pairs:
         cut = _truncate_pair(pair, states, finite, factors, rank)
         values = cut.values.tolist()
-        left_out, whole = math.hypot(left_out, *values[cut.rank :]), math.hypot(whole, *values)
-        if not math.isfinite(whole):
+        error, norm = math.hypot(error, *values[cut.rank :]), math.hypot(norm, *values)
+        if not math.isfinite(norm):
             raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.is_tied):
             tied.append((pair.module_name, cut.rank))
-        found |= _round_pair(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
-        if return_info and (kept := _significant_residual(cut)).shape[-1]:
-            residual |= _round_pair(pair, kept, states)
+        result |= _round_pair(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
+        if return_info and (remainder := _significant_residual(cut)).shape[-1]:
+            residual |= _round_pair(pair, remainder, states)
     for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
-        found |= {name: _mean_tensor(name, states, finite, coefficients) for name in names}
+        result |= {name: _mean_tensor(name, states, finite, coefficients) for name in names}
     if tied:
         name, size = tied[0]
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
-        told = f"at {name}{others} two singular values are equal, and the best matrix of rank {size} is one of many"
-        warnings.warn(f"adapters: {told}", UserWarning, stacklevel=2)
-    adapter = {name: found[name] for name in states[0]}
+        message = f"two singular values are equal at {name}{others}, so the nearest matrix of rank {size} is not unique"
+        warnings.warn(f"adapters: {message}", UserWarning, stacklevel=2)
+    adapter = {name: result[name] for name in states[0]}
     if not return_info:
         return adapter
-    return adapter, AdapterAverageInfo(left_out / whole if whole > 0 else 0.0, residual)
+    return adapter, AdapterAverageInfo(error / norm if norm > 0 else 0.0, residual)
 
 
 def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
-    """State dicts with the same names."""
-    many = isinstance(adapters, Sequence) and not isinstance(adapters, str)
-    if not many or not adapters or not all(isinstance(state, Mapping) for state in adapters):
-        given = "none" if many and not adapters else type(adapters).__name__
+    """Check that the adapters are state dicts with the same names."""
+    is_sequence = isinstance(adapters, Sequence) and not isinstance(adapters, str)
+    if not is_sequence or not adapters or not all(isinstance(state, Mapping) for state in adapters):
+        given = "none" if is_sequence and not adapters else type(adapters).__name__
         raise ArgumentError(f"adapters: expected a sequence of at least one state dict, got {given}")
     names = set(adapters[0])
     for i, state in enumerate(adapters):
         for name in state:
             if not isinstance(name, str):
                 raise StateDictError(f"adapters[{i}]: expected names that are strings, got {short_repr(name)}")
-        odd = sorted(map(str, names ^ set(state)))
-        if odd:
-            listed = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if odd[3:] else "")
-            raise StateDictError(f"adapters[{i}]: missing or extra beside adapters[0]: {listed}")
+        different = sorted(map(str, names ^ set(state)))
+        if different:
+            listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if different[3:] else "")
+            raise StateDictError(f"adapters[{i}]: expected the names of adapters[0], got a difference in {listed}")
     return list(adapters)
 
 
@@ -203,23 +203,28 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
     values: Any = scaling.tolist() if isinstance(scaling, np.ndarray | Tensor) else scaling
     if not isinstance(values, list | tuple):
         return np.full(k, check_number("scaling", values))
-    found = check_vector("scaling", values)
-    if len(found) != k:
-        raise ArgumentError(f"scaling: expected one number, or one for each of {k} adapters, got {len(found)}")
-    return found
+    factors = check_vector("scaling", values)
+    if len(factors) != k:
+        raise ArgumentError(f"scaling: expected one number, or one for each of {k} adapters, got {len(factors)}")
+    return factors
 
 
 def _is_known_finite(state: Adapter) -> bool:
-    """Whether one pass over all floating tensors finds them finite. Otherwise each tensor must be checked by itself."""
+    """Return whether one pass over all floating tensors finds them finite. Otherwise, each tensor must be checked
+    separately.
+    """
     row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
-    # A row without a form may have no memory that can be read. Within ranks, `gram` would wait for the other ranks.
+    # The memory of a row without a form may be unreadable. Within `across_ranks`, `gram` would wait for the other
+    # ranks.
     return bool(row.form) and not is_sharded() and bool(gram([row]).isfinite())
 
 
 def _truncate_pair(
     pair: FactorPair, states: Sequence[Adapter], finite: Sequence[bool], factors: np.ndarray, rank: int | None
 ) -> TruncatedSVD:
-    """The truncated sum of a pair, whose matrices must have one size. The default rank is the largest of the states."""
+    """Compute the truncated average of a pair of factors. By default, its rank is the largest rank of the pair in the
+    adapters.
+    """
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
@@ -229,8 +234,8 @@ def _truncate_pair(
         if axes[0] != axes[1]:
             given = [tuple(state[name].shape) for name in (pair.first, pair.second)]
             expected = [tuple(states[0][name].shape) for name in (pair.first, pair.second)]
-            told = f"expected factors of {expected} but for the rank, as those of adapters[0], got {given}"
-            raise StateDictError(f"adapters[{i}]: {pair.first}, {pair.second}: {told}")
+            shapes = f"expected the shapes {expected} of adapters[0] except for the rank, got {given}"
+            raise StateDictError(f"adapters[{i}]: {pair.first}, {pair.second}: {shapes}")
     m = states[0][pair.second].shape[0]
     try:
         combined = combine_stacks(factors.tolist(), stacks, m)
@@ -240,22 +245,22 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """The factors of the part that is left out, without directions that are rounding errors."""
+    """Return the factors of the truncated part, without directions that are rounding errors."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 
 
 def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
-    found = pair.unstack(stack, states[0])
-    return {name: _cast_checked(name, x, states[0][name].dtype) for name, x in found.items()}
+    factors = pair.unstack(stack, states[0])
+    return {name: _cast_checked(name, x, states[0][name].dtype) for name, x in factors.items()}
 
 
 def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in the dtype of a result, which must represent it."""
-    found = x.to(dtype)
-    if not is_finite(found):
+    """Convert `x` to the dtype of a result, and check that the values are within its range."""
+    result = x.to(dtype)
+    if not is_finite(result):
         raise _overflow_error(name, dtype)
-    return found
+    return result
 
 
 def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
@@ -265,7 +270,10 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
 
 
 def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
-    """The sum of an unpaired tensor in float64, rounded once. Integers must be equal; counters have a maximum."""
+    """Return the mean of an unpaired tensor, summed in float64 and rounded once.
+
+    Integers must be equal in all adapters. The result for a batch counter is the maximum.
+    """
     first = states[0][name]
     for i, state in enumerate(states):
         x = state[name]
@@ -275,7 +283,7 @@ def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], c
             raise StateDictError(f"adapters[{i}]: {name}: expected {expected}, got {given}")
         check_memory({name: x}, f"adapters[{i}]: ")
         if not x.is_floating_point() and not is_batch_counter(name) and not torch.equal(x, first):
-            raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0]")
+            raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0], got others")
         if x.is_floating_point() and not finite[i]:
             check_finite(f"adapters[{i}]: {name}", x)
     if is_batch_counter(name):

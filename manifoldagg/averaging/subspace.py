@@ -27,24 +27,24 @@ REQUIRED_PRIMITIVES = {"exp", "log", "inner", "project", "project_tangent"}
 POWERS = (1, 2)
 MIN_SPREAD = 1e-100
 MAX_SPREAD = 1e100
-"""Distances whose squares are numbers, and products of two of these."""
+"""The range of distances whose squares, and products of two squares, are representable in float64."""
 RANK_TOLERANCE = 8 * torch.finfo(torch.float64).eps
-"""What rounding leaves of an entry of the log of a point at itself."""
+"""The rounding error of an entry of the logarithm of a point at itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    r"""A fitted subspace, $\iota_\xi(\mathcal{S})$, with the nearest place and the residual of each point.
+    r"""A fitted subspace $\iota_\xi(\mathcal{S})$, with the nearest coordinates and the residual of each point.
 
     Attributes:
         embedding: $\iota$.
         phi: $\xi$ (size, *shape), in the dtype of the points.
-        coordinates: $x_j$ (m, *domain), where the subspace is nearest to each point.
+        coordinates: $x_j$ (m, *domain), the coordinates at which the subspace is nearest to each point.
         residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to that dtype.
-        steps: of the descent.
-        converged: whether it ended because the sum would fall no further.
-        view: the plane of its picture: that of the two longest axes of the points.
-        projected_points: the points in it (m, 2).
+        steps: the number of steps of the descent.
+        converged: whether the descent converged.
+        view: the plane of the plot, spanned by the two longest axes of the points.
+        projected_points: the points in this plane (m, 2).
     """
 
     embedding: Embedding
@@ -69,11 +69,12 @@ class Subspace:
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
         r"""Compute the mean of the points on the subspace, $\iota_\xi(\sum_j w_j x_j)$.
 
-        $\mathcal{S}$ is convex and flat in its own coordinates: parameters of a curve, barycentric ones of a simplex,
-        $(t, \xi)$ of a tunnel (of which the ambient form is then made normal to the curve).
+        $\mathcal{S}$ is convex and flat in its own coordinates. These are the parameters of a curve, barycentric
+        coordinates of a simplex, or $(t, \xi)$ of a tunnel. For a tunnel in ambient form, $\xi$ is then made normal to
+        the curve.
 
         Args:
-            weights: of the points, normalised; equal where not given.
+            weights: the weights of the points, which are normalised. The default is equal weights.
 
         Returns:
             A model (*shape) in the dtype of the points.
@@ -123,7 +124,7 @@ class Subspace:
         return axes
 
     def _outlines(self) -> list[Tensor]:
-        """What is drawn of the subspace: a curve, or the edges of a simplex."""
+        """Return the lines that represent the subspace: a curve, or the edges of a simplex."""
         t = torch.linspace(0, 1, 65, dtype=torch.float64, device=self.phi.device)
         if not isinstance(self.embedding, Simplex):
             curve = self.embedding.curve if isinstance(self.embedding, Tunnel) else self.embedding
@@ -133,7 +134,7 @@ class Subspace:
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
-        """The sides of a tunnel whose curve is the one that is seen."""
+        """Return the sides of a tunnel around the projected curve."""
         line = self._outlines()[0]
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
@@ -157,29 +158,32 @@ def fit_subspace(
 
     $$\xi^* = \operatorname{argmin}_\xi \sum_j \min_{x \in \mathcal{S}} d(\Theta_j, \iota_\xi(x))^p .$$
 
-    On a flat space everything happens in the coordinates of the points' own span, of at most m - 1 dimensions, which
-    one pass over them finds; $\xi$ is a combination of the points. Nearest places are global minima; the fit is a
-    local one, from the best of several beginnings (it has no closed form). What the sum leaves open is chosen small: a
-    curve is cut to the part that the points see, and every facet of a simplex has a point. Volume has no price: points
-    off its corners can stretch a simplex far.
+    On a flat space, the fit uses coordinates of the points' own span, which has at most m - 1 dimensions. One pass over
+    the points computes them, and $\xi$ is a linear combination of the points.
 
-    On a curved space the same fit in the tangent space at the Karcher mean is where a descent on the space itself
-    begins, over $\xi$ and the places together. Tunnels need a flat space.
+    - The nearest coordinates are global minima.
+    - The fit is a local minimum, the best from several starting points, because there is no closed form.
+    - If the minimiser is not unique, the subspace is small: a curve is restricted to the part next to the points, and
+      every facet of a simplex contains a nearest point.
+    - The volume is not penalised. Points away from the vertices can therefore enlarge a simplex.
+
+    On a curved space, the same fit in the tangent space at the Karcher mean is the starting point. A descent on the
+    space itself then optimises $\xi$ and the coordinates together. Tunnels need a flat space.
 
     Args:
-        points: $\Theta_j$, a tensor (m, *space.shape) or a sequence of tensors; in the order of the run.
-        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel` on a space that is flat, or has exp, log, inner, project
-            and project_tangent.
-        power: p: 1 for (13), which a few models that lie apart do not spoil; 2 for least squares.
-        start: $\xi$ to begin with (size, *space.shape); found where not given. Flat spaces only.
-        tolerance: on the relative fall of the sum in a step.
-        max_steps: give up after so many.
+        points: $\Theta_j$, a tensor (m, *space.shape) or a sequence of tensors, in the order of the run.
+        embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel`. Its space must be flat, or have `exp`, `log`, `inner`,
+            `project` and `project_tangent`.
+        power: p. The default 1, as in (13), is robust to a few outliers. 2 is least squares.
+        start: the initial $\xi$ (size, *space.shape), for flat spaces only. By default, the function computes it.
+        tolerance: the tolerance for the relative decrease of the sum in one step.
+        max_steps: the largest number of steps.
 
     Returns:
-        The subspace, the place and the residual of each point, and whether the descent converged.
+        The subspace, the coordinates and the residual of each point, and whether the descent converged.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold (13). Cost: one pass over the points, $O(m^2 P)$, then algebra on m points in m - 1 coordinates.
 
@@ -187,7 +191,7 @@ def fit_subspace(
         >>> from manifoldagg.manifolds import Flat
         >>> points = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [4.0, 3.0]])
         >>> line = fit_subspace(points, Bezier(Flat(2), degree=1))
-        >>> round(line.value, 4)  # four of the five lie on it
+        >>> round(line.value, 4)  # four of the five points are on it
         0.7071
     """
     if not isinstance(embedding, Bezier | Simplex | Tunnel):
@@ -208,7 +212,7 @@ def fit_subspace(
         raise ArgumentError(f"points: expected at least {embedding.size} for {embedding}, got {len(models)}")
     if start is not None:
         if not space.flat:
-            raise ArgumentError(f"start: needs a flat space, got {space}")
+            raise ArgumentError(f"start: expected None unless the space is flat, got a start on {space}")
         check_shape("start", start, embedding.size, *models.shape[1:])
     search = FitOptions(power, float(tolerance), max_steps)
     return (
@@ -223,40 +227,39 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
     if start is not None:
         rows += check_versions(embedding.space, start.to(models), "start")
         rows = [row.flatten() for row in rows]
-    placed = coordinates(torch.stack(rows))
-    _check_spread(float(placed.abs().amax()) if placed.numel() else 0.0, minimum=MIN_SPREAD)
-    seen = placed[: len(models)]
-    begin = None if start is None else placed[len(models) :]
-    found = fit_flat(embedding, seen, begin, options) if bool(seen.any()) else _constant_fit(embedding, seen)
-    # Coordinates of the first point are 0: ξ is that point and a combination of the differences from it.
-    shares = (found.phi @ torch.linalg.pinv(placed[1:]) if len(rows) > 1 else found.phi[:, :0]).to(models.device)
+    projected = coordinates(torch.stack(rows))
+    _check_spread(float(projected.abs().amax()) if projected.numel() else 0.0, minimum=MIN_SPREAD)
+    data = projected[: len(models)]
+    initial = None if start is None else projected[len(models) :]
+    fit = fit_flat(embedding, data, initial, options) if bool(data.any()) else _constant_fit(embedding, data)
+    # The first point is the origin of the coordinates. ξ is this point plus a linear combination of the differences
+    # from it.
+    shares = (fit.phi @ torch.linalg.pinv(projected[1:]) if len(rows) > 1 else fit.phi[:, :0]).to(models.device)
 
-    def written(lines: Tensor, dtype: torch.dtype, base: Tensor | None) -> Tensor:
-        blank = [torch.empty_like(rows[0], dtype=dtype) for _ in lines]
-        made = [
+    def from_coordinates(lines: Tensor, dtype: torch.dtype, base: Tensor | None) -> Tensor:
+        outputs = [torch.empty_like(rows[0], dtype=dtype) for _ in lines]
+        results = [
             combine(base, rows[1:], line, minus=rows[0], out=out) if len(rows) > 1 else out.copy_(rows[0])
-            for line, out in zip(lines, blank, strict=True)
+            for line, out in zip(lines, outputs, strict=True)
         ]
-        return torch.stack(made).reshape(len(made), *models.shape[1:])
+        return torch.stack(results).reshape(len(results), *models.shape[1:])
 
-    phi = written(shares, models.dtype, rows[0])
-    middle = seen.mean(0)
-    axes = torch.linalg.svd(seen - middle, full_matrices=False).Vh[:2]
+    phi = from_coordinates(shares, models.dtype, rows[0])
+    middle = data.mean(0)
+    axes = torch.linalg.svd(data - middle, full_matrices=False).Vh[:2]
     axes = torch.cat([axes, axes.new_zeros(2 - len(axes), axes.shape[1])])
     if len(rows) > 1:
-        inverse = torch.linalg.pinv(placed[1:]).to(models.device)
-        center = written((middle @ inverse)[None], torch.float64, rows[0])[0]
-        lines = written(axes @ inverse, torch.float64, None)
+        inverse = torch.linalg.pinv(projected[1:]).to(models.device)
+        center = from_coordinates((middle @ inverse)[None], torch.float64, rows[0])[0]
+        lines = from_coordinates(axes @ inverse, torch.float64, None)
     else:
         center = models[0].double()
         lines = torch.zeros(2, *models.shape[1:], dtype=torch.float64, device=models.device)
     view = View(embedding.space, center, lines)
-    places = found.coordinates
+    places = fit.coordinates
     if isinstance(embedding, Tunnel):
         places = embedding.nearest(phi.double(), models.double())[0].double()
-    return Subspace(
-        embedding, phi, places, found.distances, found.steps, found.converged, view, (seen - middle) @ axes.mT
-    )
+    return Subspace(embedding, phi, places, fit.distances, fit.steps, fit.converged, view, (data - middle) @ axes.mT)
 
 
 def _check_spread(spread: float, minimum: float = 0.0) -> None:
@@ -275,27 +278,25 @@ def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptio
     inner = torch.stack([space._inner(middle, logs, log.expand_as(x)) for log in logs])
     _check_spread(float(inner.diagonal().clamp(min=0).sqrt().max()))
     values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
-    solid = values > (1e-14 * values[-1]).clamp(min=RANK_TOLERANCE**2 * x.numel())
-    roots = values[solid].sqrt()
-    seen = vectors[:, solid] * roots
-    frame = torch.einsum("jk,j...->k...", vectors[:, solid] / roots, logs)
+    significant = values > (1e-14 * values[-1]).clamp(min=RANK_TOLERANCE**2 * x.numel())
+    roots = values[significant].sqrt()
+    projected = vectors[:, significant] * roots
+    frame = torch.einsum("jk,j...->k...", vectors[:, significant] / roots, logs)
     axes = torch.cat([frame.flip(0)[:2], frame.new_zeros(max(0, 2 - len(frame)), *frame.shape[1:])])
     view = View(space, center, axes)
     if len(roots) == 0:
-        found = _constant_fit(embedding, models.double())
+        fit = _constant_fit(embedding, models.double())
     else:
-        found = fit_curved(embedding, x, View(space, center, frame), seen, options)
-    phi = found.phi.to(models.dtype)
-    return Subspace(
-        embedding, phi, found.coordinates, found.distances, found.steps, found.converged, view, view(models)
-    )
+        fit = fit_curved(embedding, x, View(space, center, frame), projected, options)
+    phi = fit.phi.to(models.dtype)
+    return Subspace(embedding, phi, fit.coordinates, fit.distances, fit.steps, fit.converged, view, view(models))
 
 
 def _constant_fit(embedding: Embedding, points: Tensor) -> FitResult:
-    """Points that are all one: the embedding is collapsed onto it."""
+    """Return the embedding collapsed onto a point, for points that are all equal."""
     place = torch.zeros((), dtype=torch.float64, device=points.device)
     if isinstance(embedding, Simplex):
         place = torch.full((embedding.size,), 1 / embedding.size, dtype=torch.float64, device=points.device)
-    nothing = torch.zeros(len(points), dtype=torch.float64, device=points.device)
+    zeros = torch.zeros(len(points), dtype=torch.float64, device=points.device)
     phi = points[:1].expand(embedding.size, *points.shape[1:]).clone()
-    return FitResult(phi, place.expand(len(points), *place.shape), nothing, 0, True)
+    return FitResult(phi, place.expand(len(points), *place.shape), zeros, 0, True)

@@ -28,7 +28,7 @@ REQUIRED_PRIMITIVES = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inn
 STATE_KEYS = {"options", "last", "count", "like", "mean", "truncated", "kept"}
 MAX_ENTRY = torch.finfo(torch.float64).max / 4
 CHUNK_SIZE = 1 << 16
-"""Entries that are averaged at a time: their quotients stay in cache."""
+"""The number of entries that are averaged at a time, so that their quotients stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,11 @@ class _AverageState:
 
     Attributes:
         last_version: the latest version.
-        count: how many models are averaged.
-        like: their shape, dtype and device, in no memory.
-        mean: their mean in float64; of what is kept since, the point that was written before it. A row where leaves are
-            of low rank.
-        models: models with their versions.
-        truncated: what truncations of the mean left out.
+        count: the number of averaged models.
+        like: a tensor without memory that has the shape, dtype and device of the models.
+        mean: the mean in float64, or after a reset the point that was returned. A row if the space has low-rank leaves.
+        models: the stored models with their versions.
+        truncated: the norm that truncations of the mean removed.
     """
 
     last_version: int = -1
@@ -54,44 +53,50 @@ class _AverageState:
 
 
 class SWA:
-    r"""Averages the versions $\Theta^v$ of a model with $\tau = v - \mathrm{offset}$, $\tau \ge$ `start` and
+    r"""Average of the versions $\Theta^v$ of a model with $\tau = v - \mathrm{offset}$, $\tau \ge$ `start` and
     $\tau \equiv 0 \pmod{\mathrm{cycle}}$.
 
-    It listens to a server, which calls `update` for each new version in order; by hand the loop does.
+    A server calls `update` for each new version in order. A custom loop calls it directly. There are two kinds:
 
-    - `kind="streaming"`: $m \leftarrow \gamma(m, \Theta; \tfrac{1}{n + 1})$, $n$ the models so far, and no model is
-      kept but $m$, in float64, and memory for the next one. On a flat space that is $m + (\Theta - m) / (n + 1)$ in the
-      order of these operations, so that for float64 models it equals `torch.optim.swa_utils.AveragedModel` on a CPU bit
-      for bit. On a curved space it depends on the order of the models, and is a term of third order in their spread
-      from
-    - `kind="exact"`: all chosen models are kept; their Karcher mean is computed when it is read, with its certificate.
+    - `kind="streaming"`: $m \leftarrow \gamma(m, \Theta; \tfrac{1}{n + 1})$, where $n$ is the number of models so far.
+      Only $m$ in float64 and memory for the next mean are stored. On a flat space, this is $m + (\Theta - m) / (n + 1)$
+      in this order of operations. For float64 models on a CPU, it is bitwise equal to
+      `torch.optim.swa_utils.AveragedModel`. On a curved space, the result depends on the order of the models. It
+      differs from the exact mean by a term of third order in their spread.
+    - `kind="exact"`: all selected models are stored. Reading the mean computes their Karcher mean, with a certificate
+      of its accuracy.
 
-    Where leaves are flat or of low rank the mean is that of the matrices, of which a streaming one keeps `state_rank`;
-    `truncated` says what that left out. A curved average of either kind lies on the space. Where nothing was chosen
-    `average` is `None`; `averaged(model)` is then the last model, which is what a run returns. Batch normalisation
-    needs its statistics anew at an average: [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
+    Further properties:
 
-    A server refuses a periodic one as its `averaging`: what listens to a server cannot write its model. Call
-    `reset_point` in a loop of your own, or let the rule average and write: `rules.AsyncCurve(periodic=...)`.
+    - On flat and low-rank leaves, the mean is that of the matrices. A streaming mean of a low-rank leaf retains
+      `state_rank`, and `truncated` is the norm of the removed part.
+    - An average on a curved space is a point of the space.
+    - If no version was selected, `average` is `None`. `average_or(model)` then returns a copy of the last model, which
+      is the result of a run.
+    - Recompute the statistics of batch normalisation for an average with
+      [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
+    - Every method is thread-safe and atomic under interrupts. A server repeats an interrupted update, which has no
+      effect if it was applied.
 
-    Every method may be called from any thread. An update that is interrupted has happened or has not; a server tells it
-    again, which changes nothing where it has.
+    A server rejects a periodic average as its `averaging`, because a callback cannot write the server's model. Call
+    `reset_point` in a custom loop instead, or use a rule that averages and writes: `rules.AsyncCurve(periodic=...)`.
 
     Args:
-        space: with leaves that are flat or of low rank, or with exp and log (and inner and project for `"exact"`).
-        start: the first $\tau$ that counts, a number of versions: for the share $\sigma$ of a run of $T$ versions
-            whose first part is left out, `math.ceil(sigma * T)`.
+        space: a space whose leaves are flat or of low rank, or have `exp` and `log` (also `inner` and `project` for
+            `"exact"`).
+        start: the first $\tau$ that is averaged, in versions. To skip the fraction $\sigma$ of a run of $T$ versions,
+            use `math.ceil(sigma * T)`.
         cycle: $c$.
         kind: `"streaming"` or `"exact"`.
-        offset: 0: version $\tau$ is averaged where $\tau$ meets the conditions; 1: version $\tau + 1$, as in the
+        offset: with 0, version $\tau$ is averaged if $\tau$ meets the conditions. With 1, version $\tau + 1$, as in the
             Report's Algorithm 1.
-        periodic: $C$: see `reset_point`, which has to be called. `None`: never.
+        periodic: $C$, the period of `reset_point`. `None` disables resets.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold, Algorithm 1; Report, section on its server and Algorithm 1; Izmailov et al. 2018; Guo et al. 2022
-        (periodic).
+    (periodic).
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -140,13 +145,13 @@ class SWA:
         """Add a new version.
 
         Args:
-            version: higher than every one before; with the latest one again nothing happens.
-            model: (*space.shape); it is only read, and copied where it is kept.
+            version: a number above all previous ones. If it equals the latest one, nothing happens.
+            model: (*space.shape). It is not modified, and stored only as a copy.
 
         Raises:
-            ArgumentError: if the version is lower, or a chosen model is not finite, off the space, of another
-                shape, dtype or device than those before, or so far from a streaming average that no geodesic between
-                them is found. Nothing has changed then.
+            ArgumentError: if the version is lower than the latest one; if a selected model is not finite, not on the
+                space, or differs from previous ones in shape, dtype or device; or if it is so far from a streaming
+                average that no geodesic between them is found. The average is then unchanged.
         """
         check_count("version", version, at_least=0)
         with self._lock:
@@ -181,7 +186,7 @@ class SWA:
     def average(self) -> Float[Tensor, "..."] | None:
         """A copy of the average in the dtype of the models; `None` if no version was selected.
 
-        Just after an overwriting it is the point that was written.
+        Directly after a reset, it is the point that `reset_point` returned.
         """
         mean = self.mean
         if mean is not None:
@@ -190,43 +195,44 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms that truncations of a streaming mean of low-rank leaves left out."""
+        """The sum of the Frobenius norms that truncations of a streaming mean removed from low-rank leaves."""
         return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
-        """The average of the stored models with its certificate; `None` without any, as in streaming form.
+        """The average of the stored models with its certificate; `None` if no model is stored, as in streaming form.
 
         Its tensors are copies.
         """
-        kept = self._state.models
-        if not kept:
+        models = self._state.models
+        if not models:
             return None
-        known = self._cached_mean
-        if known is None or known[0] is not kept:
-            known = (kept, karcher(self.space, [model for _, model in kept]))
-            self._cached_mean = known
-        mean = known[1]
+        cached = self._cached_mean
+        if cached is None or cached[0] is not models:
+            cached = (models, karcher(self.space, [model for _, model in models]))
+            self._cached_mean = cached
+        mean = cached[1]
         return replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
 
     def average_or(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        r"""Return the average, or a copy of `model`, the last model $\Theta^T$, without one."""
+        r"""Return the average, or a copy of `model`, the last model $\Theta^T$, if there is no average."""
         average = self.average
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
         r"""Return the point that replaces a version, or `None` if the version is not reset.
 
-        A listener cannot write the model of a server. Who drives the run asks after `update(version, model)`: it is
-        the average where $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of $C$ = `periodic` and a
-        model was chosen since the last time. The average then begins anew with the next chosen version; until that it
-        stays what it is. Without `periodic` always `None`.
+        A callback cannot write the model of a server. A custom loop calls this method after `update(version, model)`
+        and writes the returned point to its model. Let $\tau = \mathrm{version} - \mathrm{offset}$. The point is the
+        average, if $\tau$ is a positive multiple of $C$ = `periodic` and a model was selected since the last reset. The
+        average then restarts with the next selected version, and keeps its value until then. Without `periodic`, the
+        result is always `None`.
 
         Args:
-            version: the one that `update` was called with last.
+            version: the version of the last call of `update`.
 
         Raises:
-            ArgumentError: if `version` is another one.
+            ArgumentError: if `version` is a different one.
         """
         with self._lock:
             before = self._state
@@ -262,7 +268,7 @@ class SWA:
                 space. The average is then unchanged.
         """
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
-            raise ArgumentError("state: expected the return value of SWA.state()")
+            raise ArgumentError(f"state: expected the return value of SWA.state(), got {short_repr(state)}")
         if state["options"] != self._options:
             raise ArgumentError(
                 f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"
@@ -271,7 +277,7 @@ class SWA:
         count = check_count("state['count']", state["count"], at_least=0)
         like = state["like"]
         mean = state["mean"]
-        kept = dict[int, Tensor]()
+        models = dict[int, Tensor]()
         if like is not None:
             like = check_shape("state['like']", like).detach().clone()
         truncated = check_number("state['truncated']", state["truncated"], at_least=0)
@@ -281,24 +287,24 @@ class SWA:
         elif mean is not None:
             mean = check_model(self.space, mean, "state['mean']").clone()
         for version in sorted(check_count("state['kept']", version, at_least=0) for version in state["kept"]):
-            kept[version] = check_model(self.space, state["kept"][version], f"state['kept'][{version}]").clone()
-        held = [*kept.values()] if mean is None else [mean, *kept.values()]
+            models[version] = check_model(self.space, state["kept"][version], f"state['kept'][{version}]").clone()
+        stored = [*models.values()] if mean is None else [mean, *models.values()]
         exact = self.kind == "exact"
-        fits = count == len(kept) if exact else not kept and (count == 0 or mean is not None)
-        if not fits or (like is None) == bool(held) or max(kept, default=count - 1) > last:
+        fits = count == len(models) if exact else not models and (count == 0 or mean is not None)
+        if not fits or (like is None) == bool(stored) or max(models, default=count - 1) > last:
             raise ArgumentError(f"state: expected the state of a SWA of kind {self.kind}")
-        shape = next((x.shape for x in held if isinstance(x, Tensor)), self.space.shape)
+        shape = next((x.shape for x in stored if isinstance(x, Tensor)), self.space.shape)
         means = [
             ("state['mean']", x, torch.float64) for x in (mean if isinstance(mean, tuple) else (mean,)) if x is not None
         ]
-        for name, x, dtype in [*means, *((f"state['kept'][{v}]", x, like.dtype) for v, x in kept.items())]:
+        for name, x, dtype in [*means, *((f"state['kept'][{v}]", x, like.dtype) for v, x in models.items())]:
             fitting = isinstance(mean, tuple) or x.shape == shape
             if (x.dtype, x.device) != (dtype, like.device) or not fitting:
                 raise ArgumentError(f"{name}: expected a tensor {dtype} on {like.device}, got {x.dtype} on {x.device}")
         like = None if like is None else like.expand(shape)
         with self._lock:
             self._spare_buffer = None
-            self._state = _AverageState(last, count, like, mean, tuple(kept.items()), truncated)
+            self._state = _AverageState(last, count, like, mean, tuple(models.items()), truncated)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -318,7 +324,7 @@ class SWA:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
-        """The state with the latest model, a selected one, added."""
+        """Return the state after adding the latest model, which is a selected one."""
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (
@@ -327,7 +333,7 @@ class SWA:
             and model.numel()
             and max(map(abs, torch.stack(model.aminmax()).tolist())) > MAX_ENTRY
         ):
-            raise ArgumentError(f"model: expected entries up to {MAX_ENTRY:g}, differences of which are numbers")
+            raise ArgumentError(f"model: expected entries up to {MAX_ENTRY:g}, got one whose differences may overflow")
         if self.kind == "exact":
             kept = (*state.models, (state.last_version, model.clone()))
             return replace(state, count=count, like=like, models=kept)
@@ -343,7 +349,7 @@ class SWA:
         return replace(state, count=count, like=like, mean=self._running_mean(state.mean, model, count))
 
     def _average_of(self, state: _AverageState) -> Tensor | None:
-        """The mean in the dtype of the models, a copy."""
+        """Return a copy of the mean in the dtype of the models."""
         if state.mean is None or state.like is None:
             return None
         if isinstance(state.mean, tuple):
@@ -352,9 +358,10 @@ class SWA:
         return mean
 
     def _running_mean(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
-        """The mean of `count` models, the last of which is `model`."""
+        """Return the mean of `count` models, the last of which is `model`."""
         if self.space.flat:
-            # Taken out of its place before it is written: an update that interrupts this one finds none.
+            # The spare buffer is removed before it is written, so that an update that interrupts this one cannot use it
+            # too.
             spare = self._spare_buffer
             self._spare_buffer = None
             out = empty_like(mean) if spare is None else spare
@@ -365,17 +372,17 @@ class SWA:
             return self._to_float64(check_model(self.space, between, "average"))
         except ArgumentError:
             raise ArgumentError(
-                "model: expected one that a geodesic joins to the average; it is too far away"
+                "model: expected one with a geodesic to the average, got one that is too far away"
             ) from None
 
     def _to_float64(self, model: Tensor) -> Tensor:
-        """A copy in float64, brought onto the space, which a narrower dtype misses by its rounding."""
+        """Return a float64 copy, projected onto the space to remove the rounding error of a narrower dtype."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
 
 def _clone_mean(mean: Any) -> Any:
-    """A mean in memory of its own."""
+    """Copy a mean to its own memory."""
     if isinstance(mean, tuple):
         return tuple([piece.detach().clone() for piece in mean])
     return None if mean is None else mean.clone()
@@ -384,10 +391,10 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Compute $m + (\Theta - m) / n$ for the n-th model, rounded as written, in `out` (float64, as is `mean`).
+    r"""Compute $m + (\Theta - m) / n$ for the n-th model, rounded in this order, into `out` (float64, like `mean`).
 
-    The quotient is not a product with $1/n$, which would be rounded once more, so that one combination of the rows does
-    not do: the difference and the sum are one each, piece by piece, without scratch of size P.
+    A product with $1/n$ would be rounded once more than the quotient, so a single linear combination is not sufficient.
+    The difference and the sum are one combination each, computed in chunks, without scratch memory of size P.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)

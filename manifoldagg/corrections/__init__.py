@@ -1,4 +1,4 @@
-"""Corrections: transformations of a stale update to the current model, as algebra on a Gram matrix."""
+"""Corrections: transformations of a stale update to the current model, computed from a Gram matrix."""
 
 from manifoldagg.corrections.automatic import AutoThreshold
 from manifoldagg.corrections.calibration import calibrate

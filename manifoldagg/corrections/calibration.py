@@ -1,4 +1,4 @@
-"""OrthoFL's calibration: the start of a client's next task, orthogonal to the progress of the other clients."""
+"""OrthoFL's calibration: start a client's next task orthogonally to the progress of the other clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,35 +30,39 @@ def calibrate(
     *,
     space: Manifold | None = None,
 ) -> Model:
-    r"""Compute the start of a client's next task: its model plus the global model's gain orthogonal to its update.
+    r"""Compute the start of a client's next task from its model and the progress of the global model.
+
+    The result is the client's model plus the component of the global shift that is orthogonal to the client's own
+    update:
 
     $$W_m + \Delta - \operatorname{proj}_{\Delta_m} \Delta, \qquad
     \operatorname{proj}_{\Delta_m} \Delta = \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}
     \,\Delta_m$$
 
-    for each named tensor. Among the shifts orthogonal to $\Delta_m$, this one is nearest to $\Delta$. Where $\Delta_m$
-    is zero, $\Delta$ is added whole. With `other_updates`, the pairwise ablation, it is the client's update that loses
-    what lies in the span of the others': $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)}
-    \Delta_m$.
+    The formula applies to each named tensor. Among the shifts orthogonal to $\Delta_m$, this one is nearest to
+    $\Delta$. If $\Delta_m$ is zero, $\Delta$ is added unchanged.
+
+    `other_updates` selects the pairwise ablation of the paper. It removes from the client's update its component in the
+    span of the other updates: $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
 
     Args:
-        start: $W_m$, the client's model as it arrived: a point, or a mapping from names to tensors.
-        global_shift: $\Delta$, how far the global model moved, before aggregation, since the client had started.
-        client_shift: $\Delta_m$, how far the client moved in that time.
-        granularity: `"tensor"` (OrthoFL), or `"model"` (full projection).
+        start: $W_m$, the client's model as the server received it: a point, or a mapping from names to tensors.
+        global_shift: $\Delta$, the change of the global model since the client started, before aggregation.
+        client_shift: $\Delta_m$, the change of the client's model in that time.
+        granularity: `"tensor"` (OrthoFL), or `"model"` (one projection of the whole model).
         other_updates: the most recent updates of the other clients, for the pairwise form.
-        space: of points: its named tensors are those of `granularity="tensor"`, and without one a point is a single
-            tensor; of a mapping: which tensors are parameters. A curved one is refused.
+        space: for points, the space whose named tensors define `granularity="tensor"`. Without a space, a point is a
+            single tensor. For mappings, the `ParameterSpace` that selects the parameters. It must be flat.
 
     Returns:
-        In kind: a new point, or a new dict. Of a mapping, what is no parameter (frozen, or not floating) is copied from
-        `start`. Each number is rounded once.
+        A new point, or a new dict if `start` is a mapping. Entries of a mapping that are not parameters (frozen, or not
+        floating) are copied from `start`. Each number is rounded once.
 
     Raises:
-        ArgumentError: if shapes, names or kinds differ, a value is not finite, or `space` is curved.
+        ArgumentError: if shapes, names or types differ, if a value is not finite, or if `space` is curved.
 
-    Source: OrthoFL (6), (7), §5.3. Server and client get bit-identical starts from the same shifts. Cost: one pass that
-    reads the shifts, one that writes.
+    Source: OrthoFL (6), (7), §5.3. The server and the client compute bit-identical starts from the same shifts. Cost:
+    one pass that reads the shifts and one that writes the result.
 
     Example:
         >>> import torch
@@ -80,7 +84,7 @@ def calibrate(
     inner = [gram(rows)[0] for _, *rows in pieces]
     for i, numbers in enumerate(inner):
         check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
-    # Rows: the shift, the client's own, which takes the place of the drift, and the others' updates.
+    # The rows are the shift, the client's own shift in place of the drift, and the other updates.
     extra = tuple(name for name in given if name.startswith("other_updates"))
     moved = []
     for i, ((model, *rows), part) in enumerate(zip(pieces, _segment_grams(inner, granularity, extra), strict=True)):
@@ -95,13 +99,13 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a frame without forming the shifts: $\Delta$ is its displacement, and $\Delta_m$ its drift.
+    r"""Calibrate a frame without materialising the shifts. $\Delta$ is its displacement, and $\Delta_m$ its drift.
 
     Args:
-        shifts: with `segments` where there are named tensors.
+        shifts: the frame, with `segments` if the model has named tensors.
         start: $W_m$.
         granularity: as in `calibrate`.
-        other_updates: likewise.
+        other_updates: as in `calibrate`.
 
     Returns:
         A new point.
@@ -109,12 +113,12 @@ def calibrate_frame(
     for i, row in enumerate(() if other_updates is None else other_updates):
         shifts = shifts.with_row(f"other_updates[{i}]", row)
     gram = shifts.gram(granularity)
-    lines: Any = [_shift_coefficients(part, pairwise=other_updates is not None) for part in gram]
-    return shifts.combine(start, lines if granularity == "tensor" else lines[0])
+    matrix: Any = [_shift_coefficients(part, pairwise=other_updates is not None) for part in gram]
+    return shifts.combine(start, matrix if granularity == "tensor" else matrix[0])
 
 
 def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
-    """For each tensor its own, or that of the model."""
+    """Return the Gram matrix for each tensor: its own, or that of the whole model."""
     if not inner:
         return []
     every = Gram.of(torch.stack(inner), extra=extra)
@@ -122,17 +126,17 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """On the shift, the client's own and the others' updates."""
+    """Return the coefficients of the shift, of the client's own shift and of the other updates."""
     if not pairwise:
-        lines, _ = OrthoDC(1.0).coefficients(inner)
-        weights: list[Any] = lines[0].tolist()
+        matrix, _ = OrthoDC(1.0).coefficients(inner)
+        weights: list[Any] = matrix[0].tolist()
         return weights
     others = inner.matrix[2:, 2:]
     return [1.0, 0.0, *(-x for x in span_coefficients(others, inner.matrix[1, 2:]))]
 
 
 Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
-"""For each named tensor the rows (W, Δ, Δₘ, others), and what makes the result of the new tensors."""
+"""The rows (W, Δ, Δₘ, others) of each named tensor, and the function that assembles the result from the new tensors."""
 
 
 def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
@@ -150,17 +154,17 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
 def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
     start = models["start"]
     if not (space is None or isinstance(space, ParameterSpace)):
-        raise ArgumentError("space: expected a ParameterSpace of named tensors, or None, where each is its own")
+        raise ArgumentError(f"space: expected a ParameterSpace or None for a state dict, got {space}")
     layout = Layout.of_state_dict(start, dtype=torch.float64) if space is None else space.layout
     layout.check(start)
     for name, state in models.items():
         if not isinstance(state, Mapping):
             raise ArgumentError(f"{name}: expected named tensors as in start, got {type(state).__name__}")
         if extra := sorted(map(str, state.keys() - start.keys())):
-            raise ArgumentError(f"{name}: start has no {', '.join(extra)}")
+            raise ArgumentError(f"{name}: expected the names of start, got also {', '.join(extra)}")
         for leaf in layout.leaves:
             if leaf.name not in state:
-                raise ArgumentError(f"{name}: expected a tensor {leaf.name!r} as in start")
+                raise ArgumentError(f"{name}: expected a tensor {leaf.name!r} as in start, got a mapping without it")
             label = f"{name}[{leaf.name!r}]"
             check_finite(label, check_shape(label, state[leaf.name], *leaf.shape))
 

@@ -1,4 +1,4 @@
-"""The correction base class: a small matrix, computed from a Gram matrix, that is applied to a stale update."""
+"""Base class of the corrections: maps from the Gram matrix of a stale update to a small coefficient matrix."""
 
 import abc
 import math
@@ -29,15 +29,16 @@ AuxiliaryRow = tuple[str, Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    r"""The result of a correction of a frame.
+    """The result of applying a correction to a frame.
 
     Attributes:
-        frame: with the rows that the correction added.
-        gram: of its rows.
-        coefficients: $C$, (n, k), or (S, n, k) with one for each segment.
-        state: the next one, of a correction that keeps one.
-        original_gram: the Gram matrix of the displacements as they came; not `gram` where rows were formed on the way.
-        auxiliary: inner products (S, k + 1) of a vector that was read beside them with the rows, and with itself.
+        frame: the frame, including the rows that the correction added.
+        gram: the Gram matrix of its rows.
+        coefficients: $C$, (n, k), or (S, n, k) with one matrix for each segment.
+        state: the next state of a stateful correction.
+        original_gram: the Gram matrix of the original displacements. It differs from `gram` if a composition
+            materialised intermediate rows.
+        auxiliary: inner products (S, k + 1) of the auxiliary vector with the rows and with itself.
     """
 
     frame: Frame
@@ -56,7 +57,7 @@ class Corrected:
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""Compute $\sum_i w_i C_{ij}$, (k,) or (S, k): corrected rows as a combination of the frame's rows."""
+        r"""Compute $\sum_i w_i C_{ij}$, (k,) or (S, k): a combination in terms of the frame's rows."""
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
@@ -66,16 +67,16 @@ class Corrected:
 
     @staticmethod
     def single(frame: Frame, gram: Gram, coefficients: Sequence[float]) -> "Corrected":
-        """Return one combination of the rows of a frame in this form."""
+        """Return a single linear combination of the rows of a frame as a `Corrected`."""
         return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
     def inner_products(self) -> list[list[float]]:
         r"""Compute the inner products of the corrected rows, n x n.
 
-        If $C G C^\top$ is no larger than rounding errors, they are computed from the rows, in float64.
+        If $C G C^\top$ is as small as rounding errors, the method computes them from the rows, in float64.
 
         Raises:
-            ArgumentError: if a row is so long that its square overflows.
+            ArgumentError: if the squared norm of a row overflows.
         """
         parts = self.gram.transform(self.coefficients)
         inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
@@ -87,7 +88,7 @@ class Corrected:
         return inner
 
     def lost_to_cancellation(self) -> bool:
-        """Return whether a corrected displacement, or a segment of it, is no larger than rounding errors."""
+        """Return whether a corrected displacement, or a segment of one, is as small as rounding errors."""
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
@@ -100,7 +101,7 @@ class Corrected:
         return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
-        r"""Compute the corrected rows, each rounded once to the frame's dtype; low-rank leaves are exact."""
+        """Compute the corrected rows, each rounded once to the frame's dtype. Low-rank leaves are exact."""
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
         rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
@@ -110,13 +111,15 @@ class Corrected:
         return rows
 
     def displacements(self) -> Float[Tensor, "n P"]:
-        r"""Compute the corrected rows, tangent at $\Theta^\tau$, each rounded once to the frame's dtype.
+        r"""Compute the corrected rows, which are tangent at $\Theta^\tau$, each rounded once to the frame's dtype.
 
         Raises:
-            ArgumentError: naming a leaf of low rank: what is added to one is not a vector.
+            ArgumentError: if the space has low-rank leaves, because displacements of a low-rank leaf are not vectors.
         """
         if self.frame.ambient.leaves:
-            raise ArgumentError("space: displacements of low-rank leaves are no vectors: use `rows` or `combine`")
+            raise ArgumentError(
+                "space: expected one without low-rank leaves, got one with them; use `rows` or `combine`"
+            )
         rows: list[Any] = self.rows()
         return torch.stack(rows) if rows else self.frame.empty_vector()[None][:0]
 
@@ -124,26 +127,31 @@ class Corrected:
 class Correction(abc.ABC):
     r"""A map $\pi(\Theta^t, \Theta^\tau, v)$ from displacements at the base to tangents at the current model.
 
-    It acts on each control point by itself, so that a curve keeps its start at $\Theta^\tau$. One that is algebra has
-    `coefficients` alone; what it needs besides $v$ and $g$ it adds to the frame as rows, in `extend`; tensors that it
-    remembers it makes in `update_state`. A state is returned, never changed.
+    A correction acts on each control point separately, so that a curve still starts at $\Theta^\tau$. A subclass
+    implements up to three methods:
+
+    - `coefficients` computes the coefficient matrix from the Gram matrix. Every correction has it.
+    - `extend` adds further rows to the frame, if the correction needs more than $v$ and $g$.
+    - `update_state` computes the tensors of the state, if the correction is stateful.
+
+    These methods return a new state and never modify the old one.
 
     Attributes:
-        granularity: `"tensor"` where it asks the Gram matrix for its segments, such as `gram["head.weight"]`.
-        keeps_state: whether there is something to remember.
+        granularity: `"tensor"` if the correction reads the Gram matrices of segments, such as `gram["head.weight"]`.
+        keeps_state: whether the correction is stateful.
 
     Example:
-        Take half of the displacement where it conflicts with the drift in the last layer.
+        Halve the displacement if it conflicts with the drift in the last layer.
 
         >>> import torch
         >>> from manifoldagg.manifolds import Flat, Product
         >>> class HalveConflicts(Correction):
         ...     granularity = "tensor"
         ...     def coefficients(self, gram, state=None):
-        ...         lines, n, last = gram.identity(), gram.num_displacements, gram["head"].matrix
+        ...         matrix, n, head = gram.identity(), gram.num_displacements, gram["head"].matrix
         ...         for i in range(n):
-        ...             lines[i, i] = 0.5 if last[i, n] < 0 else 1.0
-        ...         return lines, state
+        ...             matrix[i, i] = 0.5 if head[i, n] < 0 else 1.0
+        ...         return matrix, state
         >>> space = Product({"body": Flat(1), "head": Flat(1)})
         >>> base, current = torch.zeros(2), torch.ones(2)
         >>> HalveConflicts()(space, base, current, torch.tensor([[4.0, -2.0], [-4.0, 2.0]]))
@@ -159,23 +167,24 @@ class Correction(abc.ABC):
         r"""Return $C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
 
         Args:
-            gram: the inner products of $v_1, \dots, v_n, g$ and the correction's own rows.
-            state: of a correction that keeps one; `None` at first.
+            gram: the inner products of $v_1, \dots, v_n, g$ and of the rows that `extend` added.
+            state: the state of a stateful correction; `None` at the first update.
 
         Returns:
-            (n, k) numbers of the same kind, or (S, n, k) with a matrix for each segment; and the state.
+            The matrix (n, k) with numbers of the same type as in `gram`, or (S, n, k) with one matrix for each segment,
+            and the next state.
         """
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
-        """Return `frame` with additional rows."""
+        """Return `frame` with the additional rows that the correction needs."""
         return frame
 
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
-        """Return the state with its tensors updated, given the corrected frame."""
+        """Return the state with updated tensors, given the frame and the coefficients of this update."""
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether the correction adds rows to such a frame; the default is whether it has an `extend`."""
+        """Return whether the correction adds rows to `frame`. The default is whether the class overrides `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -184,16 +193,17 @@ class Correction(abc.ABC):
         """Correct the displacements of a frame.
 
         Args:
-            frame: of displacements and the drift.
-            state: what the last call returned, of a correction that keeps one. It is not changed.
-            granularity: to read segments for what comes after; its own where not given.
-            auxiliary: the name of a vector of a flat space, the vector, and what it is less: it is not corrected, and
-                read in the same pass as the rows.
+            frame: the frame of displacements and the drift.
+            state: the state that the last call returned, for a stateful correction. It is not modified.
+            granularity: overrides the granularity of the correction, if a later step needs segments.
+            auxiliary: the name, the minuend and the subtrahend of a vector of a flat space. The same pass computes its
+                inner products with the rows. It is not corrected.
 
         Raises:
-            ArgumentError: if inner products overflow float64, or the correction cannot work on such a frame.
+            ArgumentError: if inner products overflow float64, or if the correction does not support such a frame.
 
-        Cost: one pass that reads the rows (beside those that the correction makes); `displacements` is another.
+        Cost: one pass that reads the rows, in addition to forming the rows of the correction. `displacements` takes
+        another pass.
         """
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
@@ -204,10 +214,10 @@ class Correction(abc.ABC):
         if auxiliary is not None:
             products = gram.parts[:, -1]
             gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
-        lines, state = self.coefficients(gram, state)
+        matrix, state = self.coefficients(gram, state)
         if self.keeps_state:
-            state = self.update_state(frame, lines, state)
-        return Corrected(frame, gram, lines, state, gram, products)
+            state = self.update_state(frame, matrix, state)
+        return Corrected(frame, gram, matrix, state, gram, products)
 
     def __call__(
         self,
@@ -219,34 +229,32 @@ class Correction(abc.ABC):
         transport: str | None = None,
         rungs: int = DEFAULT_RUNGS,
     ) -> Float[Tensor, "..."]:
-        r"""The corrected displacements, tangent at `current`.
+        r"""Return the corrected displacements, tangent at `current`.
 
         Args:
-            space: of the points.
-            base: $\Theta^t$, where the update started, of the space's shape.
-            current: $\Theta^\tau$, where the server is.
-            displacements: $v$, tangents at `base`: (n, *shape), a row for each control point.
-            transport: as in [`Frame.of`][manifoldagg.corrections.Frame.of], of a curved space.
-            rungs: of a ladder.
+            space: the space of the points.
+            base: $\Theta^t$, the model from which the update started, of the space's shape.
+            current: $\Theta^\tau$, the current model of the server.
+            displacements: $v$, tangents at `base`: (n, *shape), with one row for each control point.
+            transport: the transport method on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of].
+            rungs: the number of rungs of a ladder.
 
         Returns:
             (n, *shape), a new tensor.
 
         Raises:
-            ArgumentError: if an argument does not fit, is not finite or not on the space, the space cannot do what
-                is asked, or the correction keeps a state: use `apply` then.
+            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, or if the space
+                lacks a required operation. Also if the correction is stateful; use `apply` instead.
 
-        Cost: on a flat space one pass that reads everything, one that writes the result.
+        Cost: on a flat space, one pass that reads everything and one that writes the result.
         """
         if self.keeps_state:
-            raise ArgumentError(
-                f"{self} keeps a state between updates: use apply(frame, state), which returns the next"
-            )
+            raise ArgumentError(f"correction: expected one without state, got {self}; use apply(frame, state) instead")
         frame = Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
         return self.apply(frame).displacements().reshape(displacements.shape)
 
     def __rshift__(self, other: "Correction") -> "Correction":
-        """`a >> b`: first `a`, then `b` on what `a` made of the rows."""
+        """Compose two corrections. `a >> b` applies `a` first and then `b` to the result."""
         if not isinstance(other, Correction):
             return NotImplemented
         return Composition((*_parts(self), *_parts(other)))
@@ -254,25 +262,29 @@ class Correction(abc.ABC):
 
 @dataclass(frozen=True)
 class Composition(Correction):
-    r"""A sequence of corrections: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$; $\bar C_a$ preserves the drift.
+    r"""A sequence of corrections: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$, where $\bar C_a$ preserves the drift.
 
-    Where the next one makes rows of the displacements or keeps a state, or so little of a displacement is left that
-    $\bar C_a G \bar C_a^\top$ is rounding, what has been made of them is formed in between, which takes another pass.
+    The composition needs only one pass over the rows, with three exceptions. It materialises the intermediate rows,
+    which takes another pass, in these cases:
+
+    - the next correction adds rows to the frame;
+    - the next correction is stateful;
+    - so little of a displacement is left that $\bar C_a G \bar C_a^\top$ is dominated by rounding errors.
 
     Attributes:
-        parts: from the first to the last.
+        parts: the corrections, from the first to the last.
     """
 
     parts: tuple[Correction, ...]
 
     @property
-    def granularity(self) -> str:  # type: ignore[override]  # of its parts
+    def granularity(self) -> str:  # type: ignore[override]  # a property that depends on the parts
         """The finest granularity of the corrections."""
         return "tensor" if any(part.granularity == "tensor" for part in self.parts) else "model"
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # as above
-        """Whether a correction has state."""
+        """Whether any of the corrections is stateful."""
         return any(part.keeps_state for part in self.parts)
 
     def adds_rows(self, frame: Frame) -> bool:
@@ -280,11 +292,11 @@ class Composition(Correction):
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         states = [*(state or (None for _ in self.parts))]
-        lines, states[0] = self.parts[0].coefficients(gram, states[0])
+        matrix, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
-            after, states[i] = part.coefficients(gram.corrected(lines), states[i])
-            lines = after @ gram.with_drift(lines)
-        return lines, tuple(states) if self.keeps_state else None
+            after, states[i] = part.coefficients(gram.corrected(matrix), states[i])
+            matrix = after @ gram.with_drift(matrix)
+        return matrix, tuple(states) if self.keeps_state else None
 
     def apply(
         self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
@@ -300,8 +312,8 @@ class Composition(Correction):
                 done = replace(formed, original_gram=done.original_gram)
                 states[i] = done.state
             else:
-                lines, _ = part.coefficients(done.corrected_gram)
-                done = replace(done, coefficients=lines @ done.gram.with_drift(done.coefficients))
+                matrix, _ = part.coefficients(done.corrected_gram)
+                done = replace(done, coefficients=matrix @ done.gram.with_drift(done.coefficients))
         return replace(done, state=tuple(states) if self.keeps_state else None)
 
 

@@ -1,4 +1,4 @@
-"""Readings of a stale update: its displacement, its position, and an estimate of its displacement from here."""
+"""Tangent and position readings of a stale update, and delay compensation by an estimate of the Hessian."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,12 +18,12 @@ from manifoldagg.kernels.operands import needs_autograd_path
 __all__ = ["DelayCompensated", "Position", "Tangent"]
 
 EPSILON = 1e-7
-"""Added to the mean square of the gradient under the root: Zheng et al."""
+"""The constant that Zheng et al. add to the mean square of the gradient under the root."""
 
 
 @dataclass(frozen=True)
 class Tangent(Correction):
-    r"""The displacement reading: $\pi v = v$ (ASGD).
+    r"""The tangent reading: the displacement is applied unchanged, $\pi v = v$ (ASGD).
 
     Source: Manifold (AsyncTan).
     """
@@ -38,9 +38,9 @@ class Position(Correction):
 
     $$\pi v = v - g$$
 
-    On a curved space it is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$, which differs from $v - g$ with $v$ transported at
-    third order: the frame has these tangents as rows of their own. After another correction, $v$ is taken
-    back to the base first.
+    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. It differs from the transported $v$ minus
+    $g$ at third order, so the frame gets these tangents as additional rows. After another correction, $v$ is
+    transported back to the base first.
 
     Source: Manifold (AsyncPos).
 
@@ -68,36 +68,38 @@ class Position(Correction):
         return frame
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
-        for i, line in enumerate(lines):
+        matrix = gram.identity()
+        for i, line in enumerate(matrix):
             if gram.extra:
                 line[i] = 0
                 line[gram.row_index(f"p{i + 1}")] = 1
             else:
                 line[gram.num_displacements] = -1
-        return lines, state
+        return matrix, state
 
 
 @dataclass(frozen=True)
 class DelayCompensated(Correction):
-    r"""First-order expansion of the client's gradient about the base, its Hessian replaced by $\lambda\, e \odot e$.
+    r"""First-order correction of a stale gradient, with $\lambda\, e \odot e$ in place of the Hessian.
 
-    With the gradient $e = -v$, $\pi v = -(e + \lambda\, e \odot e \odot g)$, that is
+    With the gradient $e = -v$, the correction is $\pi v = -(e + \lambda\, e \odot e \odot g)$, that is
 
     $$\pi v = v - \lambda\; v \odot v \odot g.$$
 
-    The products are rows of the frame, formed in float64, one for each displacement. With `adaptive` (DC-ASGD-a),
-    $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise, with $m \leftarrow .95\, m + .05\, v \odot v$ of the
-    last displacement, that is of the end point: the products are divided by the root. $m$ is the state.
+    The products are additional rows of the frame, one for each displacement, formed in float64.
+
+    With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the mean square
+    $m \leftarrow .95\, m + .05\, v \odot v$ of the last displacement, which is that of the end point. The products are
+    divided by the root.
 
     Args:
         strength: $\lambda \ge 0$, or $\lambda_0$.
-        adaptive: scale by the mean square of the gradient.
-        decay: of that mean.
+        adaptive: whether to scale by the root of the mean square of the gradient.
+        decay: the decay of that mean.
 
     Raises:
-        ArgumentError: if `strength` or `decay` is out of range; when applied to a curved space: an elementwise product
-            depends on coordinates; if a mean square overflows.
+        ArgumentError: if `strength` or `decay` is out of range. On a curved space, because an elementwise product
+            depends on coordinates. If a mean square overflows.
 
     Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12).
 
@@ -118,8 +120,8 @@ class DelayCompensated(Correction):
         check_number("decay", self.decay, at_least=0, at_most=1)
 
     @property
-    def keeps_state(self) -> bool:  # type: ignore[override]  # of the option
-        """Whether the mean square is tracked."""
+    def keeps_state(self) -> bool:  # type: ignore[override]  # a property that depends on an option
+        """Whether the correction tracks the mean square."""
         return self.adaptive
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
@@ -137,10 +139,10 @@ class DelayCompensated(Correction):
         return frame
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
-        for i, line in enumerate(lines):
+        matrix = gram.identity()
+        for i, line in enumerate(matrix):
             line[gram.row_index(_product_name(i))] = -self.strength
-        return lines, state
+        return matrix, state
 
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
         if not (self.adaptive and frame.num_displacements):
@@ -154,7 +156,7 @@ class DelayCompensated(Correction):
         return {"mean_square": square}
 
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
-        r"""$v_i \odot v_i \odot g$, divided by the root of the mean square where that is followed."""
+        r"""Compute $v_i \odot v_i \odot g$ for each i, divided by the root of the mean square if it is tracked."""
         n = frame.num_displacements
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
@@ -166,7 +168,7 @@ class DelayCompensated(Correction):
         return found
 
     def _mean_square(self, frame: Frame, state: Any) -> torch.Tensor:
-        """The mean square with this update in it, in float64: a new tensor."""
+        """Return the mean square after this update, as a new float64 tensor."""
         fresh = frame.row(frame.num_displacements - 1).square() * (1 - self.decay)
         if state is None:
             return fresh
@@ -180,7 +182,7 @@ def _product_name(i: int) -> str:
 def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
-    """The frame, the mean square in the state and other vectors, window by window of each tensor of the rows."""
+    """Yield chunks of the frame, of the mean square in the state and of other vectors, for each tensor of the rows."""
     known = []
     if state is not None:
         known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
@@ -199,10 +201,9 @@ def _frame_chunks(
 
 
 def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
-    """What a row is made of."""
     return () if row is None else row if isinstance(row, tuple) else (row,)
 
 
 def _row_part(row: Row, j: int, entries: slice) -> torch.Tensor:
-    """The part of a row that lies in the tensor j of those that are tuples, as a vector."""
+    """Return the part of a row in tensor j as a vector. `entries` is the range of that part in a vector (P,)."""
     return row[j].reshape(-1) if isinstance(row, tuple) else row[entries]

@@ -1,4 +1,4 @@
-"""A time-dependent correction, which blends from displacements to positions as the run converges."""
+"""A time-dependent correction that changes from tangent to position readings as the run converges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,31 +22,36 @@ PHASES = ("gradient", "tangent", "position")
 
 @dataclass(frozen=True)
 class OrthoDyn(Correction):
-    r"""OrthoGrad during transient phases, the tangent reading in between, OrthoPos near a minimum.
+    r"""A correction in three phases: OrthoGrad at first, then the tangent reading, then OrthoPos near a minimum.
 
-    The statistic of how straight the way is, over the corrected end points $u$,
+    By default, a statistic of the corrected end points $u$ selects the phase:
 
-    $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1],$$
+    $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1].$$
 
-    is 1 on a straight line and small on a circle. A run begins with OrthoGrad, leaves it once r is below `upper`, and
-    the tangent reading once r is below `lower`, each by at least `hysteresis`; it never goes back. The mean vector is
-    a row of the frame, and its tensor, the mean length, the phase and the number of updates are the state.
+    It measures how straight the path is. It is 1 on a straight line and small on a circle.
+
+    - A run begins with OrthoGrad. The tangent reading starts when r falls below `upper - hysteresis`.
+    - OrthoPos starts when r falls below `lower - hysteresis`.
+    - The phase never returns to an earlier one.
+
+    The mean vector is an additional row of the frame. The state consists of its tensor, the mean length, the phase and
+    the number of updates.
 
     Args:
-        schedule: instead of the statistic: a function of the number of updates $\tau = 0, 1, \dots$ to `"gradient"`,
+        schedule: replaces the statistic. A function from the number of updates $\tau = 0, 1, \dots$ to `"gradient"`,
             `"tangent"` or `"position"`.
-        upper: where OrthoGrad ends.
-        lower: where OrthoPos begins.
-        hysteresis: how far below a bound r has to be.
-        decay: of the means.
-        clip: use the continuous form of OrthoPos.
-        granularity: of the projections; the statistic is always the model's.
+        upper: the threshold at which OrthoGrad ends.
+        lower: the threshold at which OrthoPos begins.
+        hysteresis: the margin below a threshold at which the phase changes.
+        decay: the decay of the means.
+        clip: whether to use the continuous form of OrthoPos.
+        granularity: the granularity of the projections. The statistic always covers the whole model.
 
     Raises:
-        ArgumentError: naming the option that is out of range; when applied with the statistic to a curved space: its
-            steps lie in the tangent spaces of different points and have no mean.
+        ArgumentError: if an option is out of range. On a curved space without a schedule, because the steps are in the
+            tangent spaces of different points and have no mean.
 
-    Source: Report (16); the statistic is this project's.
+    Source: Report (16); the statistic is specific to this library.
 
     Example:
         >>> OrthoDyn(schedule=lambda version: "gradient" if version < 100 else "position").keeps_state
@@ -89,10 +94,10 @@ class OrthoDyn(Correction):
         length = state["length"]
         if self.schedule is not None:
             phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
-        lines, _ = self.correction_for(phase).coefficients(gram)
+        matrix, _ = self.correction_for(phase).coefficients(gram)
         if self.schedule is None and gram.num_displacements:
-            length, phase = self._update_phase(gram, lines[..., -1, :], length, phase)
-        return lines, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
+            length, phase = self._update_phase(gram, matrix[..., -1, :], length, phase)
+        return matrix, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
     def correction_for(self, phase: str) -> Correction:
         """Return the correction of a phase."""
@@ -111,13 +116,13 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """The next mean step on the rows of the frame, from the step: the mean step is the last of them."""
+        """Return the coefficients of the next mean step, given those of the step. The last row is the mean step."""
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after
 
     def _update_phase(self, gram: Gram, coefficients: Matrix, length: Any, phase: str) -> tuple[Any, str]:
-        """The mean length and the phase after this step."""
+        """Return the mean length and the phase after this step."""
         step = gram.squared_norm(coefficients)
         mean = gram.squared_norm(self._next_mean(coefficients))
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5

@@ -1,58 +1,53 @@
-"""A frame: the displacements of an update and the drift, as tangent vectors at the current model."""
+"""Frames: the displacements of an update and the drift, as tangent vectors at the current model."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, reduce
-from operator import add
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_finite, check_number, check_shape, is_finite, short_repr
-from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
-from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transport, Transporter
+from manifoldagg._validation import check_finite, check_shape, is_finite, short_repr
+from manifoldagg.corrections.combination import Combination, tensors_of
+from manifoldagg.corrections.gram import Gram, Matrix
+from manifoldagg.corrections.rows import GRANULARITIES, FrameRows, detach, overflow_headroom
+from manifoldagg.corrections.transport import DEFAULT_RUNGS, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.kernels import Operands, Row, TensorList, as_operands, combine, gram, gram_combine
-from manifoldagg.kernels.alloc import empty_like, in_huge_pages
-from manifoldagg.kernels.fused import LinearCombination
-from manifoldagg.kernels.operands import Operand
-from manifoldagg.kernels.tensor_list import as_float64
+from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Manifold, check_tangent
 from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
 from manifoldagg.manifolds.manifold import check_is_manifold
 
-__all__ = ["GRANULARITIES", "Combination", "Frame", "overflow_headroom", "require_flat"]
-
-GRANULARITIES = ("model", "tensor")
-STATE_NOT_FINITE = "rule's state would not be finite"
+__all__ = ["GRANULARITIES", "Frame", "detach", "overflow_headroom", "require_flat"]
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    r"""Rows $v_1, \dots, v_n, g$, then additional ones: tangent vectors at the current point $\Theta^\tau$.
+@dataclass(frozen=True, eq=False, repr=False)
+class Frame(FrameRows):
+    r"""The displacements of an update and the drift of the server, as tangent vectors at the current model
+    $\Theta^\tau$.
 
-    On a flat space $v_i$ is a displacement from the base $\Theta^t$ and $g = \Theta^\tau - \Theta^t$ the drift:
-    differences of stored tensors that are never formed. So they are where leaves are of low rank, as differences of the
-    matrices that the factors stand for. On a curved space $v_i$ is transported to the current point
-    first, and $g = -\log_{\Theta^\tau} \Theta^t$.
+    The rows are $v_1, \dots, v_n, g$, followed by any additional rows of a correction.
+
+    - On a flat space, $v_i$ is a displacement from the base $\Theta^t$, and $g = \Theta^\tau - \Theta^t$ is the drift.
+      Both are differences of stored tensors. The frame never materialises them.
+    - For a low-rank leaf, the rows are differences of the matrices that the factors represent. These are not
+      materialised either.
+    - On a curved space, $v_i$ is transported to the current point first, and $g = -\log_{\Theta^\tau} \Theta^t$.
 
     Attributes:
-        rows: vectors (P,), or the tensors of models: row i is `rows[i]` less `minus[i]`, where that is not `None`.
-        minus: as many, or `None`.
-        segments: the named tensors in a row, with their lengths; `None` is one piece.
+        rows: the minuends, as vectors (P,) or as the tensors of models. Row i is `rows[i] - minus[i]`, or `rows[i]` if
+            `minus[i]` is `None`.
+        minus: the subtrahends, with one row or `None` for each entry of `rows`.
+        segments: the names of the tensors in a row, with their lengths. `None` means one segment.
         extra: the names of the rows after the drift.
-        rows_are_points: whether the $v_i$ are points less the base, as the drift is.
-        transporter: from the base of a curved space; `None` on a flat one.
-        base_displacements: the displacements (n, *shape) at the base, where they are at hand.
-        ambient: takes inner products and sums of rows that are tangent to no curved leaf.
-        is_pseudo_gradient: whether every row is minus the tangent, as a pseudo-gradient is: inner products are the
-            same.
-        unmeasured: the rows that `gram` does not read, by their places, and how long they are at most.
+        rows_are_points: whether the $v_i$ are points minus the base, as the drift is.
+        transporter: the transport from the base of a curved space; `None` on a flat space.
+        base_displacements: the displacements (n, *shape) at the base, if they are known.
+        ambient: the space that computes inner products and sums of rows that are not tangent to a curved leaf.
+        is_pseudo_gradient: whether every row is minus the tangent, as in a pseudo-gradient. The sign does not change
+            inner products.
+        unmeasured: the indices of the rows that `gram` does not read, with upper bounds on their norms.
 
     Example:
         >>> import torch
@@ -60,22 +55,6 @@ class Frame:
         >>> Frame.of_points(model, base, current).gram().matrix.tolist()
         [[10.0, 2.0], [2.0, 4.0]]
     """
-
-    rows: tuple[Row, ...]
-    minus: tuple[Row | None, ...]
-    segments: Mapping[str, int] | None = None
-    extra: tuple[str, ...] = ()
-    rows_are_points: bool = False
-    transporter: Transporter | None = None
-    base_displacements: Tensor | None = None
-    ambient: AmbientSpace = FLAT_AMBIENT
-    is_pseudo_gradient: bool = False
-    unmeasured: Mapping[int, float] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return format_result(
-            self, rows=len(self.rows), extra=self.extra, segments=None if self.segments is None else len(self.segments)
-        )
 
     @staticmethod
     def of_points(
@@ -86,14 +65,14 @@ class Frame:
         segments: Mapping[str, int] | None = None,
         ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
-        """Build the frame of control points in a flat space, rows: $v_i$ = `points[i]` - `base`.
+        r"""Build the frame of control points in a flat space, with the rows $v_i$ = `points[i] - base`.
 
         Args:
             points: n rows.
             base: $\\Theta^t$.
             current: $\\Theta^\\tau$.
-            segments: the named tensors in a row, with their lengths.
-            ambient: of a space with leaves of low rank.
+            segments: the names of the tensors in a row, with their lengths.
+            ambient: the ambient space, if the space has low-rank leaves.
         """
         return Frame((*points, current), (base,) * (len(points) + 1), segments, rows_are_points=True, ambient=ambient)
 
@@ -105,14 +84,14 @@ class Frame:
         *,
         segments: Mapping[str, int] | None = None,
     ) -> "Frame":
-        """Build the frame of displacements in a flat space."""
+        """Build the frame of given displacements in a flat space."""
         return Frame((*displacements, current), (*(None for _ in displacements), base), segments)
 
     @staticmethod
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space: its rows are $-v_i$ and $-g$.
+        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space, with the rows $-v_i$ and $-g$.
 
         Example:
             >>> import torch
@@ -136,19 +115,19 @@ class Frame:
         r"""Build the frame of displacements from `base`, on any space.
 
         Args:
-            space: of the points. Its named tensors or factors are the segments.
+            space: the space of the points. Its named tensors or factors are the segments.
             base: $\Theta^t$, of the space's shape.
             current: $\Theta^\tau$, of the space's shape.
             displacements: (n, *shape), tangents at `base`.
-            transport: how they come to the current point of a curved space: `"parallel"`, `"ladder"` or
-                `"projection"`. `None`: parallel where a leaf has it in closed form, a ladder elsewhere;
-                `transports` says which.
-            rungs: of a ladder.
-            flat: whether to use differences of points; `None`: where the space is flat.
+            transport: the method that transports the tangents to the current point of a curved space: `"parallel"`,
+                `"ladder"` or `"projection"`. By default, a leaf with parallel transport in closed form uses it, and
+                other leaves use a ladder. `transports` lists the choice for each leaf.
+            rungs: the number of rungs of a ladder.
+            flat: whether rows are differences of points. By default, they are on a flat space.
 
         Raises:
-            ArgumentError: if an argument does not fit, is not finite or not on the space, or the space cannot do what
-                is asked.
+            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, or if the space
+                lacks a required operation.
 
         Example:
             >>> import torch
@@ -159,9 +138,7 @@ class Frame:
         """
         check_is_manifold(space)
         if transport is not None and flat is None and space.flat:
-            raise ArgumentError(
-                f"transport: expected None on a flat space, where nothing is to be done; got {short_repr(transport)}"
-            )
+            raise ArgumentError(f"transport: expected None on a flat space, got {short_repr(transport)}")
         check_shape("base", base, *space.axes)
         for name, tensor, lead in (("current", current, ()), ("displacements", displacements, (None,))):
             check_shape(name, tensor, *lead, *base.shape)
@@ -180,315 +157,20 @@ class Frame:
 
     @staticmethod
     def of_tangents(transporter: Transporter, displacements: Float[Tensor, "..."]) -> "Frame":
-        """Build the frame of tangents at the base of a curved space, which are valid.
+        """Build the frame of tangents at the base of a curved space, without validating them.
 
         Args:
-            transporter: from the base to the current point.
-            displacements: (n, *shape), tangents at the base.
+            transporter: the transport from the base to the current point.
+            displacements: (n, *shape), valid tangents at the base.
 
         Raises:
-            ArgumentError: if the base is out of reach of the current point.
+            ArgumentError: if the base is beyond the injectivity radius of the current point.
         """
         segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in transporter.leaves}
-        drift = transporter.drift.flatten()  # first, because its message names a point that is out of reach
+        # The drift is computed first, because its error message names the point that is out of reach.
+        drift = transporter.drift.flatten()
         rows = (*transporter.to_current(displacements).flatten(1), drift)
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
-
-    @cached_property
-    def num_displacements(self) -> int:
-        """The number n of rows that are displacements."""
-        return len(self.rows) - 1 - len(self.extra)
-
-    @cached_property
-    def operands(self) -> Operands:
-        """The rows of a flat frame as operands of the kernels, validated once."""
-        return as_operands(self.rows, self.minus)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the rows are rows of a flat space, whose combinations may be computed later."""
-        return self.transporter is None and not self.ambient.leaves
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the rows: `v1`, ..., `vn`, `g`, and those of the additional rows."""
-        return (*(f"v{i + 1}" for i in range(self.num_displacements)), "g", *self.extra)
-
-    @property
-    def transports(self) -> tuple[Transport, ...]:
-        """The transport method of each leaf of a curved space; empty on a flat one."""
-        return () if self.transporter is None else self.transporter.transports
-
-    @property
-    def base(self) -> Row:
-        r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
-        if self.transporter is not None:
-            return self.transporter.base.flatten()
-        base: Any = (self.rows if self.is_pseudo_gradient else self.minus)[self.num_displacements]
-        return base  # type: ignore[no-any-return]
-
-    @cached_property
-    def current(self) -> Row:
-        r"""$\Theta^\tau$ as a row; a vector (P,) on a curved space."""
-        if self.transporter is not None:
-            return self.transporter.current.flatten()
-        current: Any = (self.minus if self.is_pseudo_gradient else self.rows)[self.num_displacements]
-        return current  # type: ignore[no-any-return]
-
-    @property
-    def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs on a curved space, and the norms of the truncations of low-rank leaves."""
-        if self.transporter is None:
-            return self.ambient.diagnostics
-        used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
-        return {"rungs": float(max(used))} if used else {}
-
-    def row(self, i: int) -> Float64[Tensor, " P"]:
-        """Compute one row in float64."""
-        less = self.minus[i]
-        full = as_float64(self.rows[i])
-        return full if less is None else full - as_float64(less)
-
-    @property
-    def size(self) -> int:
-        """The number P of entries of a row."""
-        current = self.current
-        return sum([piece.numel() for piece in current]) if isinstance(current, tuple) else current.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of vectors computed from the rows: that of the current one; float32 or float64 for tensor lists."""
-        current = self.current
-        if not isinstance(current, tuple):
-            return current.dtype
-        wide = any(piece.dtype == torch.float64 for piece in current)
-        return torch.float64 if wide else torch.float32
-
-    def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate a vector (P,)."""
-        current = self.current
-        device = current[0].device if isinstance(current, tuple) else current.device
-        return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
-
-    def with_row(self, name: str, plus: Row, minus: Row | None = None, *, norm_only: bool = False) -> "Frame":
-        """Return this frame with an additional row.
-
-        Args:
-            name: what to call it.
-            plus: the row.
-            minus: what it is less.
-            norm_only: whether nothing but lengths are asked of it: tensors that know how long they are at most, by
-                their `norm_bound`, are not read then. Their inner products are NaN.
-        """
-        bound = plus.norm_bound if norm_only and minus is None and isinstance(plus, TensorList) else None
-        unread = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
-        rows = (*self.rows, plus)
-        made = replace(self, rows=rows, minus=(*self.minus, minus), extra=(*self.extra, name), unmeasured=unread)
-        if bound is not None and self.has_norm_bounds:
-            made.__dict__["_norm_bounds"] = [*self.__dict__["_norm_bounds"], bound]
-        return made
-
-    @property
-    def has_norm_bounds(self) -> bool:
-        """Whether the norms of the rows, or bounds on them, are known."""
-        return "_norm_bounds" in self.__dict__
-
-    def detach(self) -> "Frame":
-        """Return the frame with detached rows."""
-        minus = tuple([None if row is None else detach(row) for row in self.minus])
-        return replace(self, rows=tuple([detach(row) for row in self.rows]), minus=minus)
-
-    def with_displacements(self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> "Frame":
-        """Return the frame of other tangents at the current point, without the additional rows."""
-        n = self.num_displacements
-        minus = (*(None for _ in displacements), self.minus[n])
-        rows = (*displacements, self.rows[n])
-        return replace(self, rows=rows, minus=minus, extra=(), rows_are_points=False, base_displacements=None)
-
-    def require_flat(self, operation: str, *, sums_only: bool = False) -> None:
-        """Refuse a curved leaf, by name; one of low rank not, where inner products and `sums_only` are all that is
-        needed.
-
-        Raises:
-            ArgumentError: naming it, and `operation` cannot be done there.
-        """
-        leaves = () if sums_only else self.ambient.leaves
-        leaves = leaves if self.transporter is None else self.transporter.leaves
-        curved = [str(leaf) for leaf in leaves if not leaf.space.flat]
-        if curved:
-            raise ArgumentError(f"space: {operation} needs flat leaves; these are curved: {', '.join(curved)}")
-
-    def gram(self, granularity: str = "model", combinations: Sequence[LinearCombination] = ()) -> Gram:
-        """Compute inner products of the rows: of the `"model"`, or of each `"tensor"`, that is segment.
-
-        Args:
-            granularity: `"model"` or `"tensor"`.
-            combinations: combinations of the rows of a flat frame that the same pass computes, for the whole model.
-                If the method raises, the caller discards them.
-
-        Raises:
-            ArgumentError: if `granularity` is another word, or a row is so long that its square overflows.
-        """
-        apart = granularity == "tensor"
-        if granularity not in GRANULARITIES:
-            raise ArgumentError(
-                f"granularity: expected one of {', '.join(GRANULARITIES)}; got {short_repr(granularity)}"
-            )
-        every = [*range(len(self.rows))]
-        if self.transporter is None:
-            lengths = [*self.segments.values()] if apart and self.segments is not None else None
-            if self.ambient.leaves:
-                moving = every
-                inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
-            else:
-                # A row less itself, such as the drift of a fresh update, is zero and is not read.
-                moving = [i for i in every if self.rows[i] is not self.minus[i] and i not in self.unmeasured] or [0]
-                rows = self.operands if len(moving) == len(every) else self.operands.select(moving)
-                inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
-        else:
-            inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
-            inner = inner if apart else inner.sum(0, keepdim=True)
-            moving = every
-        parts = as_object_array(inner)
-        if len(moving) < len(self.rows):
-            read = parts
-            parts = np.full((len(read), len(self.rows), len(self.rows)), 0.0, dtype=object)
-            for i in self.unmeasured:
-                parts[:, i] = parts[:, :, i] = math.nan
-            parts[:, np.array(moving)[:, None], moving] = read
-        found = Gram(parts, self.extra, tuple(self.segments or ()) if apart else ())
-        squares = [x.detach() if isinstance(x, Tensor) else x for x in found.matrix.diagonal()]
-        for i, square in enumerate(squares):
-            if not math.isfinite(square) and i not in self.unmeasured:
-                check_number(self._square_labels()[i], square)
-        self.remember_norms(squares)
-        return found
-
-    def remember_norms(self, squares: Sequence[Any]) -> None:
-        """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
-        known = self.unmeasured
-        self.__dict__["_norm_bounds"] = [
-            known[i] if i in known else math.sqrt(max(0.0, square)) for i, square in enumerate(squares)
-        ]
-
-    def norm_bound(self, coefficients: Matrix) -> float:
-        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
-
-        No row is read where `gram` has been asked.
-        """
-        if not self.has_norm_bounds:
-            self.gram()
-        most = np.abs(np.atleast_2d(coefficients)).max(axis=0).tolist()
-        return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
-
-    def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """Return the norm of a combination of the rows, or a bound on it if a row was not read.
-
-        Args:
-            gram: of the rows; `None` where it is known how long they are at most.
-            coefficients: one for each row, or (S, k).
-        """
-        if gram is None or self.unmeasured:
-            return self.norm_bound(coefficients)
-        return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
-
-    def split_by_tensor(self, coefficients: Matrix) -> Iterator[tuple["Frame", Matrix]]:
-        """Return the frame of each tensor with its coefficients; a frame of vectors is not split."""
-        if not isinstance(self.current, tuple):
-            yield self, coefficients
-            return
-        start = 0
-        for j, piece in enumerate(self.current):
-            stop = start + piece.numel()
-            here = slice(start, stop)
-            rows = tuple([_tensor_part(row, j, here) for row in self.rows])
-            minus = tuple([None if row is None else _tensor_part(row, j, here) for row in self.minus])
-            line = coefficients
-            line = line if line.ndim == 1 or len(line) == 1 else line[j : j + 1]
-            yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
-            start = stop
-
-    def _square_labels(self) -> tuple[str, ...]:
-        """What to call the squares of the rows in a message."""
-        if self.rows_are_points:
-            given = (*(f"points[{i}]" for i in range(self.num_displacements)), "current")
-            return (*(f"{name}: squared distance from the base" for name in given), *self.extra)
-        given = (*(f"displacements[{i}]" for i in range(self.num_displacements)), "drift", *self.extra)
-        return tuple(f"{name}: squared length" for name in given)
-
-    def inner_products(self, coefficients: Sequence[Any]) -> Float64[Tensor, "m m"]:
-        """Compute inner products of combinations of the rows in float64, in the metric of the space."""
-        rows = [self.materialize_exact(line) for line in coefficients]
-        return (
-            self.ambient.gram(rows)[0] if self.transporter is None else self.transporter.gram(torch.stack(rows)).sum(0)
-        )
-
-    def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once; (S, k) coefficients apply by segment.
-
-        A leaf of low rank takes the matrix of its rank that is nearest.
-
-        Where the coefficients on rows from $\Theta^t$ sum to 0, $\Theta^t$ drops out: its place is taken by
-        $\Theta^\tau$, so that the position reading is the difference $\varphi_i - \Theta^\tau$ to the last digit.
-
-        Raises:
-            ArgumentError: if a `base` is given on a curved space, where points and tangents are not added.
-        """
-        if self.transporter is not None and base is not None:
-            raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
-        lines, segments, minus = self._resolve_coefficients(coefficients)
-        if self.ambient.leaves:
-            return self.ambient.combine(base, self.rows, lines, minus=minus, segments=segments, out=out)
-        rows = self.operands if minus is self.minus else self._operands_from_current()
-        return combine(base, rows, lines, segments=segments, out=out)
-
-    def _operands_from_current(self) -> Operands:
-        """The operands of rows that are differences from the current model instead of the base."""
-        rows = self.operands
-        n = self.num_displacements
-        return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
-
-    def _resolve_coefficients(
-        self, coefficients: Sequence[float] | Matrix
-    ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Coefficients as plain numbers, the segments that have each their own, and what the rows are less."""
-        given = np.asarray(coefficients, dtype=object)
-        apart = given.ndim == 2
-        lines = given.tolist() if apart else [given.tolist()]
-        segments = [*self.segments.values()] if apart and self.segments is not None else None
-        minus = self.minus
-        n = self.num_displacements
-        # One by one from the first: so mirrored terms cancel to the last digit, as compensated sums need not.
-        if self.rows_are_points and not any(reduce(add, line[: n + 1]) for line in lines):
-            for line in lines:
-                line[n] = 0.0
-            minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
-        return lines if apart else lines[0], segments, minus
-
-    def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
-        r"""Compute $\sum_j c_j\, r_j$ as a new vector (P,), in `dtype` if it is given.
-
-        Where leaves are of low rank it is a tuple with one tensor a leaf, truncated to what their spaces keep.
-        """
-        if self.ambient.leaves:
-            lines, _, minus = self._resolve_coefficients(coefficients)
-            return self.ambient.for_state(self.rows, lines, minus=minus, dtype=dtype or self.dtype)
-        apart = dtype is not None or isinstance(self.current, tuple)
-        return self.combine(None, coefficients, out=self.empty_vector(dtype) if apart else None)
-
-    def materialize_exact(self, coefficients: Sequence[float] | Matrix) -> Any:
-        r"""Compute $\sum_j c_j\, r_j$ in float64, with low-rank leaves of any rank: an intermediate value."""
-        if self.ambient.leaves:
-            lines, _, minus = self._resolve_coefficients(coefficients)
-            return self.ambient.combine_exact(self.rows, lines, minus=minus)
-        return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
-
-    def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return the result of `combine` unevaluated, to be computed in `out` together with others."""
-        lines, _, minus = self._resolve_coefficients(coefficients)
-        lines = lines if isinstance(lines[0], list) else [lines]
-        rows = self.operands if minus is self.minus else self._operands_from_current()
-        return LinearCombination.of(base, rows, lines, None, out)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return $\sum_j c_j\, r_j$ for the state of a rule.
@@ -523,135 +205,19 @@ class Frame:
         new = Combination(self, line, from_current=True)
         if self.ambient.leaves:
             formed = new.compute()
-            if not is_finite(*_tensors_of(formed)):
+            if not is_finite(*tensors_of(formed)):
                 raise ArgumentError("points: the new model would not be finite")
             return formed
         if not self.stays_finite(gram, line):
             new.check_finite()
         return new
 
-    def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
-        """Return whether the norms of the rows imply that the current model plus a combination is finite.
-
-        The arguments are those of `move`.
-        """
-        unread = gram is None or self.unmeasured
-        bound = self.norm_bound(coefficients) if unread else gram.norm_bound(coefficients)  # type: ignore[union-attr]
-        return bound <= overflow_headroom(self.current)
-
-
-@dataclass(frozen=True, eq=False)
-class Combination:
-    r"""A linear combination $\sum_j c_j\, r_j$ of the rows of a flat frame that has not been computed.
-
-    A rule returns its new model and the sums in its state in this form. The step computes them when all its checks
-    have passed, so that a rejected update has written nothing.
-
-    Attributes:
-        frame: the frame of the rows.
-        coefficients: $c$, (k,) or (S, k) with one row for each segment.
-        from_current: whether the combination is added to the current model.
-    """
-
-    frame: Frame
-    coefficients: Matrix
-    from_current: bool
-
-    def compute(self, out: Row | None = None) -> Any:
-        """Compute the combination, rounded once, into `out` if it is given.
-
-        Returns:
-            `out`, or a new row: like the current model for a new model, else a vector (P,).
-        """
-        if self.from_current:
-            # The rows of a pseudo-gradient frame are minus the tangents.
-            line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
-            return self.frame.combine(self.frame.current, line, out=out)
-        return (
-            self.frame.materialize(self.coefficients)
-            if out is None
-            else self.frame.combine(None, self.coefficients, out)
-        )
-
-    def new_row(self) -> Operand:
-        """Allocate memory for the result of `compute`."""
-        current = self.frame.current
-        if isinstance(current, Tensor):
-            like: Any = current if self.from_current else self.frame.rows[0]
-            return empty_like(like)
-        if not self.from_current:
-            return self.frame.empty_vector()
-        return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
-
-    def fused(self, out: Operand) -> LinearCombination:
-        """Return the combination as an operand of `combine_many`, which computes several in one pass."""
-        if not self.from_current:
-            return self.frame.combination(None, self.coefficients, out)
-        line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
-        return self.frame.combination(self.frame.current, line, out)
-
-    def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
-        """Check that all entries are finite.
-
-        If neither the result is known nor the norms of the rows imply it, the combination is computed tensor by tensor
-        in temporary memory.
-
-        Args:
-            dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
-            computed: the result of `compute`, if it is known.
-
-        Raises:
-            ArgumentError: if an entry is not finite.
-        """
-        if dtypes is not None:
-            largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
-            if self.frame.norm_bound(self.coefficients) <= largest / 2:
-                return
-        for part in self._compute_parts(dtypes) if computed is None else _tensors_of(computed):
-            if not is_finite(part):
-                what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE
-                raise ArgumentError(f"points: the {what}")
-
-    def _compute_parts(self, dtypes: Sequence[torch.dtype] | None) -> Iterator[Tensor]:
-        """Compute the combination tensor by tensor, in temporary memory."""
-        for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
-            out = None if dtypes is None else frame.empty_vector(dtypes[j])
-            yield Combination(frame, line, self.from_current).compute(out)
-
-
-def _tensors_of(row: Row) -> tuple[Tensor, ...]:
-    return row if isinstance(row, tuple) else (row,)
-
-
-def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Tensor j of a row, as a vector; `entries` are its entries among those of all."""
-    return row[j].flatten() if isinstance(row, tuple) else row[entries]
-
-
-def detach(row: Row) -> Row:
-    """Detach a row."""
-    return TensorList([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
-
-
-def overflow_headroom(point: Row) -> float:
-    """Return the largest increase of a maximal number of the dtypes that still rounds to itself."""
-    if isinstance(point, tuple):
-        return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
-    return _dtype_headroom(point.dtype)
-
-
-@cache
-def _dtype_headroom(dtype: torch.dtype) -> float:
-    # max * eps is twice the distance u of the two largest numbers. From max + u / 2 on it is rounded away, which a
-    # rounding by way of float32 comes to a little earlier: u / 4.
-    return torch.finfo(dtype).max * torch.finfo(dtype).eps / 8
-
 
 def require_flat(space: Manifold) -> None:
-    """Return `space`, whose displacements must be differences of points.
+    """Check that displacements of `space` are differences of points.
 
     Raises:
-        ArgumentError: if `space` is curved or no manifold.
+        ArgumentError: if `space` is curved or not a manifold.
     """
     if not (isinstance(space, Manifold) and space.flat):
         raise ArgumentError(f"space: expected a flat manifold, got {space}")

@@ -1,4 +1,4 @@
-"""A Gram matrix with named rows: the complete input of a correction."""
+"""Gram matrices with named rows, the only input of most corrections."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from manifoldagg.kernels.operands import needs_autograd_path
 __all__ = ["Gram", "Matrix", "as_object_array", "detach_scalar", "lost_to_cancellation"]
 
 Matrix = np.ndarray[Any, np.dtype[np.object_]]
-"""An array of Python floats, torch numbers or sympy expressions: the same lines compute on all three."""
+"""An array of Python floats, torch numbers or sympy expressions. The same code computes with all three types."""
 
 CANCELLATION_TOLERANCE = 1e-6
-"""Which part of a squared norm is left where a correction is said to have cancelled it: of float64's sixteen digits
-ten are left of the square, five of the length."""
+"""The relative size of a squared norm below which a correction has lost it to cancellation. Of float64's sixteen
+digits, ten digits of the square or five of the norm are then left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,11 @@ class Gram:
     r"""The inner products of the rows $v_1, \dots, v_n, g$ of a frame and of its additional rows.
 
     Attributes:
-        parts: (S, k, k), for each segment, or one for the whole model.
+        parts: (S, k, k), one matrix for each segment, or a single one for the whole model.
         extra: the names of the rows after the drift.
-        segments: the names of the parts, where they are those of segments.
-        matrix: of the whole model, (k, k): the sum over the segments.
-        num_displacements: the number n of rows that are displacements; row n is the drift.
+        segments: the names of the segments, if `parts` has one matrix for each.
+        matrix: (k, k), the matrix of the whole model, which is the sum over the segments.
+        num_displacements: the number n of rows that are displacements. Row n is the drift.
 
     Example:
         >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
@@ -58,7 +58,7 @@ class Gram:
 
     @staticmethod
     def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
-        """Build the Gram matrix of these numbers: (k, k), or (S, k, k) of segments.
+        """Build a Gram matrix from numbers: (k, k), or (S, k, k) for segments.
 
         Args:
             matrix: nested lists, an array or a tensor of floats, torch numbers or sympy expressions.
@@ -66,7 +66,7 @@ class Gram:
             segments: the names of the segments.
 
         Raises:
-            ArgumentError: if a matrix is not square, or has no row for the drift beside those named.
+            ArgumentError: if a matrix is not square, or has fewer than `1 + len(extra)` rows.
         """
         parts = as_object_array(matrix)
         parts = parts if parts.ndim == 3 else parts[None]
@@ -99,24 +99,27 @@ class Gram:
         """Return the index of an additional row.
 
         Raises:
-            ArgumentError: if there is none of this name.
+            ArgumentError: if the matrix has no additional row of this name.
         """
         if name not in self.extra:
             known = ", ".join(["the displacements", "the drift", *self.extra])
-            raise ArgumentError(f"gram: expected a row {short_repr(name)}, which `extend` adds; its rows are {known}")
+            raise ArgumentError(
+                f"gram: expected the name of a row that `extend` added, got {short_repr(name)}; the rows are {known}"
+            )
         return self.num_displacements + 1 + self.extra.index(name)
 
     def __getitem__(self, segment: str) -> "Gram":
         """Return the Gram matrix of one segment by its name.
 
         Raises:
-            ArgumentError: if there is none of this name, or the segments were not read.
+            ArgumentError: if the segment is unknown, or if the matrix was computed for the whole model.
         """
         if segment not in self.segments:
-            known = ", ".join(map(repr, self.segments)) or "none, which granularity='tensor' reads"
-            raise ArgumentError(f"gram: expected the name of a segment, got {short_repr(segment)}; there are {known}")
-        place = self.segments.index(segment)
-        return Gram(self.parts[place : place + 1], self.extra, (segment,))
+            known = ", ".join(map(repr, self.segments))
+            hint = f"the segments are {known}" if known else "granularity='tensor' computes segments"
+            raise ArgumentError(f"gram: expected the name of a segment, got {short_repr(segment)}; {hint}")
+        index = self.segments.index(segment)
+        return Gram(self.parts[index : index + 1], self.extra, (segment,))
 
     def __iter__(self) -> Iterator["Gram"]:
         """Iterate over the segments."""
@@ -129,7 +132,7 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k rows; the others must be additional rows."""
+        """Return the Gram matrix of the first k rows. The omitted rows must be additional rows."""
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
 
@@ -138,12 +141,14 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): corrected displacements, and the unchanged drift."""
+        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): the coefficients plus a row for the unchanged
+        drift.
+        """
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
     def transform(self, coefficients: Matrix) -> Matrix:
-        r"""Compute $C G C^\top$, (S, m, m): inner products of m combinations of the rows."""
+        r"""Compute $C G C^\top$, (S, m, m): the inner products of m linear combinations of the rows."""
         inner: Matrix = coefficients @ self.parts @ coefficients.swapaxes(-1, -2)
         return inner
 
@@ -163,10 +168,10 @@ class Gram:
         return terms.reshape(len(parts), -1).sum(1).sum()
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""Compute $\sum_j |c_j| \sqrt{G_{jj}}$, an upper bound on the norm of this combination of the rows.
+        r"""Compute $\sum_j |c_j| \sqrt{G_{jj}}$, an upper bound on the norm of a linear combination of the rows.
 
         Args:
-            coefficients: $c$, numbers: (k,), or (S, k) with those of each segment.
+            coefficients: $c$, (k,), or (S, k) with one row for each segment.
 
         Example:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).norm_bound(np.array([1.0, -0.5], dtype=object))
@@ -178,28 +183,29 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Return whether the inner products of a displacement are no larger than rounding errors.
+    """Return whether the inner products of a corrected displacement are as small as rounding errors.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.
-        original: (k, k) of the rows before they were corrected.
+        original: (k, k) inner products of the rows before the correction.
     """
-    # C G Cᵀ adds terms as large as |v|², each rounded: what is left is known to ε of those, not to ε of itself.
+    # C G Cᵀ adds terms as large as |v|² and rounds each of them. The absolute error is therefore about ε |v|², however
+    # small the result.
     return any(not row[i] >= CANCELLATION_TOLERANCE * original[i][i] for i, row in enumerate(remaining))
 
 
 @lru_cache(maxsize=64)
 def _identity(n: int, k: int) -> Matrix:
-    """Never handed out itself: an array can be written."""
+    """Return a cached identity matrix. Callers copy it, because arrays are mutable."""
     return np.eye(n, k, dtype=object)
 
 
 def as_object_array(numbers: Any) -> Matrix:
-    """Return an object array of plain floats, except for entries that autograd tracks."""
+    """Return an object array of plain floats, or of tensors if autograd tracks the numbers."""
     if isinstance(numbers, Tensor):
         if not needs_autograd_path([numbers]):
             return numbers.detach().numpy().astype(object)
-        # One by one: NumPy would take a tensor for a sequence, or for an array.
+        # NumPy would convert a tensor to a sequence or to an array, so the loop assigns the entries one by one.
         array = np.empty(numbers.numel(), dtype=object)
         for i, number in enumerate(numbers.flatten()):
             array[i] = number
@@ -208,5 +214,5 @@ def as_object_array(numbers: Any) -> Matrix:
 
 
 def detach_scalar(value: Any) -> Any:
-    """Return a number without its derivatives."""
+    """Detach a number from the autograd graph."""
     return value.detach() if isinstance(value, Tensor) else value

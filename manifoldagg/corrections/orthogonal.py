@@ -14,22 +14,26 @@ __all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 
 @dataclass(frozen=True)
 class OrthoDC(Correction):
-    r"""Removal of the component along the drift from each displacement that conflicts with it.
+    r"""Removal of the component along the drift from each displacement that conflicts with the drift.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v & \text{otherwise} \end{cases}$$
 
-    The projection solves $\min_u \|u - v\|$ over $u \perp g$. With $\vartheta = 1$ it is always made, and the
-    tangent and the position reading of an update coincide; $\vartheta = 0$ is gradient surgery; with
-    $\vartheta = -1$ it is never made. Where $v$ or $g$ is zero there is nothing to remove.
+    The projection solves $\min_u \|u - v\|$ over $u \perp g$. The threshold selects the updates that are projected:
+
+    - $\vartheta = 1$: always. The tangent and the position reading of an update then coincide.
+    - $\vartheta = 0$: on a negative inner product. This is gradient surgery.
+    - $\vartheta = -1$: never.
+
+    If $v$ or $g$ is zero, nothing is removed.
 
     Args:
         threshold: $\vartheta \in [-1, 1]$.
-        granularity: `"model"`, or `"tensor"`: each named tensor by itself. Parts that are orthogonal one by one are
-            so as a whole.
+        granularity: `"model"`, or `"tensor"` to project each named tensor separately. Displacements that are orthogonal
+            to the drift in each tensor are also orthogonal as a whole.
 
     Raises:
-        ArgumentError: if `threshold` is outside [-1, 1], or `granularity` another word.
+        ArgumentError: if `threshold` is outside [-1, 1], or if `granularity` is invalid.
 
     Source: Manifold, Algorithm 3.
 
@@ -59,26 +63,27 @@ class OrthoDC(Correction):
 
 @dataclass(frozen=True)
 class OrthoCorrect(Correction):
-    r"""Projection of displacements that conflict with the drift; others are reduced by $\alpha$ times the drift.
+    r"""Projection of displacements that conflict with the drift, and subtraction of $\alpha$ times the drift from the
+    others.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v - \alpha\, g & \text{otherwise} \end{cases}$$
 
-    $\alpha = 0$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC]. As printed it jumps where $v$ begins to conflict, so
-    that rounding decides on a $v$ which is orthogonal to $g$ already;
-    with `clip` it removes $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$, which is continuous. Where
-    $v$ or $g$ is zero there is no angle, and $v$ is left as it is.
+    $\alpha = 0$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC]. The published formula is discontinuous where $v$
+    begins to conflict. If $v$ is almost orthogonal to $g$, rounding then decides the result. With `clip`, the
+    correction subtracts $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$ instead, which is continuous.
+    If $v$ or $g$ is zero, the angle is undefined and $v$ is left unchanged.
 
     Args:
         alpha: $\alpha$.
         threshold: $\vartheta \in [-1, 1]$.
-        clip: the continuous form, for $\vartheta = 0$ and $\alpha \ge 0$.
+        clip: whether to use the continuous form. It requires $\vartheta = 0$ and $\alpha \ge 0$.
         granularity: `"model"` or `"tensor"`.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range.
 
-    Source: Report §3, with the signs of displacements.
+    Source: Report §3, with the sign convention of displacements.
 
     Example:
         >>> import torch
@@ -100,9 +105,7 @@ class OrthoCorrect(Correction):
         check_number("threshold", self.threshold, at_least=-1, at_most=1)
         check_choice("granularity", self.granularity, GRANULARITIES)
         if self.clip and self.threshold != 0:
-            raise ArgumentError(
-                f"clip: the continuous form is that of threshold 0, got a threshold of {self.threshold}"
-            )
+            raise ArgumentError(f"clip: expected threshold=0 for the continuous form, got threshold={self.threshold}")
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -122,10 +125,10 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return the position reading, projected in conflict: $(\alpha, \vartheta) = (1, 0)$.
+    r"""Return the position reading with projection on conflict: $(\alpha, \vartheta) = (1, 0)$.
 
-    As printed it differs from surgery on $v - g$ where $0 < \langle v, g\rangle < \langle g, g\rangle$; with `clip` it
-    never does.
+    The published form differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$. With
+    `clip`, the two are equal.
 
     Source: Report §3.
 
@@ -137,7 +140,7 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return the projection orthogonal to the drift, always: $\vartheta = 1$, any $\alpha$.
+    r"""Return the correction that always projects orthogonally to the drift: $\vartheta = 1$, any $\alpha$.
 
     Source: Report §3.
 
@@ -149,24 +152,24 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
 
 
 def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
-    r"""Return the coefficient rows that project displacements in conflict, and subtract $\alpha\, g$ elsewhere."""
-    lines = gram.identity()
+    r"""Return the coefficient rows that project conflicting displacements and subtract $\alpha\, g$ from the others."""
+    matrix = gram.identity()
     inner = gram.matrix
     n = gram.num_displacements
     drift = inner[n, n]
     for i in range(n if drift != 0 else 0):
         share = inner[i, n] / drift
         if conflicts(threshold, inner[i, i], inner[i, n], drift):
-            lines[i, n] = -share
+            matrix[i, n] = -share
         elif alpha != 0 and inner[i, i] > 0:
-            # The smaller of share and α is 0 where the conflict begins, so that there is no jump there on whose side
-            # rounding decides.
-            lines[i, n] = -share if clip and share <= alpha else -alpha
-    return lines
+            # The smaller of share and α tends to 0 at the boundary of the conflict. The result is therefore continuous,
+            # and rounding cannot change it by much.
+            matrix[i, n] = -share if clip and share <= alpha else -alpha
+    return matrix
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Return whether $\cos(v, g)$, clipped to [-1, 1], is at most the threshold; never at -1, always at 1.
+    r"""Return whether $\cos(v, g)$ is at most the threshold. The result is always false at -1 and always true at 1.
 
     Args:
         threshold: $\vartheta$.
@@ -178,12 +181,13 @@ def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: An
         >>> conflicts(0.5, squared_norm=1.0, drift_product=1.0, drift=4.0)
         True
     """
-    # |cos| ≤ 1 up to rounding: the ends of the range are decided without it, which is the clipping.
+    # Rounding can make |cos| slightly larger than 1. The thresholds 1 and -1 are therefore decided without the cosine.
     if abs(threshold) == 1:
         return threshold == 1
-    if threshold == 0:  # by the sign alone, which no root or product can round
+    if threshold == 0:  # the sign is exact: no root or product is rounded
         return bool(drift_product <= 0)
-    if squared_norm <= 0:  # no displacement, or one that cancelled down to rounding
+    if squared_norm <= 0:  # zero, or cancelled to the size of rounding errors
         return False
-    # Root by root: the product of the squares may leave the range of floats where that of the lengths does not.
+    # Two separate roots: the product of the squares may overflow or underflow although the product of the norms does
+    # not.
     return bool(drift_product <= threshold * squared_norm**0.5 * drift**0.5)

@@ -14,9 +14,10 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["rotate_control", "rotation_coefficients"]
 
 NEARLY_OPPOSITE = 1e-3
-"""Below this $1 + \\cos$ the inner products alone lose the plane: the second direction is formed and read again."""
+r"""If $1 + \\cos$ is below this bound, the inner products do not determine the plane accurately. The second direction
+is then materialised and its inner products are recomputed."""
 SMALL = 1e-280
-"""Squares below this have lost digits, or all of them."""
+"""Squares below this bound have lost some or all of their digits to underflow."""
 
 
 def rotate_control(
@@ -32,28 +33,33 @@ def rotate_control(
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
 
-    $R$ turns the plane of the two chords so that the unit vector $a$ of $\Theta_i - \Theta^t$ becomes that $b$ of
-    $\hat\Theta - \Theta^\tau$, and leaves what is orthogonal to it. With Gram-Schmidt coordinates of that plane,
+    $R$ rotates the plane of the two chords so that the unit vector $a$ of $\Theta_i - \Theta^t$ becomes the unit vector
+    $b$ of $\hat\Theta - \Theta^\tau$. It leaves vectors orthogonal to the plane unchanged. With Gram-Schmidt
+    coordinates of that plane,
 
     $$R\, x = x - \frac{\langle a + b, x\rangle}{1 + \langle a, b\rangle}\,(a + b) + 2 \langle a, x\rangle\, b.$$
 
-    Opposite chords have no plane: then $R$ flips the component along $a$ only. They count as opposite where the sine of
-    their angle is below $\varepsilon^{3/4}$ of the dtype, rounding. A chord of length 0 has no direction: $R$ is the
-    identity, as it is for the tangent correction, whose chords are parallel.
+    Two cases are special:
+
+    - Opposite chords do not span a plane. $R$ then negates the component along $a$ and leaves the rest unchanged.
+      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, which is the size
+      of rounding errors.
+    - A chord of length 0 has no direction. $R$ is then the identity. The tangent correction also has $R = I$, because
+      its chords are parallel.
 
     Args:
         control: $\varphi$, the interior control point of a curve of degree 2: (P,), or of the shape of `space`.
-        base: $\Theta^t$, where the update started.
-        end: $\Theta_i$, where it ended.
-        current: $\Theta^\tau$, where the server is.
-        corrected_end: $\hat\Theta$, the corrected end point: compute it first.
-        space: of the points; a curved one is refused: a rotation of points needs flat leaves.
+        base: $\Theta^t$, the point where the update started.
+        end: $\Theta_i$, the point where the update ended.
+        current: $\Theta^\tau$, the current model of the server.
+        corrected_end: $\hat\Theta$, the corrected end point, which must be computed first.
+        space: the space of the points. It must be flat, because a rotation of points is only defined there.
 
     Returns:
         $\hat\varphi$, of the shape and dtype of `control`, summed in float64 and rounded once.
 
     Raises:
-        ArgumentError: if shapes differ, a value is not finite or too large for its square, or `space` is curved.
+        ArgumentError: if shapes differ, if a value is not finite or its square overflows, or if `space` is curved.
 
     Source: Report (17). Cost: $O(P)$, one pass that reads and one that writes.
 
@@ -79,28 +85,30 @@ def rotate_control(
     line = rotation_coefficients(inner)
     if line is None:
         return _rotate_degenerate(phi, start, stop, now, goal).view(control.shape)
-    # In the wider dtype where the two differ: it is rounded once, at the end.
+    # The base of the sum is converted to float64 if the dtypes differ, so that the result is rounded only once.
     now = now if now.dtype == control.dtype else now.double()
     moved = combine(now, rows, line, minus=minus)
     return moved.to(control.dtype).view(control.shape)
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Return the rotated control point less $\Theta^\tau$ as a combination of three vectors.
+    r"""Return the coefficients of the rotated control point minus $\Theta^\tau$ as a linear combination of three
+    vectors.
 
     Args:
-        inner: (3, 3) numbers, of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and $e = \hat\Theta - \Theta^\tau$.
+        inner: (3, 3) inner products of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and
+            $e = \hat\Theta - \Theta^\tau$.
 
     Returns:
-        The coefficients on the three; `None` where a chord is so short, or the two are so nearly opposite, that inner
-        products do not say how to turn.
+        The three coefficients, or `None` if inner products do not determine the rotation accurately. This is the case
+        if a chord is very short, or if the chords are nearly opposite.
     """
     pd = inner[0][1]
     pe = inner[0][2]
     dd = inner[1][1]
     de = inner[1][2]
     ee = inner[2][2]
-    # x of the formula above is φ − Θᵗ − d/2, and the midpoint is Θ^τ + e/2.
+    # In the formula of `rotate_control`, x is φ − Θᵗ − d/2, and the midpoint of the new chord is Θ^τ + e/2.
     if bool(dd < SMALL) or bool(ee < SMALL):
         return None
     a = 1 / dd**0.5
@@ -108,7 +116,7 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
     along_a = a * (pd - dd / 2)
     along_b = b * (pe - de / 2)
     cosine = max(-1.0, min(1.0, a * de * b))
-    # 1 + cos divides, and where chords are nearly opposite it is a difference of nearly equal numbers.
+    # 1 + cos is a divisor. For nearly opposite chords it is a difference of nearly equal numbers, so its digits cancel.
     if bool(cosine < NEARLY_OPPOSITE - 1):
         return None
     share = (along_a + along_b) / (1 + cosine)
@@ -116,11 +124,15 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """The same for chords that are nearly opposite, or tiny: the plane by Gram-Schmidt on vectors, orthogonal twice."""
+    """Rotate with vectors instead of inner products, for chords that are nearly opposite or tiny.
+
+    The plane comes from Gram-Schmidt with one re-orthogonalisation.
+    """
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1
-    # Twice is enough (Kahan; Parlett 1998, §6.9): the first pass leaves ε of `unit`, which is large beside a small e2.
+    # Twice is enough (Kahan; Parlett 1998, §6.9). The first pass leaves an error of ε times `unit`, which is large
+    # relative to a small e2.
     e2 = e2 - (e1 @ e2) * e1
     cosine = e1 @ unit
     sine = e2.norm()
@@ -139,8 +151,9 @@ def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, go
 
 
 def _unit_vector(v: Tensor) -> Tensor:
-    """The unit vector, whatever the scale; zero of zero."""
-    # Scaled by the largest entry first: squares of tiny entries would underflow, of huge ones overflow.
+    """Return the unit vector of `v` without overflow or underflow, or zero if `v` is zero."""
+    # Divide by the largest entry first. Squares of tiny entries would underflow, and squares of huge entries would
+    # overflow.
     largest = v.detach().abs().amax() if v.numel() else v.new_ones(())
     if not bool(largest > 0):
         return torch.zeros_like(v)

@@ -17,26 +17,28 @@ from manifoldagg.manifolds import check_tangent
 __all__ = ["GradientSurgery", "Pairwise"]
 
 RANK_TOLERANCE = 1e-7
-"""The part of a row's length that must be new for it to count as a direction of its own."""
+"""The fraction of a row's norm that must be outside the span of the other rows for the row to count as independent."""
 
 
 @dataclass(frozen=True)
 class GradientSurgery(Correction):
     r"""Sequential PCGrad over several updates and the drift.
 
-    Row i starts as $u = v_i$. For each other row $r$ (the displacements, then the drift, as they came in) with
-    $\langle u, r\rangle < 0$, $u$ loses its component along $r$. Here the displacements are updates of
-    several clients, not the control points of one curve, which this would bend by one another. For one of them it is
-    OrthoDC at $\vartheta = 0$.
+    Row i starts as $u = v_i$. The other rows are the original displacements and the drift. For each other row $r$ with
+    $\langle u, r\rangle < 0$, the component of $u$ along $r$ is removed.
+
+    Here the displacements are the updates of several clients. Do not use the correction on the control points of one
+    curve, because it would deform the curve. For a single displacement, it equals OrthoDC with $\vartheta = 0$.
 
     Args:
-        order: in which the n + 1 rows are gone through; the drift is number n. `None`: as they are.
+        order: the order in which the n + 1 rows are processed; the drift has index n. By default, the order of the
+            rows.
         granularity: `"model"` or `"tensor"`.
 
     Raises:
-        ArgumentError: if `order` is not a permutation (of n + 1 numbers, when it is used).
+        ArgumentError: if `order` is not a permutation, or, when applied, not one of n + 1 numbers.
 
-    Source: Yu et al. 2020, Algorithm 1, which draws the order.
+    Source: Yu et al. 2020, Algorithm 1, which draws a random order.
 
     Example:
         >>> gram = Gram.of([[1.0, -1.0, 0.0], [-1.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
@@ -62,16 +64,16 @@ class GradientSurgery(Correction):
         n = gram.num_displacements
         order = range(n + 1) if self.order is None else self.order
         if len(order) != n + 1:
-            raise ArgumentError(f"order: expected a permutation of {n + 1} rows, the drift among them; got {order}")
-        lines = gram.identity()
-        for i, line in enumerate(lines):
+            raise ArgumentError(f"order: expected a permutation of {n + 1} rows, including the drift, got {order}")
+        matrix = gram.identity()
+        for i, line in enumerate(matrix):
             for j in order:
                 if j == i or inner[j, j] == 0:
                     continue
                 along = line[: n + 1] @ inner[: n + 1, j]
                 if along < 0:
                     line[j] = line[j] - along / inner[j, j]
-        return lines, state
+        return matrix, state
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,17 +82,18 @@ class Pairwise(Correction):
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
-    by a pivoted Cholesky factorisation of the float64 Gram matrix, with one re-orthogonalisation. An update that adds
-    less than `tolerance` of its length to the span of others is taken to lie in it.
+    The solution uses a pivoted Cholesky factorisation of the float64 Gram matrix, with one re-orthogonalisation. An
+    update counts as linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the
+    others.
 
     Args:
-        others: the updates, m vectors (P,), or tangents at the current point of a curved space.
+        others: the updates: m vectors (P,), or tangents at the current point of a curved space.
         granularity: `"model"` or `"tensor"`.
-        tolerance: of the rank.
+        tolerance: the relative rank tolerance.
 
     Raises:
-        ArgumentError: if `others` are not tensors or not finite, or an option is out of range; when applied, if they
-            do not fit the space.
+        ArgumentError: if `others` are not tensors or not finite, or if an option is out of range. When applied, if
+            `others` have the wrong shape for the space.
 
     Source: OrthoFL §5.3, Lemma C.1.
 
@@ -135,29 +138,31 @@ class Pairwise(Correction):
 
     @by_granularity
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        lines = gram.identity()
+        matrix = gram.identity()
         others = [gram.row_index(f"others[{j}]") for j in range(len(self.others))]
         span = gram.matrix[others][:, others]
-        for i, line in enumerate(lines):
+        for i, line in enumerate(matrix):
             along = gram.matrix[i, others]
             for j, x in zip(others, span_coefficients(span, along, tolerance=self.tolerance), strict=True):
                 line[j] = -x
-        return lines, state
+        return matrix, state
 
 
 def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLERANCE) -> list[Any]:
     r"""Solve $\min_x \|v - \sum_j x_j r_j\|$ for $x$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
 
-    A root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix: the next pivot is the row with the
-    largest part outside the span of those before it, relative to its own length, so that the units of a row do not
-    matter. What is left of a row below `tolerance` is rounding and gets coefficient 0. The solution is refined once by
-    its residual, which is one re-orthogonalisation. Numbers that cannot be compared (symbols) are taken in the given
-    order, as independent.
+    The method is a root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix:
+
+    - The next pivot is the row with the largest component outside the span of the previous pivots, relative to its own
+      norm. The scale of a row therefore has no effect.
+    - A row whose remaining component is below `tolerance` counts as rounding and gets the coefficient 0.
+    - One step of iterative refinement by the residual serves as a re-orthogonalisation.
+    - Numbers that cannot be compared (symbols) are processed in the given order, as independent rows.
 
     Args:
         inner: (m, m) inner products of the rows.
         products: m inner products with $v$.
-        tolerance: of the rank, relative to the length of a row.
+        tolerance: the rank tolerance, relative to the norm of a row.
 
     Returns:
         m numbers.
@@ -172,18 +177,18 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
     pivots: list[int] = []
     columns: list[list[Any]] = []
     for _ in range(m):
-        # Of a dependent row a difference of nearly equal squares is left, about ε of its own: a length of √ε, which
-        # the tolerance has to exceed.
+        # For a dependent row, the remainder is a difference of nearly equal squares, about ε of the square itself. This
+        # is a norm of √ε, so the tolerance must be larger than that.
         new = [j for j in range(m) if j not in pivots and not _at_most(left[j], tolerance**2 * inner[j][j])]
         if not new:
             break
         p = new[0]
         for j in new[1:]:
-            # left[j] / inner[j][j], the part that is new, compared without a division.
+            # Compare left[j] / inner[j][j], the fraction outside the span, without a division.
             if not _at_most(left[j] * inner[p][p], left[p] * inner[j][j]):
                 p = j
         before = list(zip(pivots, columns, strict=True))
-        # Root-free: L D Lᵀ takes no square root of a pivot that rounding may have left below zero.
+        # L D Lᵀ needs no square root of a pivot, which rounding may have made negative.
         column = [(inner[i][p] - sum(left[q] * c[i] * c[p] for q, c in before)) / left[p] for i in range(m)]
         for j in new:
             if j != p:
@@ -202,13 +207,14 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
         return x
 
     x = solve(products)
-    # The Gram matrix squares the condition of the rows; one refinement wins back the digits that the factors lost.
+    # The Gram matrix squares the condition number of the rows. One step of refinement recovers the digits that the
+    # factorisation lost.
     residual = [b - sum(inner[i][j] * x[j] for j in range(m)) for i, b in enumerate(products)]
     return [a + b for a, b in zip(x, solve(residual), strict=True)]
 
 
 def _at_most(a: Any, b: Any) -> bool:
-    """Whether a ≤ b; not, where this cannot be decided."""
+    """Return whether a ≤ b, or `False` if the numbers cannot be compared."""
     try:
         return bool(a <= b)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Transport on curved spaces: tangents at the base are moved to the current point and measured there."""
+"""Transport on curved spaces: move tangents from the base to the current point, and measure them there."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,15 @@ from manifoldagg.manifolds.validate import check_injectivity_radius
 __all__ = ["DEFAULT_RUNGS", "TRANSPORTS", "Transport", "Transporter", "checked_log"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
-"""The ways to bring a tangent from one point to another, and the primitives that they need."""
+"""The transport methods, with the primitives that each needs."""
 
 DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
-    """The transport method of a leaf: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its rungs."""
+    """The transport method of a leaf: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its number of
+    rungs.
+    """
 
     leaf: str
     method: str
@@ -36,13 +38,14 @@ class Transporter:
     r"""The transport of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
 
     Args:
-        space: with inner, exp and log, and what the transport needs.
+        space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
         base: $\Theta^t$, of the space's shape.
         current: $\Theta^\tau$, of the space's shape.
-        transport: `"parallel"`; `"ladder"`, `rungs` times the pole ladder of a `rungs`-th of the tangent; or
-            `"projection"`, which is no isometry. `None`: parallel on the leaves that have it in closed form, a ladder
-            on the others.
-        rungs: of a ladder.
+        transport: the transport method. `"parallel"` is parallel transport. `"ladder"` applies the pole ladder to the
+            fraction 1 / `rungs` of the tangent, along `rungs` segments, and multiplies the result by `rungs`.
+            `"projection"` is not an isometry. By default, leaves with parallel transport in closed form use it, and
+            other leaves use a ladder.
+        rungs: the number of rungs of a ladder.
 
     The constructor trusts its arguments; `check` validates them.
     """
@@ -59,10 +62,10 @@ class Transporter:
         )
 
     def check(self) -> "Transporter":
-        """Return this transporter after a check of its options and points.
+        """Validate the options and the points, and return this transporter.
 
         Raises:
-            ArgumentError: if an option is out of range, a leaf lacks a primitive, or a point is off the space.
+            ArgumentError: if an option is out of range, if a leaf lacks a primitive, or if a point is not on the space.
         """
         if self.transport is not None:
             check_choice("transport", self.transport, TRANSPORTS)
@@ -81,7 +84,7 @@ class Transporter:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The factors of the space, in the order of storage."""
+        """The factors of the space, in storage order."""
         return self.space.leaves(self.base)
 
     @cached_property
@@ -100,7 +103,7 @@ class Transporter:
         return -self.log(self.base, "base")
 
     def log(self, points: Tensor, name: str) -> Tensor:
-        r"""Compute $\log_{\Theta^\tau}$ of points within reach."""
+        r"""Compute $\log_{\Theta^\tau}$ of points within the injectivity radius."""
         return checked_log(self.space, self.current, points, f"{name}: out of reach of the current point")
 
     def to_current(self, displacements: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class Transporter:
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Compute inner products of tangents (k, P) at the current point in float64, for each leaf: (S, k, k)."""
+        """Compute the inner products of tangents (k, P) at the current point in float64, for each leaf: (S, k, k)."""
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -136,7 +139,8 @@ class Transporter:
             if kind.method == "parallel":
                 v = leaf.space._transport(x, y, v)
             elif kind.method == "ladder":
-                # A rung errs at third order in the tangent, so it carries a part, however few rungs the way has.
+                # The error of a rung is of third order in the tangent. Transporting a fraction of the tangent reduces
+                # it, even with few rungs.
                 v = kind.rungs * formulas.pole_ladder(leaf.space, x, y, v / kind.rungs, rungs=kind.rungs)
             elif kind.method == "projection":
                 v = leaf.space._project_tangent(y, v)
@@ -145,10 +149,10 @@ class Transporter:
 
 
 def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor:
-    r"""Compute $\log_x$ of points (n, *shape) that lie on the space.
+    r"""Compute $\log_x$ of points (n, *shape) on the space.
 
     Raises:
-        ArgumentError: saying `name` is wrong, if a point has no log or is beyond the injectivity radius.
+        ArgumentError: if a point has no logarithm or is beyond the injectivity radius. The message starts with `name`.
     """
     log = space._log(x.expand_as(points), points)
     try:
@@ -159,9 +163,9 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """The Gram matrix of tangents (k, *shape) at `x` in the metric of the space."""
+    """Compute the Gram matrix of tangents (k, *shape) at `x` in the metric of the space."""
     k = len(tangents)
-    # Each pair once: the matrix is symmetric to the last bit, whatever the metric rounds.
+    # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)
     u = tangents.double()
     values = space._inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from manifoldagg.corrections import Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.federated.pytrees import combinations, materialize
 from manifoldagg.federated.types import LinearStep, Outcome, State
 from manifoldagg.kernels.operands import Operand, check_target

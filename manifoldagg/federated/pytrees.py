@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._threads import prefers_numpy
 from manifoldagg._validation import is_finite
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.kernels.alloc import clone, empty_like
 
 __all__ = [

@@ -1,4 +1,6 @@
-r"""Rates $\eta(\tau)$ that depend on the version $\tau$ of the model; any function of an int is a valid rate."""
+r"""Schedules $\eta(\tau)$ of rates that depend on the version $\tau$ of the model. Any function of an int is a valid
+rate.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,7 +25,7 @@ Weight = Callable[[int], float]
 class Cyclic:
     r"""Triangular rate schedule.
 
-    From `low` up to `high` and back again, at constant speed, every $T$ versions:
+    The rate increases linearly from `low` to `high` and decreases back to `low` in every period of $T$ versions:
 
     $$\eta(\tau) = a + (b - a)\left(1 - \left|\frac{2 (\tau \bmod T)}{T} - 1\right|\right).$$
 
@@ -33,7 +35,7 @@ class Cyclic:
         period: $T \ge 2$ versions.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Smith 2017, the triangular schedule.
 
@@ -60,7 +62,7 @@ class Cyclic:
 class Cosine:
     r"""Cosine rate schedule.
 
-    From `start` to `end` along half a cosine over $T$ versions, and constant from there:
+    The rate changes from `start` to `end` along half a cosine over $T$ versions, and is constant afterwards:
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
@@ -68,10 +70,10 @@ class Cosine:
         start: $a > 0$.
         end: $b \ge 0$.
         period: $T \ge 1$ versions.
-        restarts: begin again at `start` every $T$ versions: $\tau \bmod T$ in place of $\min(\tau, T)$.
+        restarts: whether to restart at `start` every $T$ versions, with $\tau \bmod T$ in place of $\min(\tau, T)$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Loshchilov, Hutter 2017.
 
@@ -97,10 +99,10 @@ class Cosine:
 
 
 def check_rate(rate: Rate, name: str = "rate") -> Rate:
-    """Validate `rate`: a positive number or a function of the version.
+    """Validate `rate`, which must be a positive number or a function of the version.
 
     Raises:
-        ArgumentError: if it is neither, or a class in place of an instance.
+        ArgumentError: if it is neither, or if it is a class instead of an instance.
     """
     if not callable(rate):
         return check_number(name, rate, above=0)
@@ -112,7 +114,7 @@ def rate_at(rate: Rate, version: int) -> float:
     r"""Return $\eta(\tau)$ as a number.
 
     Raises:
-        RuleError: if a function does not return a finite number $\ge 0$. Its exceptions propagate.
+        RuleError: if the function does not return a finite number $\ge 0$. Exceptions of the function propagate.
 
     Example:
         >>> rate_at(lambda version: 1 / (version + 1), 3)
@@ -125,7 +127,7 @@ def weight_at(weight: Weight, staleness: int) -> float:
     """Return $s(x)$ as a number.
 
     Raises:
-        RuleError: if the function does not return a finite number that is no less than 0. Its exceptions propagate.
+        RuleError: if the function does not return a finite number >= 0. Exceptions of the function propagate.
 
     Example:
         >>> weight_at(lambda staleness: 0.5**staleness, 2)
@@ -135,7 +137,7 @@ def weight_at(weight: Weight, staleness: int) -> float:
 
 
 def _evaluate(name: str, function: Callable[[int], float], argument: int) -> float:
-    """Return the value of a user function and validate it."""
+    """Return the validated value of a user function."""
     try:
         given = function(argument)
         where = f"{name}({short_repr(argument)})"
@@ -149,7 +151,7 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
     """Validate a function of an int.
 
     Raises:
-        ArgumentError: if it cannot be called, or is a class in place of an instance.
+        ArgumentError: if it is not callable, or if it is a class instead of an instance.
     """
     if isinstance(function, type):
         raise ArgumentError(f"{name}: expected an instance, got the class {function.__name__}")
@@ -158,12 +160,12 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Validate the options of a frozen dataclass by its types: booleans, rates, functions of an int and plain numbers.
+    """Validate the fields of a frozen dataclass by their types: booleans, rates, functions of an int and plain numbers.
 
-    Numbers are frozen with it: no tensors or arrays, which could be written later.
+    Tensors and arrays are not valid numbers, because they are mutable.
 
     Raises:
-        ArgumentError: naming the option.
+        ArgumentError: if a field is invalid. The message names it.
     """
     for option in fields(options):
         value = getattr(options, option.name)

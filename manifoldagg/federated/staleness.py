@@ -9,7 +9,7 @@ from manifoldagg.federated.schedules import check_options
 __all__ = ["Constant", "Hinge", "Polynomial"]
 
 MAX_STALENESS = sys.float_info.max
-"""The most that a staleness counts for: Python makes no float of a larger integer."""
+"""The largest staleness in formulas, because Python cannot convert larger integers to floats."""
 
 
 @dataclass(frozen=True)

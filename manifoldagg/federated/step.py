@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_shape, is_finite
-from manifoldagg.corrections.frame import STATE_NOT_FINITE, Combination
+from manifoldagg.corrections.combination import STATE_NOT_FINITE, Combination
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated.buffers import accumulate, apply_pending
 from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits

@@ -1,11 +1,13 @@
 """The protocols of rules, trainers and averaging, and the types that they exchange.
 
-A server sends a [`Message`][manifoldagg.federated.Message], a trainer returns a
-[`Payload`][manifoldagg.federated.Payload], the server adds what only it knows and hands the rule an
-[`Update`][manifoldagg.federated.Update]; the rule returns an [`Outcome`][manifoldagg.federated.Outcome].
-What clients keep in hand is a [`Ticket`][manifoldagg.federated.Ticket] and, after it, a
-[`Receipt`][manifoldagg.federated.Receipt].
-Rules never see a loss, trainers never see the server's state.
+- A server sends a [`Message`][manifoldagg.federated.Message] to a client.
+- A trainer returns a [`Payload`][manifoldagg.federated.Payload].
+- The server adds its own data and passes an [`Update`][manifoldagg.federated.Update] to the rule.
+- The rule returns an [`Outcome`][manifoldagg.federated.Outcome].
+- A client receives a [`Ticket`][manifoldagg.federated.Ticket] before its task and a
+  [`Receipt`][manifoldagg.federated.Receipt] after it.
+
+A rule never has access to a loss, and a trainer never has access to the server's state.
 """
 
 import inspect
@@ -20,8 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_count, short_repr
-from manifoldagg.corrections import Frame, Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections import Gram
+from manifoldagg.corrections.combination import Combination
+from manifoldagg.corrections.rows import FrameRows
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.kernels import Row
 from manifoldagg.manifolds import Loss, Manifold, ParameterSpace
@@ -50,13 +53,13 @@ __all__ = [
 ]
 
 BUSY_PREFIX = "server: busy"
-"""How a reason begins that says nothing against the update."""
+"""The start of the reason of a rejection that does not depend on the update."""
 State = Any
 """A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
 ClientState = Any
-"""A tree of tensors and numbers that the server keeps for one client."""
+"""A tree of tensors and numbers that the server stores for one client."""
 if TYPE_CHECKING:
-    # A rule knows which of the two it takes, as it says by `accepts_tensor_lists`; a type cannot.
+    # Depends on `accepts_tensor_lists` of the rule, which static types cannot express.
     Point: TypeAlias = Any
     Points: TypeAlias = Any
 else:
@@ -90,7 +93,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tensors, which are transmitted unchanged."""
+        """The size of its tensors in bytes, as transmitted."""
         return _total_nbytes(self.start, *self.tensors.values(), *self.buffers.values())
 
 
@@ -118,31 +121,31 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tensors, except for the client's own `client_state`, which is not transmitted."""
+        """The size of its tensors in bytes, without `client_state`, which is not transmitted."""
         base = () if self.base is None else (self.base,)
         return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
 
 @dataclass(frozen=True)
 class Update:
-    r"""A payload with what the server knows about it.
+    r"""A payload together with the server's data about it.
 
     Attributes:
-        client: the client that returned it.
-        base: $\Theta^t$ (P,), the model that the client started from; for a rule with `accepts_tensor_lists` a row of
+        client: the client that returned the payload.
+        base: $\Theta^t$ (P,), the model from which the client started. For a rule with `accepts_tensor_lists`, a row of
             the kernels.
         current: $\Theta^\tau$ (P,), the current model, in the same form.
-        points: as in the payload, (n, P); for a rule with `accepts_tensor_lists` a tuple of n rows.
-        staleness: $\tau - t$ in versions, as the server recorded it.
+        points: as in the payload, (n, P). For a rule with `accepts_tensor_lists`, a tuple of n rows.
+        staleness: $\tau - t$ in versions, as recorded by the server.
         weight: $w_i$, the client's share of the data.
-        samples: as in the payload, after the cap.
+        samples: as in the payload, after capping.
         tensors: as in the payload.
         numbers: as in the payload.
-        client_state: what the server stores for this client.
-        share: the unnormalised weight of the client, which $w_i$ divides by the current sum. Means over several updates
-            weigh by it, so that they do not depend on the order of the updates. `None` if it is unknown.
-        is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as an outer optimiser has
-            them; for rules with `accepts_tensor_lists` alone, whose frames are minus what they are else.
+        client_state: the state that the server stores for this client.
+        share: the unnormalised weight of the client. Dividing it by the current sum gives $w_i$. Means over several
+            updates use it, so that they do not depend on the order of the updates. `None` if it is unknown.
+        is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as in an outer optimizer.
+            This is only possible for rules with `accepts_tensor_lists`, and reverses the sign of their frames.
     """
 
     client: Hashable
@@ -161,7 +164,7 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """A step whose coefficients do not depend on inner products, which only its metrics and checks need.
+    """A step whose coefficients do not depend on inner products. Only its metrics and checks need them.
 
     One pass over the parameters computes the combinations and the inner products.
 
@@ -170,11 +173,11 @@ class LinearStep:
         metrics: the function that checks the Gram matrix of the frame and returns the metrics of the step.
     """
 
-    frame: Frame
+    frame: FrameRows
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics, given the Gram matrix of a frame that has more rows after those of this frame."""
+        """Return the metrics, given the Gram matrix of a frame with additional rows after those of this frame."""
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
         return self.metrics(gram)
@@ -187,7 +190,7 @@ class Outcome:
     Attributes:
         model: the new model (P,), or the `Combination` that `Frame.move` returned. `None` if the update is buffered and
             the model did not move.
-        client_state: the next client state, `None` for nothing.
+        client_state: the next client state; `None` if the rule stores none.
         numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
         state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
             wrapper that changes an outcome must set it again.
@@ -232,17 +235,17 @@ class Receipt:
     r"""The server's response to an update.
 
     Attributes:
-        accepted: whether the rule applied or buffered it.
-        reason: why it was rejected; empty if it was accepted.
-        version: the version of the server's model after it.
+        accepted: whether the rule applied or buffered the update.
+        reason: the reason of a rejection; empty if the update was accepted.
+        version: the version of the server's model after the update.
         staleness: $\tau - t$ in versions.
         weight: the $w_i$ of the update.
         cosine: the cosine between the update and the drift; NaN if one of them is zero.
-        step: the position $s$ on the curve that the model moved to.
+        step: the position $s$ on the curve to which the model moved.
         norm: the distance that the model moved.
-        buffered: whether the update is buffered: it was accepted, and the model has not moved yet.
-        clipped: whether the reported samples were capped, or the update was longer than a `clip` of the update limits
-            or of the rule and was scaled back.
+        buffered: whether the update was accepted into a buffer, and the model has not moved yet.
+        clipped: whether the reported number of samples was capped, or the update was scaled down by a `clip` of the
+            update limits or of the rule.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)
@@ -266,7 +269,7 @@ class Receipt:
     clipped: bool = False
 
     def asdict(self) -> dict[str, Any]:
-        """Return its fields by name, as JSON values: `None` for a number that is not finite."""
+        """Return the fields by name, as JSON values. A number that is not finite becomes `None`."""
         fields = vars(self).items()
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
 
@@ -274,8 +277,8 @@ class Receipt:
         """Return the receipt itself if the update was accepted.
 
         Raises:
-            BusyError: if it was rejected because the server was busy; the client may retry later.
-            ArgumentError: if it was rejected for any other reason, with that reason.
+            BusyError: if it was rejected because the server was busy. The client may retry later.
+            ArgumentError: if it was rejected for any other reason. The message is the reason.
         """
         if self.accepted:
             return self
@@ -288,19 +291,23 @@ class Receipt:
 class Rule(Protocol):
     """Protocol of a server rule: pure methods of an immutable value.
 
-    A rule that requires more than points declares two further attributes: `tensors`, a mapping from the name of a
-    tensor to its number of points ((k, P); `None` for one, (P,)), and `numbers`, a sequence of names. A payload must
-    contain exactly these.
+    A rule that requires more than points declares two further attributes. `tensors` is a mapping from the name of a
+    tensor to its number of points ((k, P); `None` for a single point (P,)). `numbers` is a sequence of names. A payload
+    must contain exactly these.
 
-    A rule that on a flat space needs only a Gram matrix and a combination sets `accepts_tensor_lists = True`. Its
-    models are then rows of the kernels: vectors (P,), or tuples of the tensors of a state dict, read in place and never
-    flattened by `aggregate`. `start`, `base` and `current` are one row each, and `points` is a tuple of rows. Such a
-    rule also has `plan(space, state, update)`, which writes nothing and returns the same as `step`, but with the new
-    model and the sums in the state as results of [`Frame.move`][manifoldagg.corrections.Frame.move] and
-    [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these when all checks have passed.
+    A rule that only needs a Gram matrix and a linear combination on a flat space sets `accepts_tensor_lists = True`:
 
-    `self_checked` names the inputs whose finiteness the rule checks itself: `"points"` (with the base) and further
-    tensors. The server skips its own check for them.
+    - Its models are rows of the kernels: vectors (P,), or tuples of the tensors of a state dict. Tuples are read in
+      place, and `aggregate` never flattens them.
+    - `start`, `base` and `current` are one row each, and `points` is a tuple of rows.
+    - The rule also has a method `plan(space, state, update)`, which writes nothing. It returns the same as `step`,
+      except that the new model and the sums in the state are results of
+      [`Frame.move`][manifoldagg.corrections.Frame.move] and
+      [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these after all checks have
+      passed.
+
+    `self_checked` contains the names of the inputs whose finiteness the rule checks itself: `"points"` (with the base)
+    and further tensors. The server skips its own check for them.
     """
 
     @property
@@ -313,14 +320,15 @@ class Rule(Protocol):
     def message(
         self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
     ) -> Message:
-        """Return the message for a client. Its start is a point of `space`, such as `current`; the server copies it."""
+        """Return the message for a client. Its start is a point of `space`, such as `current`. The server copies it."""
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Process one update, which may only be buffered. It writes to nothing but `out`, the memory for the new model.
+        """Process one update, which may only be buffered. The method writes to nothing except `out`, the memory for the
+        new model.
 
-        The tensors of `update` and `out` belong to the caller: a rule must clone what it stores of them.
+        The caller owns the tensors of `update` and `out`. A rule must clone what it stores of them.
         """
 
 
@@ -347,19 +355,19 @@ class Averaging(Protocol):
 
     @property
     def average(self) -> Float[Tensor, " P"] | None:
-        """The average so far; `None` if it is empty."""
+        """The current average; `None` if it is empty."""
 
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
-        """Add a new version. `model` may be stored, and must not be written.
+        """Add a new version. `model` may be stored, and must not be modified.
 
-        After an interrupt a server may pass the latest version again, which must change nothing.
+        After an interrupt, a server may pass the latest version again, which must have no effect.
         """
 
     def state(self) -> Any:
-        """Return the state for `load`: a tree of tensors and numbers that share no memory."""
+        """Return the state for `load`: a tree of tensors and numbers with their own memory."""
 
     def load(self, state: Any) -> None:
-        """Resume from a state that `state` returned."""
+        """Restore a state that `state` returned."""
 
 
 def _total_nbytes(*tensors: Tensor) -> int:
@@ -367,14 +375,14 @@ def _total_nbytes(*tensors: Tensor) -> int:
 
 
 def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
-    """Check that a rule is an instance that has `cohort`, `init`, `message` and `step`.
+    """Check that a rule is an instance with `cohort`, `init`, `message` and `step`.
 
     Args:
-        rule: to check.
-        hint: the end of the message about an object that is not a rule.
+        rule: the rule to check.
+        hint: the end of the error message for an object that is not a rule.
 
     Raises:
-        ArgumentError: if a method is missing, `step` takes no `out`, or `rule` is a class.
+        ArgumentError: if a method is missing, if `step` does not accept `out`, or if `rule` is a class.
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
@@ -397,7 +405,7 @@ def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
 
 @lru_cache(maxsize=256)
 def _accepts_out(kind: type) -> bool:
-    """Whether the `step` of a rule class accepts `out`, the memory for the model."""
+    """Return whether the `step` of a rule class accepts `out`, the memory for the model."""
     step = getattr(kind, "step", None)
     if step is None:  # an attribute of the instance
         return True
@@ -406,10 +414,10 @@ def _accepts_out(kind: type) -> bool:
 
 
 def check_trainer(trainer: Trainer) -> Trainer:
-    """Check that a trainer is an instance that has `train`.
+    """Check that a trainer is an instance with a `train` method.
 
     Raises:
-        ArgumentError: if it has not, or a class was given for an instance.
+        ArgumentError: if it has no `train` method, or if it is a class instead of an instance.
     """
     given: object = trainer
     # A module has a `train` method too.
@@ -422,7 +430,7 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
     """Check that a space is a `ParameterSpace`, whose points are models with named tensors.
 
     Raises:
-        ArgumentError: if it is another.
+        ArgumentError: if it is another space.
     """
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"space: expected a ParameterSpace, got {type(space).__name__}")
@@ -430,14 +438,14 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Return whether the server calls `plan` of a rule on this space, with models as rows, instead of `step`."""
+    """Return whether the server calls `plan` of a rule on this space, with rows as models, instead of `step`."""
     return space.flat and has_plan(rule)
 
 
 def has_plan(rule: Rule) -> bool:
     """Return whether a rule accepts tensor lists in `plan`.
 
-    A subclass that overrides `step` alone does not: the server then calls this `step` with whole vectors.
+    The result is false for a subclass that overrides only `step`. The server then calls this `step` with whole vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 
@@ -450,10 +458,10 @@ def _defines_plan_last(kind: type) -> bool:
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:
-    """Check an averaging object, if one is given.
+    """Check an averaging object unless it is `None`.
 
     Raises:
-        ArgumentError: if it lacks a method of `Averaging`, or is one that overwrites the model.
+        ArgumentError: if it lacks a method of `Averaging`, or if it resets the model.
     """
     given: object = averaging
     if averaging is not None and not isinstance(given, Averaging):
@@ -469,7 +477,7 @@ def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """Return the further tensors (name to number of points, `None` for one) and numbers that a rule requires.
 
     Raises:
-        ArgumentError: if its `tensors` is no such mapping, or its `numbers` are no names.
+        ArgumentError: if `tensors` is not such a mapping, or if `numbers` is not a sequence of names.
     """
     tensors = getattr(rule, "tensors", {})
     numbers = getattr(rule, "numbers", ())

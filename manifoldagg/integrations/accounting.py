@@ -1,8 +1,9 @@
-r"""Privacy accounting: $(\varepsilon, \delta)$ of a private rule, by Google's `dp-accounting`.
+r"""Privacy accounting: $(\varepsilon, \delta)$ of a private rule, computed by Google's `dp-accounting`.
 
-For [`Private`][manifoldagg.federated.rules.Private]: Gaussian mechanisms of noise multiplier $\sigma$, all of which say
-no more of a client than one of $\sigma / \sqrt n$, n its participations. Nothing is claimed for clients being drawn at
-random: the first clients to reply are not a uniform sample. Needs the extra `privacy`.
+The functions apply to [`Private`][manifoldagg.federated.rules.Private], which is a sequence of Gaussian mechanisms with
+the noise multiplier $\sigma$. For a client with n participations, their composition is as private as one mechanism with
+the multiplier $\sigma / \sqrt n$. Amplification by subsampling is not used, because the first clients to reply are not
+a uniform sample. The module needs the extra `privacy`.
 """
 
 import math
@@ -20,17 +21,17 @@ def epsilon(noise: float, *, participations: int, delta: float) -> float:
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
       - e^\varepsilon\, \Phi\Bigl(-\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr), \qquad \mu = \frac{\sqrt n}{\sigma}.$$
 
-    Two runs are compared, in one of which all updates of a client are zero. Where they may be any others, $\mu$ is
-    twice as large: ask for half the noise.
+    The definition compares two runs, one of which replaces all updates of a client by zero. If they may be replaced by
+    arbitrary updates, $\mu$ is twice as large; pass half the noise for this case.
 
     Args:
         noise: $\sigma > 0$, as in [`Private`][manifoldagg.federated.rules.Private].
-        participations: n, the limit that was set there, or what `numbers["participations"]` says.
+        participations: n, the limit of the rule, or `numbers["participations"]`.
         delta: $\delta$ in (0, 1), much smaller than one over the number of clients.
 
     Raises:
-        ArgumentError: naming the argument that is out of range.
-        ModuleNotFoundError: naming the extra.
+        ArgumentError: if an argument is out of range. The message names it.
+        ModuleNotFoundError: if the extra `privacy` is not installed.
 
     Source: Balle, Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 3.3.
 
@@ -39,36 +40,36 @@ def epsilon(noise: float, *, participations: int, delta: float) -> float:
         3.849
     """
     check_number("noise", noise, above=0)
-    found: float = _library().get_epsilon_gaussian(noise / _root(participations), _small(delta))
-    return found
+    result: float = _library().get_epsilon_gaussian(noise / _sqrt_count(participations), _check_delta(delta))
+    return result
 
 
 def noise_for(epsilon: float, *, participations: int, delta: float) -> float:
-    r"""Compute the smallest noise multiplier $\sigma$ whose `epsilon` is at most this.
+    r"""Compute the smallest noise multiplier $\sigma$ for a given $\varepsilon$.
 
     Args:
         epsilon: $\varepsilon > 0$.
-        participations: n, as above.
+        participations: n, as in `epsilon`.
         delta: $\delta$ in (0, 1).
 
     Raises:
-        ArgumentError: naming the argument that is out of range.
-        ModuleNotFoundError: naming the extra.
+        ArgumentError: if an argument is out of range. The message names it.
+        ModuleNotFoundError: if the extra `privacy` is not installed.
 
     Example:
         >>> round(noise_for(3.849, participations=20, delta=1e-5), 3)
         5.0
     """
     check_number("epsilon", epsilon, above=0)
-    found: float = _library().get_sigma_gaussian(epsilon, _small(delta)) * _root(participations)
-    return found
+    result: float = _library().get_sigma_gaussian(epsilon, _check_delta(delta)) * _sqrt_count(participations)
+    return result
 
 
-def _root(participations: int) -> float:
+def _sqrt_count(participations: int) -> float:
     return math.sqrt(check_count("participations", participations))
 
 
-def _small(delta: float) -> float:
+def _check_delta(delta: float) -> float:
     if check_number("delta", delta, above=0) >= 1:
         raise ArgumentError(f"delta: expected a number in (0, 1), got {delta!r}")
     return float(delta)

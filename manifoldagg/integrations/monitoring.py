@@ -31,12 +31,12 @@ SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit 
 
 
 def to_logging(logger: logging.Logger) -> Callback:
-    """Log a line for each event; rejections, expired tickets and failed checkpoints are warnings.
+    """Log one line for each event. Rejections, expired tickets and failed checkpoints are warnings.
 
     Each log record has the event as its attribute `event`, for handlers that write JSON.
 
     Args:
-        logger: a logger of your own. The server itself logs errors to `logging.getLogger("manifoldagg")`.
+        logger: the logger to use. The server itself logs errors to `logging.getLogger("manifoldagg")`.
 
     Example:
         >>> import sys, torch
@@ -59,7 +59,7 @@ def to_logging(logger: logging.Logger) -> Callback:
         if logger.isEnabledFor(level):
             fields = dict(vars(event))
             if isinstance(event, Accepted):
-                # The complete receipt and row are in the event.
+                # The event contains the complete receipt and row.
                 fields |= {"staleness": event.receipt.staleness, "weight": event.receipt.weight}
                 del fields["receipt"], fields["row"], fields["memory"]
             line = " ".join(
@@ -75,9 +75,9 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
     The scalars are:
 
-    - `updates/staleness`, `updates/latency` and so on: each number in the rows of the history;
-    - `rejected/points` and so on: the number of rejected updates by field, from now on;
-    - `memory/versions` and so on: memory in bytes;
+    - `updates/staleness`, `updates/latency` and others: each number in the rows of the history;
+    - `rejected/points` and others: the number of rejected updates by field, since the callback was created;
+    - `memory/versions` and others: memory in bytes;
     - `tickets`: the number of tickets in flight.
 
     Args:
@@ -104,10 +104,11 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     """Export metrics named `manifoldagg_…`: event counters, histograms of staleness and seconds, gauges.
 
-    The memory gauges have the bytes after the last accepted update.
+    The memory gauges contain the bytes after the last accepted update.
 
     Args:
-        registry: a registry of `prometheus_client`, in which each name may exist once. `None`: its default registry.
+        registry: a registry of `prometheus_client`, which can contain each name only once. The default is its global
+            registry.
 
     Raises:
         ModuleNotFoundError: if `prometheus_client` is not installed.

@@ -1,9 +1,11 @@
-"""The two operations that touch the parameters: `gram` reads them, `combine` writes them.
+"""The two operations that access the parameters: `gram` reads them, and `combine` writes them.
 
-Everything between the two is algebra on a k x k matrix. Rows are vectors, tuples of tensors, or differences of them; a
-difference is formed in float64, a few entries at a time, and never stored, so that a drift of relative size 1e-4
-keeps its digits. Several backends do the same work: `reference`, `cpu` and `triton`, and `sharded` around them
-for rows of which every rank holds a piece (`DTensor`s, or plain tensors within `across_ranks`).
+All other computations are algebra on a k x k matrix. Rows are vectors, tuples of tensors, or differences of them. A
+difference is formed in float64, a few entries at a time, and never stored. A drift of relative size 1e-4 therefore
+keeps its digits.
+
+The backends `reference`, `cpu` and `triton` implement the same operations. `sharded` wraps them for rows of which every
+rank holds a shard, either as `DTensor`s or as plain tensors within `across_ranks`.
 """
 
 from collections.abc import Sequence
@@ -58,12 +60,14 @@ def as_operands(
     """Validate rows once, for several calls of `gram` and `combine`.
 
     Args:
-        rows: the rows, as in `gram`. An `Operands` is returned as it is.
+        rows: the rows, as in `gram`. An `Operands` is returned unchanged.
         minus: the subtrahends, as in `gram`.
-        others: further rows of the calls, which are not validated. If one of them is sharded, `rows` are shards too.
+        others: further rows of the calls, which are not validated. If one of them is sharded, `rows` are treated as
+            shards.
 
     Raises:
-        ArgumentError: if rows and `minus` do not fit one another; on every rank, if they are sharded.
+        ArgumentError: if the shapes, dtypes or devices of `rows` and `minus` are inconsistent. If the rows are sharded,
+            every rank raises it.
 
     Example:
         >>> import torch
@@ -88,27 +92,27 @@ def gram(
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
 ) -> Float64[Tensor, "S k k"]:
-    r"""Compute the Gram matrix of the rows, one for each segment.
+    r"""Compute the Gram matrix of the rows for each segment.
 
     $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p])$$
 
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
-            shapes, the entries of which are read one tensor after another where they lie; the tuples of a call have
-            the same lengths tensor by tensor. `Operands` have been checked, with their $b_i$.
-        minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` a row.
-        segments: lengths that cut P into S consecutive pieces; `None` is one piece.
+            shapes. The entries of a tuple are read in place, one tensor after another. All tuples of a call must have
+            the same number of entries in each tensor. `Operands` are already validated and include their $b_i$.
+        minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` for each row.
+        segments: the lengths of S consecutive segments that add up to P; `None` means one segment.
 
     Returns:
-        (S, k, k) in float64 on the CPU, where the algebra on it is done; exactly symmetric. Differences and
-        products are formed in float64; the bits do not depend on how a row is cut into tensors. A row with an entry
-        that is not finite has such a diagonal entry, and leaves those of the others as they are.
+        (S, k, k) in float64 on the CPU, exactly symmetric. Differences and products are formed in float64. The bits do
+        not depend on how a row is divided into tensors. If an entry of a row is not finite, its diagonal entry of the
+        matrix is not finite either, and the products of the other rows are not affected.
 
     Raises:
-        ArgumentError: if rows, `minus` or `segments` do not fit one another.
+        ArgumentError: if the shapes of rows, `minus` or `segments` are inconsistent.
 
-    Cost: every distinct row is read once from memory; no scratch of size P. Of a tuple's tensors those that do not
-    lie in one piece are copied first.
+    Cost: every distinct row is read once from memory; no scratch memory of size P. Noncontiguous tensors of a tuple are
+    copied first.
 
     Example:
         >>> import torch
@@ -116,33 +120,35 @@ def gram(
         tensor([[[25., -8.],
                  [-8.,  4.]]], dtype=torch.float64)
     """
-    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus)
-    if is_sharded(lines):
-        with collective_guard(lines.distinct):
-            cuts = segment_bounds(segments, lines.size)
-        return sharded.gram(lines, cuts, selection)
-    if needs_autograd_path(lines.distinct):
-        dense = lines.materialise()
-        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, lines.size)]
+    operands = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus)
+    if is_sharded(operands):
+        with collective_guard(operands.distinct):
+            bounds = segment_bounds(segments, operands.size)
+        return sharded.gram(operands, bounds, selection)
+    if needs_autograd_path(operands.distinct):
+        dense = operands.materialise()
+        squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, operands.size)]
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
-    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
-    return reduction.gram_matrices(selection.block_products(lines, blocks), lines, blocks)
+    blocks = Blocks.of(((0, operands.size),)) if segments is None else blocks_of(segments, operands.size)
+    return reduction.gram_matrices(selection.block_products(operands, blocks), operands, blocks)
 
 
 def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
-    r"""Compute the Gram matrix of rows and several linear combinations in one pass, if the backend supports it.
+    """Compute the Gram matrix of rows and several linear combinations in one pass, if the backend supports it.
 
-    The results have the bits of `gram` and `combine`.
+    The results have the same bits as those of `gram` and `combine`.
 
     Args:
         rows: the rows of the Gram matrix, on one rank and without derivatives.
-        combinations: one coefficient for each row, no derivatives, and targets in new memory, which nothing else uses.
+        combinations: linear combinations with one coefficient for each row, without derivatives. Their targets must be
+            in newly allocated memory.
 
     Returns:
-        As `gram` without segments. The caller checks the result and discards the targets if a row is not finite.
+        The matrix of `gram` without segments. The caller checks it and discards the targets if a row is not finite.
 
-    Cost: with the compiled backend each row is read once from memory; with others once for each result.
+    Cost: with the compiled backend, each row is read once from memory. With other backends, it is read once for each
+    result.
     """
     blocks = Blocks.of(((0, rows.size),))
     return reduction.gram_matrices(selection.gram_combine(rows, blocks, combinations), rows, blocks)
@@ -195,49 +201,49 @@ def combine(
         base: a row, or `None` for zero.
         rows: the $a_j$, as in [`gram`][manifoldagg.kernels.gram].
         coefficients: k numbers, or (S, k) numbers with `segments`. A row whose coefficient is 0 is not read.
-        minus: the $b_j$, likewise.
-        segments: lengths that cut P into S consecutive pieces; `None` is one piece.
-        out: a row to write into; it may be `base` or another row itself, but must not overlap one otherwise.
+        minus: the $b_j$, as in `gram`.
+        segments: the lengths of S consecutive segments that add up to P; `None` means one segment.
+        out: the row to write into. It may be `base` or one of the rows, but must not partially overlap them.
 
     Returns:
-        `out`, or a new row of the kind, shapes and dtypes of `base` (of the first row without one). The sum is formed
-        in float64 and rounded once (by way of float32, as torch does, where the result is bf16 or fp16).
+        `out`, or a new row with the type, shapes and dtypes of `base` (of the first row if `base` is `None`). The sum
+        is formed in float64 and rounded once. For bf16 and fp16, rounding goes by way of float32, as in torch.
 
     Raises:
-        ArgumentError: if the arguments do not fit one another.
+        ArgumentError: if the shapes, dtypes or devices of the arguments are inconsistent.
 
-    Cost: every row used is read once and `out` is written once; no scratch of size P. Of a tuple's tensors those that
-    do not lie in one piece are copied first.
+    Cost: every row used is read once and `out` is written once; no scratch memory of size P. Noncontiguous tensors of a
+    tuple are copied first.
 
     Example:
         >>> import torch
         >>> combine(torch.ones(2), [torch.tensor([2.0, 4.0])], [0.5], minus=torch.ones(2))
         tensor([1.5000, 2.5000])
     """
-    lines = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus, base, out)
-    if is_sharded(lines, base, out):
-        with collective_guard(lines.distinct, base, out):
-            cuts = segment_bounds(segments, lines.size)
-            lines, start, target = lines.with_base_and_out(base, out)
-            factors = check_coefficients(coefficients, len(cuts), len(lines.plus))
-        new = sharded.combine(start, lines, factors, cuts, target, selection)
+    operands = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus, base, out)
+    if is_sharded(operands, base, out):
+        with collective_guard(operands.distinct, base, out):
+            bounds = segment_bounds(segments, operands.size)
+            operands, start, target = operands.with_base_and_out(base, out)
+            numbers = check_coefficients(coefficients, len(bounds), len(operands.plus))
+        new = sharded.combine(start, operands, numbers, bounds, target, selection)
         return new if out is None else out
-    lines, start, target = lines.with_base_and_out(base, out)
+    operands, start, target = operands.with_base_and_out(base, out)
     if target is not None:
-        check_target(target, lines, start)
-    if needs_autograd_path([row for row in (*lines.distinct, start, target) if row is not None]):
-        cuts = segment_bounds(segments, lines.size)
+        check_target(target, operands, start)
+    if needs_autograd_path([row for row in (*operands.distinct, start, target) if row is not None]):
+        bounds = segment_bounds(segments, operands.size)
         return _combine_autograd(
-            start, lines, check_coefficients(coefficients, len(cuts), len(lines.plus)), cuts, target
+            start, operands, check_coefficients(coefficients, len(bounds), len(operands.plus)), bounds, target
         )
-    blocks = Blocks.of(((0, lines.size),)) if segments is None else blocks_of(segments, lines.size)
-    factors = check_coefficients(coefficients, len(blocks.segment_bounds), len(lines.plus))
-    if isinstance(factors, Tensor):
-        if needs_autograd_path((factors,)):
-            return _combine_autograd(start, lines, factors, blocks.segment_bounds, target)
-        factors = factors.tolist()
-    new = empty_like_row(lines.plus[0] if start is None else start) if target is None else target
-    selection.combine(start, lines, factors, blocks, new)
+    blocks = Blocks.of(((0, operands.size),)) if segments is None else blocks_of(segments, operands.size)
+    numbers = check_coefficients(coefficients, len(blocks.segment_bounds), len(operands.plus))
+    if isinstance(numbers, Tensor):
+        if needs_autograd_path((numbers,)):
+            return _combine_autograd(start, operands, numbers, blocks.segment_bounds, target)
+        numbers = numbers.tolist()
+    new = empty_like_row(operands.plus[0] if start is None else start) if target is None else target
+    selection.combine(start, operands, numbers, blocks, new)
     if out is None:
         return new
     bump_version(new)
@@ -246,24 +252,30 @@ def combine(
 
 def _combine_autograd(
     base: Operand | None,
-    lines: Operands,
-    factors: Tensor | list[list[float]],
-    cuts: Sequence[tuple[int, int]],
+    operands: Operands,
+    numbers: Tensor | list[list[float]],
+    bounds: Sequence[tuple[int, int]],
     out: Operand | None,
 ) -> Row:
-    """Plain torch. A row is left out where its coefficient is the number 0; a tensor's derivative needs the row."""
+    """Compute `combine` in plain torch, so that autograd can differentiate it.
+
+    A row is omitted if its coefficient is the number 0. If the coefficients are a tensor, all rows are needed for its
+    derivative.
+    """
     if out is not None:
-        raise ArgumentError("out: cannot be written into while a derivative is followed; leave it out")
-    dense = lines.materialise()
+        raise ArgumentError(
+            "out: expected None while autograd tracks an argument; omit it, or call combine within torch.no_grad()"
+        )
+    dense = operands.materialise()
     parts = [dense.new_zeros(0)]
-    for s, (a, b) in enumerate(cuts):
-        if isinstance(factors, Tensor):
-            parts.append(factors[s].to(dense.device, torch.float64) @ dense[:, a:b])
+    for s, (a, b) in enumerate(bounds):
+        if isinstance(numbers, Tensor):
+            parts.append(numbers[s].to(dense.device, torch.float64) @ dense[:, a:b])
         else:
-            used = [j for j, c in enumerate(factors[s]) if c != 0]
-            parts.append(dense.new_tensor([factors[s][j] for j in used]) @ dense[used, a:b])
+            used = [j for j, c in enumerate(numbers[s]) if c != 0]
+            parts.append(dense.new_tensor([numbers[s][j] for j in used]) @ dense[used, a:b])
     total = torch.cat(parts) if base is None else as_float64(base) + torch.cat(parts)
-    like = lines.plus[0] if base is None else base
+    like = operands.plus[0] if base is None else base
     if isinstance(like, Tensor):
         return total.to(like.dtype)
     pieces = zip(total.split(like.lengths), like, strict=True)

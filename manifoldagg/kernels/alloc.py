@@ -1,8 +1,8 @@
-"""Allocation of results: large tensors use huge pages.
+"""Allocation of results in huge pages.
 
-The system hands out new memory page by page, as it is first written. In pages of 4 KiB that takes several times as long
-as the writing. Linux hands out 2 MiB at a time to who asks for it, where its administrator lets it:
-`/sys/kernel/mm/transparent_hugepage/enabled` says `madvise`, as on most distributions, or `always`.
+The operating system maps new memory page by page at the first write. With pages of 4 KiB, the page faults take several
+times as long as the write itself. Linux maps 2 MiB at a time on request, if
+`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of most distributions) or `always`.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from torch import Tensor
 __all__ = ["HUGE_PAGE_BYTES", "clone", "empty_like", "in_huge_pages", "stack"]
 
 HUGE_PAGE_BYTES = 1 << 21
-"""The bytes of a huge page: what is smaller holds none."""
+"""The size of a huge page. Smaller tensors do not contain a huge page."""
 
 
 def empty_like(tensor: Tensor, **options: Any) -> Tensor:
-    """Allocate as `torch.empty_like`, with huge pages for large tensors.
+    """Allocate like `torch.empty_like`, with huge pages for large tensors.
 
     Example:
         >>> empty_like(torch.ones(2, 3), dtype=torch.float64).shape
@@ -31,7 +31,7 @@ def empty_like(tensor: Tensor, **options: Any) -> Tensor:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Copy as `torch.clone`, with huge pages for large tensors.
+    """Copy like `torch.clone`, with huge pages for large tensors.
 
     Example:
         >>> clone(torch.ones(2))
@@ -41,7 +41,8 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack equally shaped tensors as `torch.stack`, with huge pages for large results; a single tensor is viewed.
+    """Stack equally shaped tensors like `torch.stack`, with huge pages for large results. A single tensor is returned
+    as a view.
 
     Example:
         >>> x = torch.ones(2)
@@ -68,12 +69,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """An advice: where it cannot be followed nothing is lost."""
+    """Request huge pages from the kernel. The request is only a hint, so failures are ignored."""
     advise = _madvise()
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if advise is None or not plain or not tensor.is_cpu or tensor.layout is not torch.strided:
         return
-    # The pages that are the tensor's alone.
+    # Only whole pages within the tensor, because the first and last page may be shared with other objects.
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     advise(start, stop - start, mmap.MADV_HUGEPAGE)
@@ -81,9 +82,9 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 @cache
 def _madvise() -> Any:
-    """The system's, where it has huge pages."""
+    """Return the `madvise` function of the C library, or `None` if the system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise

@@ -1,12 +1,12 @@
 r"""Blocks: the partition of the rows that every backend uses.
 
-Inside a block of $n \le 2^{14}$ entries a backend may add in any order, so that with $u = 2^{-53}$ every entry of a
-Gram matrix obeys
+Within a block of $n \le 2^{14}$ entries, a backend may add in any order. With $u = 2^{-53}$, every entry of a Gram
+matrix satisfies
 
-$$|\hat G_{ij} - G_{ij}| \le (n + 3)\,u \sum_p |r_i[p]\, r_j[p]| \le 1.9 \cdot 10^{-12} \sqrt{G_{ii}\, G_{jj}}:$$
+$$|\hat G_{ij} - G_{ij}| \le (n + 3)\,u \sum_p |r_i[p]\, r_j[p]| \le 1.9 \cdot 10^{-12} \sqrt{G_{ii}\, G_{jj}}.$$
 
-one rounding for each difference and for the product, at most $n - 1$ for the sum; `pairwise_sum` adds a relative
-$2u$ at most. Two backends differ by twice that at most.
+The bound counts one rounding for each difference, one for the product, and at most $n - 1$ for the sum. `pairwise_sum`
+adds a relative error of at most $2u$. Two backends differ by at most twice this bound.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["BLOCK_SIZE", "Blocks"]
 
 BLOCK_SIZE = 1 << 14
-"""The length of a block, in entries; the last one of a segment may be shorter."""
+"""The number of entries of a block. The last block of a segment may be shorter."""
 
 Index = slice | np.ndarray
 
@@ -27,8 +27,8 @@ class Blocks:
     """The blocks of all segments, in order.
 
     Attributes:
-        segment_bounds: start and stop of each segment.
-        table: (B, 3), int64: start, stop and segment of each block. An empty segment has none.
+        segment_bounds: the start and stop of each segment.
+        table: (B, 3), int64: the start, stop and segment of each block. An empty segment has no block.
     """
 
     segment_bounds: tuple[tuple[int, int], ...]
@@ -37,17 +37,17 @@ class Blocks:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(segment_bounds: tuple[tuple[int, int], ...]) -> "Blocks":
-        """Build the blocks of segments with these borders.
+        """Build the blocks of segments with the given bounds.
 
         Example:
             >>> Blocks.of(((0, 20000), (20000, 20000), (20000, 20001))).table.tolist()
             [[0, 16384, 0], [16384, 20000, 0], [20000, 20001, 2]]
         """
-        lines = [np.zeros((0, 3), np.int64)]
+        parts = [np.zeros((0, 3), np.int64)]
         for s, (start, stop) in enumerate(segment_bounds):
             low = np.arange(start, stop, BLOCK_SIZE, dtype=np.int64)
-            lines.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
-        table = np.concatenate(lines)
+            parts.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
+        table = np.concatenate(parts)
         table.setflags(write=False)
         return Blocks(segment_bounds, table)
 
@@ -58,26 +58,28 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The tree of `pairwise_sum`: for each level, the parts that are added and their targets."""
-        here = np.arange(len(self.table))
+        """The reduction tree of `pairwise_sum`: for each level, the target indices and the indices of the blocks added
+        to them.
+        """
+        remaining = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]
-        while len(here) > len(self.first_blocks):
-            rank = np.arange(len(here)) - np.searchsorted(segment, segment)
-            taken = np.flatnonzero(rank % 2)
-            levels.append((_as_slice(here[taken - 1]), _as_slice(here[taken])))
-            here = here[rank % 2 == 0]
+        while len(remaining) > len(self.first_blocks):
+            rank = np.arange(len(remaining)) - np.searchsorted(segment, segment)
+            odd_positions = np.flatnonzero(rank % 2)
+            levels.append((_as_slice(remaining[odd_positions - 1]), _as_slice(remaining[odd_positions])))
+            remaining = remaining[rank % 2 == 0]
             segment = segment[rank % 2 == 0]
         return levels
 
     @cached_property
     def first_blocks(self) -> np.ndarray:
-        """The first block of each nonempty segment."""
+        """The index of the first block of each nonempty segment."""
         return np.flatnonzero(np.diff(self.table[:, 2], prepend=-1))
 
 
 def _as_slice(positions: np.ndarray) -> Index:
-    """Places at one distance as a slice, which needs no copy."""
+    """Return equally spaced indices as a slice, which indexes without a copy."""
     gaps = np.diff(positions, prepend=positions[0] - 1)[1:]
     if len(gaps) and (gaps != gaps[0]).any():
         return positions

@@ -10,12 +10,13 @@ from manifoldagg.kernels.operands import is_sharded
 __all__ = ["chunks"]
 
 CHUNK_SIZE = 1 << 18
-"""Entries for each thread: a dozen vectors fit a last cache, and what calls cost, a tenth of a millisecond in all, is
-small beside their work. Of a quarter of that, on one thread, they took longer than of whole vectors."""
+"""The number of entries of a chunk per thread. A dozen such vectors fit into the last-level cache. The overhead of the
+calls, about 0.1 ms in total, is small compared with their work. Chunks a quarter of this size were slower than whole
+vectors on one thread."""
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of vectors (P,) as views; on a device or over ranks the vectors themselves.
+    """Yield chunks of vectors (P,) as views. Vectors on a GPU or on several ranks are yielded whole.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)

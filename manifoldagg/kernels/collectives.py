@@ -1,8 +1,8 @@
-r"""Collective communication: exchange of numbers between ranks, without deadlock if a rank fails.
+"""Collective communication: exchange of numbers between ranks, without deadlock if a rank fails.
 
-The first message has one length for every call: who sends it, what was called, and as many of the numbers as fit. So
-ranks that disagree, and one that refuses its arguments, are noticed by all; what did not fit follows in a second
-message when all are known to agree. Over a mesh of devices this is done once for each dimension of it.
+The first message has a fixed length. It contains the sender, the operation, and as many of the numbers as fit. All
+ranks therefore detect if the ranks disagree or if one rank rejects its arguments. The remaining numbers follow in a
+second message after all ranks agree. On a device mesh, the exchange runs once for each mesh dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,10 @@ class Ranks:
     """The communicating ranks, and the position of this rank among them.
 
     Attributes:
-        groups: what is gathered over, one after another: the dimensions of a mesh, the last one first.
-        position: the place of this rank, row by row in a mesh.
-        device: where messages start if a group does not take those of the host.
+        groups: the process groups over which messages are gathered, one after another. On a mesh, one for each
+            dimension, the last dimension first.
+        position: the index of this rank, in row-major order on a mesh.
+        device: the device of the messages, if a group does not support the CPU.
     """
 
     groups: tuple["dist.ProcessGroup | None", ...]
@@ -40,7 +41,7 @@ class Ranks:
 
     @staticmethod
     def of_group(group: "dist.ProcessGroup | None", device: torch.device) -> "Ranks":
-        """Return the ranks of a process group; `None` selects all of them."""
+        """Return the ranks of a process group. `None` selects the default group."""
         return Ranks((group,), dist.get_rank(group), device)
 
     @staticmethod
@@ -48,7 +49,7 @@ class Ranks:
         """Return the ranks of a `DeviceMesh`.
 
         Raises:
-            ArgumentError: if this rank is not in it.
+            ArgumentError: if this rank is not in the mesh.
         """
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -58,7 +59,7 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Propagate an exception in the block before an exchange to the other ranks."""
+        """Propagate an exception raised within this context, before an exchange, to the other ranks."""
         try:
             yield
         except Exception:
@@ -69,15 +70,15 @@ class Ranks:
         """Gather the numbers of all ranks, in the order of their positions.
 
         Args:
-            invariants: what must be the same on every rank, at most `PACKET_SIZE - 3` small integers by name.
-            numbers: float64; their shape must follow from the invariants.
+            invariants: values that must be equal on every rank: at most `PACKET_SIZE - 3` small integers by name.
+            numbers: float64. Their shape must be determined by the invariants.
 
         Returns:
             (W, *shape): the numbers of the W ranks, bit for bit.
 
         Raises:
-            ArgumentError: on every rank, if the invariants of the ranks differ, or if a rank failed within
-                `propagate_errors`.
+            ArgumentError: on every rank, if the invariants differ between ranks, or if a rank raised an exception
+                within `propagate_errors`.
         """
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)
@@ -94,10 +95,10 @@ class Ranks:
     def _gather(self, parts: np.ndarray) -> np.ndarray:
         for group in self.groups:
             on_host = "cpu:" in dist.distributed_c10d.get_backend_config(group)
-            own = torch.from_numpy(parts).to("cpu" if on_host else self.device)
-            every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, own, group=group)
-            parts = torch.cat(every).cpu().numpy()
+            local = torch.from_numpy(parts).to("cpu" if on_host else self.device)
+            gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, local, group=group)
+            parts = torch.cat(gathered).cpu().numpy()
         return parts
 
 
@@ -110,9 +111,11 @@ def _make_packet(numbers: list[float]) -> np.ndarray:
 def _check_agreement(packets: np.ndarray, names: tuple[str, ...]) -> None:
     accepted = packets[:, 0]
     ranks = packets[:, 2].astype(int).tolist()
-    refused = [rank for rank, well in zip(ranks, accepted, strict=True) if not well]
-    if refused:
-        raise ArgumentError(f"ranks: expected arguments that every rank can use; refused on {refused}, which say why")
+    failed = [rank for rank, ok in zip(ranks, accepted, strict=True) if not ok]
+    if failed:
+        raise ArgumentError(
+            f"ranks: expected valid arguments on every rank, got errors on {failed}; see the messages of these ranks"
+        )
     for column, name in enumerate(names, len(PACKET_HEADER)):
         given = packets[:, column].astype(int).tolist()
         if len(set(given)) > 1:

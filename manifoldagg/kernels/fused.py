@@ -1,4 +1,4 @@
-"""Fused linear combinations: several outputs that are computed from the operands as they were before any write."""
+"""Fused linear combinations: several outputs, all computed from the operands as they were before the first write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ __all__ = ["LinearCombination", "must_defer"]
 
 @dataclass(frozen=True, eq=False)
 class LinearCombination:
-    r"""A row plus a linear combination of rows, and its target; see [`combine`][manifoldagg.kernels.combine].
+    """A base row plus a linear combination of rows, and its target; see [`combine`][manifoldagg.kernels.combine].
 
     Attributes:
         base: a row, or `None` for zero.
-        rows: those that are read.
-        coefficients: of these rows, one line for all tensors or one for each.
-        out: the target; several are computed at once only into tensor lists of the same lengths, or into new memory.
+        rows: the operands.
+        coefficients: the coefficients of the operands: one list for all tensors, or one list for each tensor.
+        out: the target. Several combinations are computed at once only into tensor lists of equal lengths, or into new
+            memory.
     """
 
     base: Operand | None
@@ -35,46 +36,49 @@ class LinearCombination:
         minus: Sequence[Row | None] | None,
         out: Operand,
     ) -> "LinearCombination":
-        """Build a combination without the rows whose coefficients are 0; `minus` is `None` for operands.
+        """Build a linear combination, and omit the rows whose coefficients are 0. `minus` must be `None` if `rows` are
+        `Operands`.
 
         Raises:
-            ArgumentError: if a row is not a row, or lengths or devices differ.
+            ArgumentError: if a row is not a valid row, or if lengths or devices differ.
         """
         if len(coefficients) == 1:
             used = [j for j, c in enumerate(coefficients[0]) if c != 0] or [0]
         else:
             used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
         if isinstance(rows, Operands):
-            lines = rows.select(used)
+            operands = rows.select(used)
         else:
-            lines = Operands.of([rows[j] for j in used], minus and [minus[j] for j in used])
+            operands = Operands.of([rows[j] for j in used], minus and [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
-        start = next((row for row in lines.distinct if row is base), None)
+        start = next((row for row in operands.distinct if row is base), None)
         if start is None and base is not None:
-            start = lines.as_operand("base", base)
-        lines.as_operand("out", out)  # of which vectors are seen as such pieces
-        return LinearCombination(start, lines, numbers, out)
+            start = operands.as_operand("base", base)
+        operands.as_operand("out", out)  # validates the target, and registers its lengths
+        return LinearCombination(start, operands, numbers, out)
 
     @property
     def target(self) -> TensorList:
-        """The target as a tensor list, which it is if several combinations are computed in place."""
+        """The target as a tensor list, which in-place computation of several combinations requires."""
         assert isinstance(self.out, TensorList)
         return self.out
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        """The rows that are read."""
+        """The distinct rows that the combination reads."""
         return self.rows.distinct if self.base is None else (*self.rows.distinct, self.base)
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return for each combination whether a later one reads its target."""
+    """Return for each combination whether a later one reads its target, so that its write must be deferred."""
     later: set[int] = set()
-    found = []
-    for goal in reversed(combinations):
-        found.append(not later.isdisjoint(goal.target.addresses))
-        for row in goal.inputs:
+    deferred = []
+    for combination in reversed(combinations):
+        deferred.append(not later.isdisjoint(combination.target.addresses))
+        for row in combination.inputs:
             later.update(
-                address_ranges(row, goal.target.lengths)[0].tolist() if isinstance(row, Tensor) else row.addresses
+                address_ranges(row, combination.target.lengths)[0].tolist()
+                if isinstance(row, Tensor)
+                else row.addresses
             )
-    return found[::-1]
+    return deferred[::-1]

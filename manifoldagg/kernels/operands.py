@@ -1,4 +1,4 @@
-"""Operands: rows that are vectors or unevaluated differences of vectors, and their checks."""
+"""Operands: validated rows, which are vectors or unevaluated differences of vectors."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -42,38 +42,40 @@ __all__ = [
 
 Subtrahend = Tensor | Sequence[Row | None] | None
 Operand = Tensor | TensorList
-"""A row that was checked."""
+"""A validated row."""
 SHARD_GROUP: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar(
     "shard_group", default=None
 )
-"""The group of `across_ranks` and its replicated segments, within it."""
+"""The process group of the active `across_ranks` context and its replicated segments."""
 
 _requires_grad = attrgetter("requires_grad")
 
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
-"""Of these types no `DTensor` is: tuples of hundreds of tensors are looked through at once."""
+"""Types that are not `DTensor`s. They allow a fast check of tuples with hundreds of tensors."""
 PLAIN_ROW_TYPES = NON_DTENSOR_TYPES | {TensorList}
 NUMBER_TYPES = frozenset({float, int})
 NO_DEVICE = torch.device("meta")
-"""Where no row can be: rows have values."""
+"""A placeholder for an unknown device. A row cannot be on the meta device, because rows have values."""
 
 
 class Operands:
-    """k checked rows of P entries: row i is `plus[i]`, or `plus[i] - minus[i]` where that is not `None`.
+    """k validated rows of P entries: row i is `plus[i] - minus[i]`, or `plus[i]` if `minus[i]` is `None`.
 
     [`gram`][manifoldagg.kernels.gram] and [`combine`][manifoldagg.kernels.combine] accept operands in place of rows and
-    do not check them again. Operands belong to one step, in which no tensor gets another shape, dtype or storage.
+    do not validate them again. Operands are valid for one step, during which the shape, dtype and storage of every
+    tensor stay fixed.
 
     Attributes:
-        plus: vectors, or tensors that all have the same lengths.
-        minus: as many, or `None`.
-        distinct: all of them, each once.
+        plus: the minuends: vectors, or tensor lists of equal lengths.
+        minus: the subtrahends: one row or `None` for each minuend.
+        distinct: all distinct rows.
         size: P; -1 before the first row.
-        device: on which all are.
-        lengths: of the tensors of what is a tuple; `None` as long as all are vectors.
-        described: rows by their `id`, which they keep alive, with their descriptors for the native library.
-        tables: how the native library reads these rows: the number of pieces, their edges, and the descriptors of
-            `plus` and `minus`; `None` before `prepare`, and for rows that it cannot read.
+        device: the common device.
+        lengths: the lengths of the tensors in tensor lists; `None` if all rows are vectors.
+        described: rows by their `id`, with their descriptors for the native library. The dict holds references, so that
+            the ids stay valid.
+        tables: the arguments of the native library: the number of pieces, their edges, and the descriptors of `plus`
+            and `minus`. `None` before `prepare`, and for rows that the library cannot read.
     """
 
     plus: tuple[Operand, ...]
@@ -87,58 +89,59 @@ class Operands:
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
-        """Check and pair `rows` with `minus`: one vector for all rows, or one row (or `None`) for each.
+        """Validate `rows`, and pair them with `minus`: one vector for all rows, or one row (or `None`) for each.
 
         Raises:
-            ArgumentError: if a row is no floating vector nor a tuple of floating tensors, or lengths or devices differ.
+            ArgumentError: if a row is neither a floating vector nor a tuple of floating tensors, or if lengths or
+                devices differ.
         """
         if isinstance(rows, Tensor) and rows.ndim != 2:
             raise ArgumentError(f"rows: expected shape (k, P), got {tuple(rows.shape)}")
         plus = rows if type(rows) is tuple else _as_tuple("rows", rows)
-        less: tuple[Any, ...]
+        subtrahends: tuple[Any, ...]
         if minus is None or isinstance(minus, Tensor):
-            less = (minus,) * len(plus)
+            subtrahends = (minus,) * len(plus)
         else:
-            less = minus if type(minus) is tuple else _as_tuple("minus", minus)
+            subtrahends = minus if type(minus) is tuple else _as_tuple("minus", minus)
         if not plus:
             raise ArgumentError("rows: expected at least one row, got none")
-        if len(less) != len(plus):
-            raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(less)}")
-        found = Operands()
-        found.described = {}
-        lines: dict[int, Operand] = {}
+        if len(subtrahends) != len(plus):
+            raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(subtrahends)}")
+        operands = Operands()
+        operands.described = {}
+        validated: dict[int, Operand] = {}
         for i, row in enumerate(plus):
-            if id(row) not in lines:
-                lines[id(row)] = found.as_operand("rows", row, i)
-        for i, row in enumerate(less):
-            if row is not None and id(row) not in lines:
-                lines[id(row)] = found.as_operand("minus", row, i)
-        return found._paired(
-            [lines[id(row)] for row in plus], [None if row is None else lines[id(row)] for row in less]
+            if id(row) not in validated:
+                validated[id(row)] = operands.as_operand("rows", row, i)
+        for i, row in enumerate(subtrahends):
+            if row is not None and id(row) not in validated:
+                validated[id(row)] = operands.as_operand("minus", row, i)
+        return operands._paired(
+            [validated[id(row)] for row in plus], [None if row is None else validated[id(row)] for row in subtrahends]
         )
 
     def select(self, indices: Sequence[int]) -> "Operands":
-        """Return the rows at some places, with what is subtracted from them."""
+        """Return the rows at the given indices, with their subtrahends."""
         return self._paired([self.plus[i] for i in indices], [self.minus[i] for i in indices])
 
     def with_minus(self, minus: Sequence[Operand | None]) -> "Operands":
-        """Return these rows less others, each of which must be in `distinct` or `None`."""
+        """Return these rows with other subtrahends, each of which must be `None` or in `distinct`."""
         return self._paired(self.plus, minus)
 
     def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
-        """Pair rows that were checked together with these."""
-        found = Operands()
-        found.size = self.size
-        found.device = self.device
-        found.lengths = self.lengths
-        found.described = self.described
-        found.plus, found.minus = tuple(plus), tuple(minus)
-        found.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
-        return found
+        """Pair rows that were validated together with these."""
+        operands = Operands()
+        operands.size = self.size
+        operands.device = self.device
+        operands.lengths = self.lengths
+        operands.described = self.described
+        operands.plus, operands.minus = tuple(plus), tuple(minus)
+        operands.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
+        return operands
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Check a base that is not one of the rows, and a target; return both after the rows, cut as they are."""
-        # The operands of the caller remain vectors in one piece.
+        """Validate a base and a target, and return the rows, the base and the target, divided into the same pieces."""
+        # A copy, so that the caller's operands remain vectors in one piece.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
         rows = self._paired(self.plus, self.minus) if cut else self
         start = next((row for row in self.distinct if row is base), None)
@@ -147,10 +150,10 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Check a row against the first one.
+        """Validate a row against the first one.
 
         Raises:
-            ArgumentError: naming the row, or the tensor in it.
+            ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
         """
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
@@ -160,73 +163,73 @@ class Operands:
             if fits and row.dtype.is_floating_point and row.layout is torch.strided:
                 return row
         elif isinstance(row, tuple) and row:
-            line = row if isinstance(row, TensorList) else TensorList(row)
-            with suppress(TypeError, AttributeError):  # of an entry that is not a tensor
-                device, size = line.device, line.size
+            tensors = row if isinstance(row, TensorList) else TensorList(row)
+            with suppress(TypeError, AttributeError):  # an entry is not a tensor
+                device, size = tensors.device, tensors.size
                 if self.device is NO_DEVICE and device is not None:
                     self.size = size
                     self.device = device
-                alike = self.size == size and device == self.device and self.lengths in (None, line.lengths)
-                if alike and not ("torch.distributed.tensor" in sys.modules and dtensors_in((line,))):
+                alike = self.size == size and device == self.device and self.lengths in (None, tensors.lengths)
+                if alike and not ("torch.distributed.tensor" in sys.modules and dtensors_in((tensors,))):
                     if self.lengths is None:
-                        self.lengths = line.lengths
-                        self.described = {}  # Vectors are described piece by piece from now on.
-                    return line
+                        self.lengths = tensors.lengths
+                        self.described = {}  # Vectors have one descriptor per piece from here on.
+                    return tensors
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
     def _describe_error(self, row: Any) -> str:
-        """What is wrong with a row, or with the first tensor in it with which something is."""
+        """Describe what is wrong with a row, or with its first invalid tensor."""
         if not isinstance(row, tuple):
-            fault = _tensor_error(row, self.device)
-            real = isinstance(row, Tensor) and row.dtype.is_floating_point
-            if real and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != (self.size,))):
+            error = _tensor_error(row, self.device)
+            is_float = isinstance(row, Tensor) and row.dtype.is_floating_point
+            if is_float and (row.ndim != 1 or (self.device is not NO_DEVICE and row.shape != (self.size,))):
                 expected = "one dimension" if self.device is NO_DEVICE else f"({self.size},)"
-                fault = f"expected shape {expected}, got {tuple(row.shape)}"
-            return f": {fault}"
+                error = f"expected shape {expected}, got {tuple(row.shape)}"
+            return f": {error}"
         if not row:
             return ": expected at least one tensor, got an empty tuple"
         lengths = self.lengths
         if lengths is not None and len(lengths) != len(row):
             return f": expected {len(lengths)} tensors, got {len(row)}"
         for i, tensor in enumerate(row):
-            fault = _tensor_error(tensor, self.device)
-            if fault is None and dtensors_in((tensor,)):
-                fault = "expected a plain tensor, got a DTensor, of which whole vectors alone may be"
-            if fault is None and lengths is not None and tensor.numel() != lengths[i]:
-                fault = f"expected {lengths[i]} entries, got {tensor.numel()}"
-            if fault is not None:
-                return f"[{i}]: {fault}"
+            error = _tensor_error(tensor, self.device)
+            if error is None and dtensors_in((tensor,)):
+                error = "expected a plain tensor, got a DTensor; only whole vectors may be DTensors"
+            if error is None and lengths is not None and tensor.numel() != lengths[i]:
+                error = f"expected {lengths[i]} entries, got {tensor.numel()}"
+            if error is not None:
+                return f"[{i}]: {error}"
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     def materialise(self) -> Tensor:
-        """Compute the rows as one float64 tensor (k, P) in plain torch, which supports every transform."""
+        """Compute the rows as one float64 tensor (k, P) in plain torch, which supports all function transforms."""
         pairs = zip(self.plus, self.minus, strict=True)
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
     def prepare(self) -> "Operands":
-        """Return these rows as a backend reads them: with contiguous tensors, and on the CPU with `tables`."""
+        """Return these rows in the form that backends read: contiguous, and on the CPU with `tables`."""
         if self.tables is not None:
             return self
         if self.device == CPU:
-            known = self.described
-            known[id(None)] = None, NULL_DESCRIPTOR * (1 if self.lengths is None else len(self.lengths))
+            descriptors = self.described
+            descriptors[id(None)] = None, NULL_DESCRIPTOR * (1 if self.lengths is None else len(self.lengths))
             for row in self.distinct:
-                if id(row) not in known:
+                if id(row) not in descriptors:
                     if isinstance(row, TensorList):
-                        known[id(row)] = row, row.describe()
+                        descriptors[id(row)] = row, row.describe()
                     else:
-                        known[id(row)] = row, describe_vector(row, self.lengths)
-            plus = [known[id(row)][1] for row in self.plus]
-            minus = [known[id(row)][1] for row in self.minus]
+                        descriptors[id(row)] = row, describe_vector(row, self.lengths)
+            plus = [descriptors[id(row)][1] for row in self.plus]
+            minus = [descriptors[id(row)][1] for row in self.minus]
             if all(plus) and all(minus):
                 lengths = self.lengths or (self.size,)
                 self.tables = len(lengths), edges(lengths).tobytes(), b"".join(plus), b"".join(minus)
                 return self
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
-        dense = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
-        less = [None if row is None else dense[id(row)] for row in self.minus]
-        copies = self._paired([dense[id(row)] for row in self.plus], less)
+        contiguous = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
+        minus_rows = [None if row is None else contiguous[id(row)] for row in self.minus]
+        copies = self._paired([contiguous[id(row)] for row in self.plus], minus_rows)
         copies.described = {}  # Copies are released after the call.
         return copies.prepare()
 
@@ -241,15 +244,15 @@ def _tensor_error(tensor: Any, device: torch.device) -> str | None:
 
 
 def empty_like_row(like: Operand) -> Operand:
-    """Allocate a row like this one."""
+    """Allocate a row with the type, shapes and dtypes of `like`."""
     return like.new_empty() if isinstance(like, TensorList) else empty_like(like)
 
 
-OVERLAP_ERROR = "out: expected base or a row itself, or memory apart from theirs; got an overlap"
+OVERLAP_ERROR = "out: expected base, a row, or memory disjoint from theirs, got a partial overlap"
 
 
 def bump_version(out: Operand) -> None:
-    """Increment the version of `out` after a write that torch did not see, so that autograd detects it."""
+    """Increment the autograd version of `out` after a write that torch did not see."""
     tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
     if any(map(Tensor.is_inference, tensors)):
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -257,10 +260,10 @@ def bump_version(out: Operand) -> None:
 
 
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
-    """Check that `out`, a row, is disjoint from each operand or identical to it.
+    """Check that `out` is disjoint from each operand or identical to it.
 
     Raises:
-        ArgumentError: if it shares a part of its memory with itself or what is read.
+        ArgumentError: if `out` partially overlaps an operand or itself.
     """
     read = rows.distinct if base is None else (*rows.distinct, base)
     if rows.lengths is not None:
@@ -273,7 +276,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
     if size == 0:
         return
     low = out.data_ptr()
-    stride = out.stride(0) * out.itemsize if size > 1 else out.itemsize  # in bytes, as all that follows
+    stride = out.stride(0) * out.itemsize if size > 1 else out.itemsize  # all values below are in bytes
     high = low + (size - 1) * stride + out.itemsize
     for row in read:
         assert isinstance(row, Tensor)
@@ -285,7 +288,8 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
-        if step != stride or not out.itemsize <= gap <= stride - row.itemsize:  # else between its entries
+        # A row with the same stride may be interleaved with `out` without overlap.
+        if step != stride or not out.itemsize <= gap <= stride - row.itemsize:
             raise ArgumentError(OVERLAP_ERROR)
 
 
@@ -302,15 +306,15 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Kept, as checks and borders of some hundred segments take longer than the step of a small model."""
+    """Build cached blocks. Validating a few hundred segments would take longer than the step of a small model."""
     return Blocks.of(segment_bounds(segments, size))
 
 
 def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ...]) -> None:
-    """Check that a target of tensors is disjoint from each operand or identical to it.
+    """Check that a target with several tensors is disjoint from each operand or identical to it.
 
     Raises:
-        ArgumentError: if one shares a part of its memory with itself, another one, or what is read.
+        ArgumentError: if a tensor of the target partially overlaps itself, another tensor of the target, or an operand.
     """
     if (
         isinstance(out, TensorList)
@@ -320,36 +324,39 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
         return
     starts, stops = address_ranges(out, lengths)
     order = np.argsort(starts, kind="stable")
-    order = order[stops[order] > starts[order]]  # tensors without entries are nowhere
+    order = order[stops[order] > starts[order]]  # empty tensors do not occupy memory
     low = starts[order]
     high = stops[order]
-    folded = _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
-    if folded or (high[:-1] > low[1:]).any():
+    self_overlaps = (
+        _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
+    )
+    if self_overlaps or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     others = [row for row in read if row is not out]
     if len(order) == 0 or not others:
         return
-    begin, end = np.stack([address_ranges(row, lengths) for row in others], axis=1)
-    # Of `out`, by address, the first tensor that ends behind where each begins: it is met, if any is.
-    first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
-    met = (low[first] < end) & (high[first] > begin) & (end > begin)
-    same = (order[first] == np.arange(len(starts))) & (starts == begin) & (stops == end)
-    if (met & ~same).any():
+    start, stop = np.stack([address_ranges(row, lengths) for row in others], axis=1)
+    # For each operand tensor, find the first tensor of `out` by address that ends after the operand tensor begins. If
+    # any tensor of `out` overlaps it, this one does.
+    first = np.minimum(np.searchsorted(high, start, side="right"), len(order) - 1)
+    overlapping = (low[first] < stop) & (high[first] > start) & (stop > start)
+    identical = (order[first] == np.arange(len(starts))) & (starts == start) & (stops == stop)
+    if (overlapping & ~identical).any():
         raise ArgumentError(OVERLAP_ERROR)
-    for row, pieces in zip(others, met, strict=True):
+    for row, pieces in zip(others, overlapping, strict=True):
         if pieces.any() and not _have_same_dtypes(out, row, np.flatnonzero(pieces)):
             raise ArgumentError(OVERLAP_ERROR)
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
-    """Whether several entries may lie at one address: a step from one to the next does not lead past those between."""
+    """Return whether entries may share an address: a stride does not exceed the extent of the smaller strides."""
     if tensor.is_contiguous():
         return False
-    reach = 0
+    extent = 0
     for step, n in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-        if step <= reach:
+        if step <= extent:
             return True
-        reach += step * (n - 1)
+        extent += step * (n - 1)
     return False
 
 
@@ -366,7 +373,7 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
-    """Whether these pieces of two rows have the same dtypes."""
+    """Return whether the given pieces of two rows have the same dtypes."""
     kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
     if len(kinds) == 1 and kinds == others:
         return True
@@ -375,7 +382,8 @@ def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the start and the stop of each segment; `segments` are lengths that sum to `size`, `None` is one.
+    """Return the start and the stop of each segment. `segments` are lengths that sum to `size`; `None` means one
+    segment.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -397,10 +405,10 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Return coefficients of shape (s, k): lists of floats, or a tensor if tensors were given.
+    """Return coefficients of shape (s, k), as lists of floats, or as a tensor if tensors were passed.
 
     Raises:
-        ArgumentError: if they are not numbers, or not so many.
+        ArgumentError: if they are not numbers, or if their shape is neither (k,) nor (s, k).
     """
     try:
         if isinstance(coefficients, np.ndarray):
@@ -408,7 +416,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
         if isinstance(coefficients, Tensor):
             factors = _check_real(coefficients)
         else:
-            # Tuples, where unions would do: the compiler of torch 2.6 does not take these.
+            # Tuples instead of union types, which torch.compile in torch 2.6 does not support.
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
@@ -428,10 +436,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 
 
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
-    """Return whether autograd or a functorch transform tracks any of `tensors`, vectors or tuples of them.
+    """Return whether autograd or a functorch transform tracks any of `tensors`, which are vectors or tuples of tensors.
 
-    The fused kernels are inference-only: a custom operator would hand a transform silent zeros, so such
-    calls take the plain torch path. So do calls that `torch.compile` traces, which sees through nothing else.
+    The fused kernels are inference-only. A custom operator would silently return zero derivatives to a transform, so
+    such calls use plain torch. Calls traced by `torch.compile` do so too, because it can trace nothing else.
     """
     if torch.compiler.is_compiling():
         return True
@@ -443,12 +451,12 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
         forward_ad.unpack_dual(row).tangent is not None for row in iter_tensors(tensors)
     ):
         return True
-    within = torch._C._functorch.peek_interpreter_stack() is not None
-    return within and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in iter_tensors(tensors))
+    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    return in_transform and any(torch._C._functorch.is_functorch_wrapped_tensor(row) for row in iter_tensors(tensors))
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether this rank holds only shards: of a `DTensor`, or within `across_ranks`."""
+    """Return whether this rank holds only shards, either of a `DTensor` or within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
@@ -462,19 +470,19 @@ def dtensors_in(groups: Iterable[Any]) -> list[Any]:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
-    found = []
+    result = []
     for group in groups:
         if isinstance(group, module.DTensor):
-            found.append(group)
-        elif isinstance(group, Operands):  # tensor lists have none
-            found += [row for row in group.distinct if isinstance(row, module.DTensor)]
+            result.append(group)
+        elif isinstance(group, Operands):  # tensor lists contain no DTensor
+            result += [row for row in group.distinct if isinstance(row, module.DTensor)]
         elif isinstance(group, (tuple, list)) and not NON_DTENSOR_TYPES.issuperset(map(type, group)):
-            found += dtensors_in(group)
-    return found
+            result += dtensors_in(group)
+    return result
 
 
 def iter_tensors(groups: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over tensors, including those in nested sequences and tuples."""
+    """Iterate over tensors, including those in nested sequences."""
     for group in groups:
         if isinstance(group, Tensor) or not isinstance(group, Sequence):
             yield group
@@ -490,7 +498,7 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
 
 
 def _stack_numbers(numbers: Any) -> Tensor:
-    """Nested numbers and tensors as one float64 tensor, which carries their derivatives."""
+    """Stack nested numbers and tensors into one float64 tensor that preserves their derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
     if isinstance(numbers, (str, bytes, bool, np.bool_)):

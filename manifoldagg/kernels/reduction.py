@@ -1,12 +1,12 @@
-r"""Reduction of the block sums to a Gram matrix.
+"""Reduction of the block sums to a Gram matrix.
 
-They are folded, always in the same order and with the rounding errors kept: the result does not depend on who computed
-which block, nor on how many threads there were.
+The blocks are added in a fixed order, with compensation of the rounding errors. The result therefore does not depend on
+which thread computed which block, or on the number of threads.
 
-Squares of float32, bf16 and fp16 differences always fit, denormal ones too. A float64 row that is below $2^{-450}$ or
-above $2^{500}$ in a segment is multiplied there by $2^{-e}$, with $2^e$ next to its largest entry, which loses nothing;
-the products are multiplied by $2^{e_i + e_j}$ at the end. So what float64 can hold of a Gram matrix is right to the
-last digits, in each segment.
+Squares of float32, bf16 and fp16 differences never overflow or underflow, even for subnormal numbers. A float64 row can
+be below $2^{-450}$ or above $2^{500}$ in a segment. It is then multiplied by $2^{-e}$ in this segment, where $2^e$ is
+close to its largest entry, which is exact. The products are multiplied by $2^{e_i + e_j}$ at the end. Every entry of a
+Gram matrix that float64 can represent is therefore accurate to the last digits, in each segment.
 """
 
 import math
@@ -33,8 +33,8 @@ __all__ = [
 
 CompensatedSum = tuple[np.ndarray, np.ndarray] | np.ndarray
 
-# Between them, by Cauchy and Schwarz, no sum of products of two rows overflows, and what denormal squares lose, 2^-1075
-# each, is nothing beside 2^-900.
+# Between these bounds, no sum of products of two rows overflows, by the Cauchy-Schwarz inequality. The error of
+# subnormal squares, 2^-1075 each, is negligible relative to 2^-900.
 MIN_SQUARED_NORM = 2.0**-900
 MAX_SQUARED_NORM = 2.0**1000
 
@@ -52,29 +52,29 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
     outside = out_of_range(rows, high)
     if outside is not None:
         powers = scaling_exponents(rows, blocks, outside)
-        if powers.any():  # else what is outside is zero or not finite, whatever it is multiplied by
+        if powers.any():  # otherwise the out-of-range rows are zero or not finite, and scaling has no effect
             scaled = reference.block_products(rows.prepare(), blocks, -powers)
             high = rescaled(high, _sum_over_blocks(scaled, rows, blocks), powers)
     return torch.from_numpy(high.take(_triangle_indices(len(rows.plus)), axis=1))
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the first component of `pairwise_sum`, which the compiled backend computes with the same bits."""
+    """Return the first component of `pairwise_sum`. The compiled backend computes it with the same bits."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
-    found: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
-    return found
+    result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
+    return result
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     r"""Sum over the blocks of each segment, as unevaluated pairs $h + l$.
 
-    Neighbours are added pairwise, level by level; the rounding error of each addition is computed exactly
-    (Knuth's two-sum) and carried along. So $h + l$ has an error of order $u^2 \sum |x|$, and $h$ is the sum
-    rounded once, but for ties closer than that.
+    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each addition
+    exactly, and the errors are added up. The error of $h + l$ is therefore of order $u^2 \sum |x|$. Except for ties
+    closer than that, $h$ is the exact sum rounded once.
 
     Args:
-        block_sums: (B, n) float64, a row for each block.
-        blocks: which segment each belongs to.
+        block_sums: (B, n) float64, one row for each block.
+        blocks: the blocks, with the segment of each.
 
     Returns:
         (2, S, n): $h$ and $l$.
@@ -83,7 +83,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     if not blocks.reduction_levels:
         total[0, blocks.table[:, 2]] = block_sums
         return total
-    parts = np.zeros((2, *block_sums.T.shape))  # blocks last: numpy runs along them
+    parts = np.zeros((2, *block_sums.T.shape))  # blocks are the last axis, which NumPy traverses fastest
     parts[0] = block_sums.T
     with np.errstate(invalid="ignore", over="ignore"):
         for left, right in blocks.reduction_levels:
@@ -93,65 +93,66 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """Add two pairs $h + l$ as a pair; where $h$ is not finite, $l$ is 0. It may warn of infinities."""
+    """Add two pairs $h + l$. If $h$ is not finite, $l$ is 0. The function may emit warnings about infinities."""
     high = a[0] + b[0]
-    # Knuth 1969: the error of a[0] + b[0] exactly, whichever is larger, in six operations without a comparison.
+    # Knuth 1969: the exact error of a[0] + b[0], whichever is larger, in six operations without a comparison.
     other = high - a[0]
     low = (a[0] - (high - other)) + (b[0] - other) + (a[1] + b[1])
     total = high + low
     low -= total - high
     if not np.isfinite(total).all():
-        # Infinity less infinity made the errors NaN: the sum itself says what became of it.
+        # Infinity minus infinity makes the errors NaN, so the uncorrected sum is used.
         low = np.where(np.isfinite(total), low, 0.0)
         total = np.where(np.isfinite(total), total, high)
     return total, low
 
 
 def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
-    """Return where a squared norm may exceed the range of float64, (S, k), or `None` if nowhere.
+    """Return where a squared norm may be outside the range of float64, (S, k), or `None` if all are within it.
 
     Args:
         rows: the rows.
-        sums: (S, k(k+1)/2), their products as they came out.
+        sums: (S, k(k+1)/2), their unscaled products.
     """
     k = len(rows.plus)
-    # Of float32 and narrower the least magnitude is 2^-149 and the largest below 2^128: all squares fit.
+    # Magnitudes of float32 and narrower dtypes are between 2^-149 and 2^128, so all their squares are within range.
     for row in rows.distinct:
         if torch.float64 in ((row.dtype,) if isinstance(row, Tensor) else row.dtypes):
             break
     else:
         return None
     squares = sums[:, _triangle_indices(k).diagonal()]
-    # A sum of squares is NaN where an entry is not finite, and only there: then no power of two helps.
+    # A sum of squares is NaN only if an entry is not finite. Scaling by a power of two does not help then.
     outside: np.ndarray = (squares < MIN_SQUARED_NORM) | (squares > MAX_SQUARED_NORM)
     if not outside.any():
         return None
-    # Differences of a vector from itself are 0 and need no second look; `scaling_exponents` finds other zeros.
+    # The difference of a vector from itself is 0 and needs no scaling. `scaling_exponents` detects other zeros.
     zero = [plus is minus for plus, minus in zip(rows.plus, rows.minus, strict=True)]
     outside &= ~np.array(zero)
     return outside if outside.any() else None
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Return the exponents $e$ (S, k) for rows out of range; 0 elsewhere and for zero or nonfinite segments."""
+    """Return the exponents $e$ (S, k) of out-of-range rows; 0 elsewhere and for zero or nonfinite segments."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])
-        # Powers of two alone: a product with one is exact, and so is its undoing, while the result is a normal number.
+        # Only powers of two: multiplication by one is exact, and so is its inverse as long as the result is a normal
+        # number.
         powers[s, i] = math.frexp(largest)[1] if 0 < largest < math.inf else 0
     return powers
 
 
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
-    r"""Return `sums` (S, k(k+1)/2) with out-of-range products replaced by products of rows multiplied by $2^{-e}$."""
-    # A product with a row out of range may have left it too, whatever the other row is.
+    """Return `sums` (S, k(k+1)/2) with the out-of-range products replaced by those of rows multiplied by $2^{-e}$."""
+    # A product with an out-of-range row may be out of range too, for any other row.
     i, j = np.tril_indices(powers.shape[1])
-    both = powers[:, i] + powers[:, j]
-    touched = (powers[:, i] != 0) | (powers[:, j] != 0)
-    # What does not fit float64 even then becomes infinity or 0, as it should; what nobody scaled keeps its bits.
+    exponents = powers[:, i] + powers[:, j]
+    is_scaled = (powers[:, i] != 0) | (powers[:, j] != 0)
+    # A product that float64 cannot represent becomes infinity or 0. Products of unscaled rows keep their bits.
     with np.errstate(over="ignore", under="ignore"):
-        found: np.ndarray = np.where(touched, np.ldexp(scaled, both), sums)
-        return found
+        result: np.ndarray = np.where(is_scaled, np.ldexp(scaled, exponents), sums)
+        return result
 
 
 def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
@@ -168,11 +169,11 @@ def _triangle_indices(k: int) -> np.ndarray:
 
 @torch.no_grad()
 def _max_abs(rows: Operands, i: int, start: int, stop: int) -> float:
-    """The largest magnitude among the entries from `start` to `stop` of row i; NaN where one is NaN."""
-    found = [0.0]
+    """Return the largest magnitude among the entries from `start` to `stop` of row i, or NaN if one is NaN."""
+    maxima = [0.0]
     minus = rows.minus[i]
     for low in range(start, stop, BLOCK_SIZE):
         window = (low, min(low + BLOCK_SIZE, stop))
-        line = as_float64(rows.plus[i], *window)
-        found.append((line if minus is None else line - as_float64(minus, *window)).abs().max().item())
-    return float(np.max(found))
+        values = as_float64(rows.plus[i], *window)
+        maxima.append((values if minus is None else values - as_float64(minus, *window)).abs().max().item())
+    return float(np.max(maxima))

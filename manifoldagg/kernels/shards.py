@@ -1,6 +1,6 @@
-r"""Shards: the entries of vectors that this rank holds, and the ranks that hold the others.
+"""Shards: the entries of vectors that this rank holds, and the ranks that hold the other entries.
 
-Either the vectors are `DTensor`s, which know it, or they are plain tensors within
+The vectors are either `DTensor`s, which know their placement, or plain tensors within
 [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
 """
 
@@ -37,27 +37,30 @@ SegmentBounds = Sequence[tuple[int, int]]
 
 @contextmanager
 def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collection[int] = ()) -> Iterator[None]:
-    r"""Treat plain tensors in this context as the shards of this rank: `gram` and `combine` cover all ranks.
+    """Treat plain tensors in this context as the shards of this rank, so that `gram` and `combine` cover all ranks.
 
-    `segments` are then the lengths of the pieces: as many on every rank, 0 where a rank holds nothing of a tensor.
-    `gram` returns the same bits everywhere; `combine` takes the coefficients of rank 0, then works on its piece alone.
+    - `segments` are the lengths of the local pieces. Every rank passes the same number of segments, with length 0 for a
+      tensor of which it holds nothing.
+    - `gram` returns the same bits on every rank.
+    - `combine` uses the coefficients of rank 0 and writes only the local shard.
 
-    A model that FSDP2 has sharded is such a set of pieces, with a segment for each parameter:
-    `torch.cat([p.to_local().flatten() for p in model.parameters()])`, of lengths `p.to_local().numel()`. A vector
-    that is a `DTensor` knows its ranks: it needs no context, and heeds none.
+    A model sharded by FSDP2 is such a set of shards, with one segment for each parameter:
+    `torch.cat([p.to_local().flatten() for p in model.parameters()])`, with the lengths `p.to_local().numel()`. A vector
+    that is a `DTensor` knows its ranks. It needs no context and ignores one.
 
-    Every rank of the group makes the same calls in the same order, also those that hold nothing. What is refused on
-    one rank is refused on all, and so are calls that differ between ranks. Not noticed: copies that are not equal.
+    Every rank of the group must make the same calls in the same order, including ranks that hold nothing. If one rank
+    rejects its arguments, or if the calls differ between ranks, all ranks raise an exception. Replicas with different
+    values are not detected.
 
     Args:
-        group: the ranks; `None` is all of them.
-        replicated: the segments that every rank holds as a whole. They are counted once, from rank 0.
+        group: the ranks; `None` selects the default group.
+        replicated: the indices of the segments that every rank holds completely. They are counted once, from rank 0.
 
     Raises:
-        ArgumentError: if there is no process group, or this rank is not in it.
+        ArgumentError: if there is no process group, or if this rank is not in it.
 
-    Cost: one all-gather a call, of 8 KiB a rank; what exceeds 500 sums (four rows in fifty segments) goes in a
-    second, of 16 bytes each. Rows whose squares leave the range of float64 take two more.
+    Cost: one all-gather per call, of 8 KiB per rank. More than 500 sums (four rows in fifty segments) need a second
+    all-gather, of 16 bytes per sum. Rows whose squares exceed the range of float64 need two more.
 
     Example:
         >>> from manifoldagg.kernels import gram
@@ -68,11 +71,13 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
         >>> dist.destroy_process_group()
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise ArgumentError("group: expected an initialised process group; call torch.distributed.init_process_group")
+        raise ArgumentError(
+            "group: expected an initialised process group, got none; call torch.distributed.init_process_group"
+        )
     if dist.get_rank(group) < 0:
-        raise ArgumentError(f"group: expected one with rank {dist.get_rank()} in it")
-    copies = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
-    token = SHARD_GROUP.set((group, copies))
+        raise ArgumentError(f"group: expected a process group that contains rank {dist.get_rank()}, got one without it")
+    replicated_segments = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
+    token = SHARD_GROUP.set((group, replicated_segments))
     try:
         yield
     finally:
@@ -81,24 +86,24 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 @contextmanager
 def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
-    """Raise an exception of the block before a collective operation on every rank.
+    """Propagate an exception within this context to all ranks, so that no rank waits forever in a collective operation.
 
-    The others would wait for ever; so they raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names
-    this rank. It is for checks before `sharded.gram` and `sharded.combine`, which have guards of their own: they must
-    not be called within one.
+    The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. Use the guard for
+    checks before `sharded.gram` and `sharded.combine`. These have their own guards, so they must not be called within
+    one.
 
     Raises:
-        ArgumentError: if the tensors are not pieces, or their mesh is without this rank.
+        ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
     """
-    placed = dtensors_in(groups)
+    dtensors = dtensors_in(groups)
     active = SHARD_GROUP.get()
     device = next((tensor.device for tensor in iter_tensors(groups) if isinstance(tensor, Tensor)), torch.device("cpu"))
-    if placed:
-        ranks = Ranks.of_mesh(placed[0].device_mesh, device)
+    if dtensors:
+        ranks = Ranks.of_mesh(dtensors[0].device_mesh, device)
     elif active:
         ranks = Ranks.of_group(active[0], device)
     else:
-        raise ArgumentError("rows: expected DTensors, or a call within across_ranks")
+        raise ArgumentError("rows: expected DTensors, or a call within across_ranks, got plain tensors outside of it")
     with ranks.propagate_errors():
         yield ranks
 
@@ -108,10 +113,10 @@ class LocalShard:
     """The shard of some vectors that this rank holds.
 
     Attributes:
-        blocks: the blocks of the piece.
-        is_counted: for each segment, whether its entries count here: one rank's do where several hold a copy.
-        segments_checksum: a digest of what must be the same of the segments on every rank.
-        dtypes_checksum: a digest of which vectors there are.
+        blocks: the blocks of the shard.
+        is_counted: for each segment, whether this rank counts its entries. Only one rank counts a replicated segment.
+        segments_checksum: a checksum of the segment data that must be equal on every rank.
+        dtypes_checksum: a checksum of the names and dtypes of the vectors.
         local_tensors: the local part of each vector, by its `id`.
     """
 
@@ -123,16 +128,18 @@ class LocalShard:
 
     @staticmethod
     def of(rows: Operands, segments: SegmentBounds, **others: Operand | None) -> "LocalShard":
-        """Return the shard of these vectors; `None` among the others is left out.
+        """Return the shard of these vectors, ignoring those that are `None`.
 
         Raises:
-            ArgumentError: if the vectors are not held alike, or in a way that cannot be used.
+            ArgumentError: if the placements of the vectors differ or are not supported.
         """
         groups = (("rows", rows.plus), ("minus", rows.minus))
         listed = {f"{name}[{i}]": row for name, group in groups for i, row in enumerate(group)} | others
         named = {name: vector for name, vector in listed.items() if vector is not None}
         if needs_autograd_path(list(named.values())):
-            raise ArgumentError("rows: derivatives are not followed over ranks; use torch.no_grad(), or detach them")
+            raise ArgumentError(
+                "rows: expected shards without autograd, got tracked ones; use torch.no_grad(), or detach them"
+            )
         return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
     def local(self, vector: Operand) -> Operand:
@@ -143,7 +150,7 @@ class LocalShard:
         """Return the local rows."""
         minus = tuple(row if row is None else self.local(row) for row in rows.minus)
         local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
-        local.lengths = rows.lengths  # also where the base or the target alone is a tuple
+        local.lengths = rows.lengths  # also if only the base or the target is a tuple
         return local
 
     def invariants(self, call: int, k: int) -> dict[str, int]:
@@ -153,25 +160,27 @@ class LocalShard:
 
 
 def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> LocalShard:
-    group, copies = SHARD_GROUP.get() or (None, ())
-    if copies and copies[-1] >= len(segments):
-        raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {copies[-1]}")
+    group, replicated_segments = SHARD_GROUP.get() or (None, ())
+    if replicated_segments and replicated_segments[-1] >= len(segments):
+        raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
     first = dist.get_rank(group) == 0
-    counted = tuple(first or s not in copies for s in range(len(segments)))
+    counted = tuple(first or s not in replicated_segments for s in range(len(segments)))
     tensors = {id(vector): vector for vector in vectors.values()}
-    return LocalShard(Blocks.of(tuple(segments)), counted, _checksum(copies), _dtypes_checksum(vectors), tensors)
+    return LocalShard(
+        Blocks.of(tuple(segments)), counted, _checksum(replicated_segments), _dtypes_checksum(vectors), tensors
+    )
 
 
 def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalShard:
-    like = vectors["rows[0]"]
+    first = vectors["rows[0]"]
     for name, vector in vectors.items():
-        _check_placement(name, vector, like)
-    mesh = like.device_mesh
+        _check_placement(name, vector, first)
+    mesh = first.device_mesh
     start = 0
-    stop = like.shape[0]
+    stop = first.shape[0]
     original = True
-    for place, ways, index in zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True):
-        if place.is_shard():  # as torch.chunk cuts
+    for place, ways, index in zip(first.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        if place.is_shard():  # split like torch.chunk
             width = -(-(stop - start) // ways)
             begin = start
             start = min(stop, begin + index * width)
@@ -183,7 +192,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
         tensors[id(vector)] = local = _to_local(vector)
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
-            raise ArgumentError(f"{name}: expected {expected}, as torch.chunk cuts, got {local.shape[0]}")
+            raise ArgumentError(f"{name}: expected {expected}, as split by torch.chunk, got {local.shape[0]}")
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
     return LocalShard(Blocks.of(cuts), (original,) * len(cuts), _checksum(segments), _dtypes_checksum(vectors), tensors)
 
@@ -192,7 +201,7 @@ def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(vector, DTensor):
-        raise ArgumentError(f"{name}: expected a DTensor, as others are, got a plain tensor")
+        raise ArgumentError(f"{name}: expected a DTensor like the other rows, got a plain tensor")
     for place in vector.placements:
         if not (type(place) is Replicate or (type(place) is Shard and place.dim == 0)):
             raise ArgumentError(f"{name}: expected placements Shard(0) or Replicate(), got {place}")

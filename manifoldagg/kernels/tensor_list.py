@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""What `native.cpp` calls the dtypes that it reads."""
+"""The dtypes that `native.cpp` reads, with their numbers there."""
 EMPTY_ADDRESS = 64
-"""The address of a tensor without entries, which is never read; 0 means that there is no tensor."""
+"""The address of an empty tensor, which is never read. The address 0 marks a missing tensor."""
 _pack_descriptor = Struct("3q").pack
 NULL_DESCRIPTOR = _pack_descriptor(0, 1, 0)
 """The descriptor of an operand that is `None`."""
@@ -49,14 +49,14 @@ _reader: Reader | None = None
 _read_header = Struct("3q").unpack_from
 HEADER_BYTES = 24
 COLUMN_BYTES = 8
-"""The bytes of one number in the table of the native reader."""
+"""The size of one number in the table of the native reader."""
 KINDS = {
     sum(1 << code for code in NATIVE_DTYPES.values() if bits & 1 << code): frozenset(
         dtype for dtype, code in NATIVE_DTYPES.items() if bits & 1 << code
     )
     for bits in range(1, 1 << len(NATIVE_DTYPES))
 }
-"""The dtypes of a list by the second number of its table. Tables with further dtypes have other numbers."""
+"""The dtypes of a list by the second number of its table. Lists with other dtypes have other numbers."""
 CPU_ONLY = frozenset({CPU})
 
 
@@ -69,14 +69,16 @@ def set_reader(reader: Reader | None) -> Reader | None:
 
 @lru_cache(maxsize=64)
 def _unpack(numbers: bytes) -> tuple[int, ...]:
-    """The numbers as a tuple. The lists of a step have equal lengths, and one object is fast to compare with itself."""
+    """Return the numbers as a tuple. The cache returns one object for equal lengths, which is fast to compare with
+    itself.
+    """
     return tuple(array("q", numbers))
 
 
 class _lazy(Generic[T]):
-    """A property of a tensor list that is computed once. The first one that is read starts the native reader.
+    """A property of a tensor list that is computed once. The first access starts the native reader.
 
-    It is a `cached_property` without the lock, which would cost more than the values.
+    It is a `cached_property` without the lock, which would take longer than computing the values.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -89,17 +91,19 @@ class _lazy(Generic[T]):
             row.read()
             if self.name in known:
                 return known[self.name]  # type: ignore[no-any-return]
-        found = known[self.name] = self.function(row)
-        return found
+        value = known[self.name] = self.function(row)
+        return value
 
 
 class TensorList(tuple[Tensor, ...]):
-    r"""A row whose P entries are those of some tensors, of any shapes and dtypes, one tensor after another.
+    """A row whose P entries are those of several tensors, of any shapes and dtypes, one tensor after another.
 
-    It is the tuple of these tensors and stands wherever a kernel takes one; the kernels make it of a plain tuple
-    themselves. Made by the caller it spares questions: what each tensor is and where it lies is asked once, by the
-    first call, and not again in the next ones. So it is for one step, in which no tensor is given another shape, dtype
-    or storage; what the entries are may change.
+    A tensor list is the tuple of these tensors. The kernels accept a plain tuple in its place and convert it
+    themselves. A caller that converts it once saves time: the first call reads the attributes of every tensor, and
+    later calls reuse them.
+
+    A tensor list is valid for one step, during which the shape, dtype and storage of every tensor stay fixed. The
+    values of the entries may change.
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
@@ -112,11 +116,10 @@ class TensorList(tuple[Tensor, ...]):
     """
 
     norm_bound: float | None = None
-    """How long the row is at most, where whoever made it has said so."""
+    """An upper bound on the norm of the row, if the creator knows one."""
 
     disjoint_from: tuple[Any, ...] = ()
-    """Rows of which a caller has seen, by `operands.check_no_alias`, that these tensors may be written while they are
-    read."""
+    """Rows that may be read while these tensors are written, as `operands.check_no_alias` has verified."""
 
     table: bytes
     """The table of the native reader, or `b""` if the attributes are read in Python; see `tensor_reader.cpp`."""
@@ -125,7 +128,7 @@ class TensorList(tuple[Tensor, ...]):
         """Read all attributes in one native call, if the native reader supports these tensors."""
         known = self.__dict__
         known["table"] = table = b""
-        # What determined the addresses has determined the other attributes too.
+        # If the addresses are known, the other attributes are known too.
         if _reader is not None and "addresses" not in known and not torch.compiler.is_compiling():
             known["table"] = table = _reader(self)
         if table:
@@ -163,13 +166,13 @@ class TensorList(tuple[Tensor, ...]):
     @_lazy
     def devices(self) -> frozenset[torch.device]:
         """The distinct devices."""
-        # To ask each tensor for its device would take as long as everything else together.
+        # Reading the device of every tensor takes as long as all other checks together.
         return CPU_ONLY if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
     @_lazy
     def device(self) -> torch.device | None:
-        """The common device if all tensors are dense, allocated and floating there; else `None`."""
-        # All attributes that a check needs at once: each would cost two calls of its own.
+        """The common device if all tensors are dense, allocated and floating; else `None`."""
+        # Read all attributes that a check needs at once. Separate properties would cost two more calls each.
         lengths = tuple(map(Tensor.numel, self))
         dtypes = frozenset(map(_dtype, self))
         self.__dict__.update(lengths=lengths, size=sum(lengths), dtypes=dtypes)
@@ -198,20 +201,20 @@ class TensorList(tuple[Tensor, ...]):
         if self.table:
             n = len(self)
             return np.frombuffer(self.table, np.int64, 2 * n, HEADER_BYTES + COLUMN_BYTES * n).reshape(2, n)
-        found = np.empty((2, len(self)), np.int64)
-        found[:] = self.addresses
+        result = np.empty((2, len(self)), np.int64)
+        result[:] = self.addresses
         if self.is_contiguous:
             items = self[0].itemsize if len(self.dtypes) == 1 else [dtype.itemsize for dtype in map(_dtype, self)]
-            found[1] += np.array(self.lengths, np.int64) * items
+            result[1] += np.array(self.lengths, np.int64) * items
         else:
-            found[1] += np.array([_byte_extent(tensor) for tensor in self], np.int64)
-        return found
+            result[1] += np.array([_byte_extent(tensor) for tensor in self], np.int64)
+        return result
 
     def describe(self) -> bytes:
-        """Return the address, stride and dtype of each tensor for `native.cpp`; `b""` if it cannot read one."""
+        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` if it cannot read one."""
         known = self.__dict__
         if "descriptors" not in known:
-            # One function reads all that a kernel needs: each attribute would cost two calls of its own.
+            # This function reads everything that a kernel needs. Separate properties would cost two more calls each.
             if "table" not in known:
                 self.read()
             if "is_contiguous" not in known:
@@ -232,12 +235,12 @@ class TensorList(tuple[Tensor, ...]):
     def new_empty(self) -> "TensorList":
         """Allocate contiguous tensors like these."""
         if self.is_contiguous:
-            # Where all are small none need be asked for its size. Every result needs memory of its own, and neither
-            # `torch._foreach_*` nor the allocator of DLPack is faster than this loop.
+            # If all tensors are small, their sizes need no check. Every result needs its own memory. Neither
+            # `torch._foreach_*` nor the DLPack allocator is faster than this loop.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
-            found = TensorList(map(torch.empty_like if small else empty_like, self))
-            found.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
-            return found
+            result = TensorList(map(torch.empty_like if small else empty_like, self))
+            result.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
+            return result
         return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
 
@@ -258,11 +261,12 @@ def _descriptors(row: TensorList) -> bytes:
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
-    """Return the address, stride and dtype of each piece of a vector for `native.cpp`; `b""` if it cannot read it.
+    """Return the address, stride and dtype of each piece of a vector for `native.cpp`, or `b""` if it cannot read the
+    vector.
 
     Args:
-        vector: on the CPU.
-        lengths: of the pieces; `None` is one piece.
+        vector: a vector on the CPU.
+        lengths: the lengths of the pieces; `None` means one piece.
     """
     dtype = NATIVE_DTYPES.get(vector.dtype)
     address = vector.data_ptr()
@@ -279,15 +283,15 @@ def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
 
 
 def _byte_extent(tensor: Tensor) -> int:
-    """The bytes from the first entry to the last."""
+    """Return the number of bytes from the first entry to the end of the last one."""
     if tensor.numel() == 0:
         return 0
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.itemsize
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 Row = Tensor | tuple[Tensor, ...]
-"""A vector (P,), or tensors whose entries, one tensor after another, are P numbers."""
+"""A vector (P,), or a tuple of tensors with P entries in total, in the order of the tuple."""
 
 
 @lru_cache(maxsize=64)
@@ -298,27 +302,27 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
         >>> edges((2, 0, 3)).tolist()
         [0, 2, 2, 5]
     """
-    found = np.array([0, *accumulate(lengths)], np.int64)
-    found.setflags(write=False)
-    return found
+    result = np.array([0, *accumulate(lengths)], np.int64)
+    result.setflags(write=False)
+    return result
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the pieces with entries from `start` to `stop`, and the range within each.
+    """Return the pieces with entries between `start` and `stop`, and the range within each.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)
         [(0, 1, 2), (2, 0, 2)]
     """
-    found = []
+    result = []
     piece = bisect_right(borders, start) - 1
     while start < stop:
         end = min(stop, borders[piece + 1])
         if end > start:
-            found.append((piece, start - borders[piece], end - borders[piece]))
+            result.append((piece, start - borders[piece], end - borders[piece]))
         start = max(start, end)
         piece += 1
-    return found
+    return result
 
 
 def as_float64(row: Row, start: int = 0, stop: int | None = None) -> Tensor:

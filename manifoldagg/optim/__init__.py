@@ -1,4 +1,4 @@
-"""Torch optimizers: rules as outer optimizers of training across data centres."""
+"""Torch optimizers that apply server rules, as outer optimizers of training across data centres."""
 
 from manifoldagg.optim.outer import Outer
 

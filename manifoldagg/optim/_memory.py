@@ -1,4 +1,4 @@
-"""Alias checks of a step: written memory is disjoint from all other memory that is read or written."""
+"""Alias checks of a step: written memory must be disjoint from all other memory that is read or written."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class MemoryAccess:
     """The rows of one model, with one tensor for each parameter.
 
     Attributes:
-        names: of the parameters.
-        writes: the parameters, and what is kept beside them.
-        reads: what the step is made of.
+        names: the names of the parameters.
+        writes: the parameters, and the stored state that is overwritten.
+        reads: the inputs of the step.
     """
 
     names: Sequence[str]
@@ -29,49 +29,53 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that written memory is disjoint from read memory, or is the same entries of the same parameter.
+    """Check that each written tensor is disjoint from every read tensor, or has the same entries of the same parameter.
 
     Raises:
-        ArgumentError: naming a parameter of which that is not so.
+        ArgumentError: if memory overlaps. The message names a parameter.
     """
     names = [name for model in accesses for name in model.names]
     borders = np.cumsum([0, *(len(model.names) for model in accesses)])
-    spans, places = [], []
+    ranges, positions = [], []
     tensors: list[Tensor] = []
     for model, start in zip(accesses, borders, strict=False):
         for row in model.writes:
-            odd = (
+            expanded = (
                 [] if row.is_contiguous else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
             )
-            if odd:
+            if expanded:
                 raise ArgumentError(
-                    f"params: {odd[0]}: expected entries with memory of their own, got an expanded tensor"
+                    f"params: {expanded[0]}: expected entries with their own memory, got an expanded tensor"
                 )
-            spans.append(row.address_ranges)
-            places.append(np.arange(start, start + len(row)))
+            ranges.append(row.address_ranges)
+            positions.append(np.arange(start, start + len(row)))
             tensors += row
-    low, high = np.concatenate(spans, axis=1) if spans else np.empty((2, 0), np.int64)
+    low, high = np.concatenate(ranges, axis=1) if ranges else np.empty((2, 0), np.int64)
     order = np.argsort(low, kind="stable")
-    order = order[high[order] > low[order]]  # tensors without entries are nowhere
+    order = order[high[order] > low[order]]  # empty tensors do not occupy memory
     if not len(order):
         return
-    low, high, place = low[order], high[order], np.concatenate(places)[order]
+    low, high, position = low[order], high[order], np.concatenate(positions)[order]
     shared = np.flatnonzero(high[:-1] > low[1:])
     if len(shared):
-        name = names[max(place[shared[0]], place[shared[0] + 1])]
-        raise ArgumentError(f"params: {name}: expected memory of its own, got some that is written elsewhere too")
+        name = names[max(position[shared[0]], position[shared[0] + 1])]
+        raise ArgumentError(f"params: {name}: expected its own memory, got memory that another tensor writes too")
     for model, start in zip(accesses, borders, strict=False):
         for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
-            begin, end = row.address_ranges
-            # By address, the first that ends behind where each begins: it is met, if any is.
-            first = np.minimum(np.searchsorted(high, begin, side="right"), len(order) - 1)
-            for i in np.flatnonzero((low[first] < end) & (high[first] > begin) & (end > begin)).tolist():
+            start_address, end = row.address_ranges
+            # For each read tensor, find the first written tensor by address that ends after it begins. If any written
+            # tensor overlaps it, this one does.
+            first = np.minimum(np.searchsorted(high, start_address, side="right"), len(order) - 1)
+            for i in np.flatnonzero(
+                (low[first] < end) & (high[first] > start_address) & (end > start_address)
+            ).tolist():
                 j = first[i]
-                same = (place[j], low[j], high[j]) == (start + i, begin[i], end[i])
+                same = (position[j], low[j], high[j]) == (start + i, start_address[i], end[i])
                 if not same or row[i].dtype != tensors[order[j]].dtype:
                     name = model.names[i]
                     raise ArgumentError(
-                        f"params: {name}: expected gradients and bases apart from what is written, or just there"
+                        f"params: {name}: expected gradients and bases disjoint from or identical to written memory, "
+                        "got a partial overlap"
                     )
 
 

@@ -1,10 +1,14 @@
-"""Conversion of a rule's state to a torch optimizer state: tensors by parameter, and shared numbers.
+"""Conversion between the state of a rule and the state of a torch optimizer.
 
-A state is a tree of dicts and tuples. Its leaves are named by their way through the tree, `correction.0.length`. Rows
-are kept piece by piece, each beside its parameter; vectors likewise, under a name that ends in `VECTOR_SUFFIX`. A list
-has one number for each parameter, under a name that ends in `PER_PARAMETER_SUFFIX`. A word is the number that its
-letters make, `None` is 0, under a name that ends in `STRING_SUFFIX`: checkpoints of torch take tensors and numbers.
-Which rule it is of is such a word too.
+The state of a rule is a tree of dicts and tuples. The state of a torch optimizer has one flat dict for each parameter,
+with tensors and numbers as values. Each leaf is stored under its path in the tree, such as `correction.0.length`:
+
+- The tensors of a row are stored with their parameters.
+- So are the parts of a vector, under a name that ends in `VECTOR_SUFFIX`.
+- A list has one number for each parameter, under a name that ends in `PER_PARAMETER_SUFFIX`.
+- A string is encoded as an integer, and `None` as 0, under a name that ends in `STRING_SUFFIX`. Torch checkpoints
+  contain only tensors and numbers.
+- The class of the rule is such a string too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import short_repr
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.durability.fingerprint import import_path
@@ -39,21 +43,23 @@ PER_PARAMETER_SUFFIX = "[]"
 VECTOR_SUFFIX = "()"
 STRING_SUFFIX = "@"
 RULE_ENTRY = "of" + STRING_SUFFIX
-"""The name of the word for the rule that keeps the rest."""
+"""The name of the entry with the class of the rule that stored the state."""
 
 ParamState = Mapping[str, Any]
-"""What is kept beside one parameter."""
+"""The stored state of one parameter."""
 
 
 def common(state: ParamState) -> dict[str, Any]:
-    """The shared state of all parameters of a model: the numbers, and the names of the rest."""
+    """Return the state that all parameters of a model share: the numbers, and the names of the other entries."""
     return {
         name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
     }
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether all parameters share this state; compared by columns, as a model has hundreds of parameters."""
+    """Return whether all parameters share this state. The comparison runs by entry, because a model has hundreds of
+    parameters.
+    """
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
         return False
@@ -68,7 +74,7 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """Return the key of a rule: its class, and those of the wrapped rules."""
+    """Return the key of a rule, which encodes its class and the classes of the wrapped rules."""
     return _encode_string(_rule_name(rule))
 
 
@@ -76,25 +82,25 @@ def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, sh
     """Check that a parameter's stored state belongs to this rule and is complete.
 
     Raises:
-        ArgumentError: if not.
+        ArgumentError: if it belongs to another rule, has a wrong shape, or lacks an entry.
     """
     given = state.get(RULE_ENTRY)
     if given != rule_key(rule):
-        told = _decode_string(given) if type(given) is int else "a state of another optimizer"
-        raise ArgumentError(f"{name}: expected the state of {_rule_name(rule)}, got {told}")
+        got = _decode_string(given) if type(given) is int else "a state of another optimizer"
+        raise ArgumentError(f"{name}: expected the state of {_rule_name(rule)}, got {got}")
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:
             raise ArgumentError(f"{name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
     for leaf in flatten_state(initial_state, [shape.numel()]):
         stem = _without_suffix(leaf)
         if not any(_without_suffix(key) == stem or key.startswith(f"{stem}.") for key in state):
-            raise ArgumentError(f"{name}: expected {stem}, which {type(rule).__name__} begins with")
+            raise ArgumentError(f"{name}: expected the entry {stem} of {type(rule).__name__}, got a state without it")
 
 
 def _rule_name(rule: Any) -> str:
     parts = [getattr(rule, part.name) for part in fields(rule)] if is_dataclass(rule) else []
-    within = ", ".join(_rule_name(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
-    return import_path(type(rule)) + (f"({within})" if within else "")
+    wrapped = ", ".join(_rule_name(part) for part in parts if hasattr(part, "init") and hasattr(part, "step"))
+    return import_path(type(rule)) + (f"({wrapped})" if wrapped else "")
 
 
 def _without_suffix(name: str) -> str:
@@ -113,11 +119,11 @@ def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
     """Return the leaves of a state by name: numbers, `Combination`s, and lists with one entry for each parameter.
 
     Args:
-        tree: what a rule returned.
-        lengths: how many entries each parameter has.
+        tree: the state that the rule returned.
+        lengths: the number of entries of each parameter.
 
     Raises:
-        RuleError: if there is a leaf that is none of these.
+        RuleError: if a leaf has another type.
     """
     return dict(_iter_leaves("", tree, lengths))
 
@@ -147,7 +153,7 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
 
 @dataclass(frozen=True, eq=False)
 class NormBound:
-    """A bound on the norm of a row, valid until its tensors change."""
+    """An upper bound on the norm of a row, valid until its tensors change."""
 
     row: TensorList
     norm: float
@@ -155,7 +161,7 @@ class NormBound:
 
     @staticmethod
     def of(row: TensorList, norm: float) -> "NormBound | None":
-        """Return the bound of a new row with sums of this length; `None` if writes are not tracked."""
+        """Return the bound of a new row, given its norm before rounding; `None` if torch does not track its writes."""
         if any(map(Tensor.is_inference, row)):
             return None
         rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
@@ -171,8 +177,8 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
     """Return the tree of these leaves, each stored with its parameter; `None` if nothing is stored.
 
     Args:
-        states: beside each parameter.
-        bounds: of rows by name, as far as they are known.
+        states: the stored state of each parameter.
+        bounds: the known bounds on the norms of rows, by name.
     """
     if not states[0]:
         return None
@@ -195,16 +201,16 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
         elif name.endswith(STRING_SUFFIX):
             name = name.removesuffix(STRING_SUFFIX)
             leaf = _decode_string(value) or None
-        *way, last = name.split(".")
+        *path, last = name.split(".")
         branch = tree
-        for step in way:
+        for step in path:
             branch = branch.setdefault(step, {})
         branch[last] = leaf
     return _restore_tuples(tree)
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Return the tree with tuples for integer names, which may have been reordered by the host."""
+    """Return the tree with tuples in place of dicts with integer keys, whose order the host may have changed."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _restore_tuples(branch) for name, branch in tree.items()}

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, is_finite
-from manifoldagg.corrections.frame import Combination, overflow_headroom
+from manifoldagg.corrections.combination import Combination
+from manifoldagg.corrections.frame import overflow_headroom
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Rule, Update
 from manifoldagg.federated.pytrees import introduces_nonfinite
@@ -41,36 +42,40 @@ __all__ = ["Outer"]
 
 WORKER_NAME = re.compile(r"[\w-]+")
 WORKER_PREFIX = "worker "
-"""How the names begin of what a rule keeps for a worker."""
+"""The prefix of the names under which a rule stores the state of a worker."""
 
 
 class Outer(torch.optim.Optimizer):
-    r"""A rule as a `torch.optim.Optimizer`: each parameter's `grad` is a pseudo-gradient $\Theta^t - \Theta_i$.
+    r"""A rule as a `torch.optim.Optimizer`. Each parameter's `grad` is a pseudo-gradient $\Theta^t - \Theta_i$.
 
-    `step()` moves the parameters, where they lie, by the rule's step for the displacement $-\mathrm{grad}$, times
-    `group["lr"]`: `Outer(params, ASGD(0.7))` is SGD of rate 0.7, `Outer(params, Momentum(ASGD(0.7), nesterov=True))`
-    the outer optimizer of DiLoCo. Parameters whose `grad` is `None` rest. A rejected update changes nothing.
+    `step()` applies the rule's step for the displacement $-\mathrm{grad}$, times `group["lr"]`, to the parameters in
+    place. For example:
 
-    A group is one model: cosines and lengths are those of all its tensors together, or of each where the rule works
-    tensor by tensor. A group has its own `lr`, which schedulers may change.
+    - `Outer(params, ASGD(0.7))` is SGD with the learning rate 0.7.
+    - `Outer(params, Momentum(ASGD(0.7), nesterov=True))` is the outer optimizer of DiLoCo.
 
-    What the rule keeps is `state[p]`, for each parameter: tensors like it, in float32 at least, and numbers. So it can
-    be sharded and loaded as that of other optimisers, bit for bit. Of the rule `state_dict()` has the class alone, and
-    another rule rejects it.
+    Parameters whose `grad` is `None` are left unchanged. A rejected update changes nothing.
 
-    Parameters may be `DTensor`s, as those that `fully_shard` has cut: one dimension of their mesh is sharded, and only
-    inner products travel along it. Every rank then calls `step`. `maximize`, `differentiable` and `capturable` are not
-    there: a rule has no derivative, and decides on the host.
+    A parameter group is one model. Cosines and norms are those of all its tensors together, or of each tensor if the
+    rule works by tensor. Each group has its own `lr`, which schedulers may change.
+
+    The state of the rule is `state[p]` for each parameter: tensors of the parameter's shape, in float32 or wider, and
+    numbers. It can be sharded and loaded like the state of other optimizers, bit for bit. `state_dict()` contains only
+    the class of the rule, and another rule rejects it.
+
+    Parameters may be `DTensor`s, such as those of `fully_shard`, with one sharded dimension of the mesh. Only inner
+    products are communicated along it. Every rank then calls `step`. The options `maximize`, `differentiable` and
+    `capturable` do not exist, because a rule has no derivative and makes decisions on the host.
 
     Args:
-        params: parameters, named ones or groups, as of any optimiser; dense and of a floating dtype.
-        rule: that works on rows and asks workers for nothing but where they went, such as `ASGD`, `FedOrtho`,
+        params: parameters, named parameters or groups, as in any optimizer. They must be dense and floating.
+        rule: a rule that accepts tensor lists and needs only the models of workers, such as `ASGD`, `FedOrtho`,
             `FedBuff`, `Momentum` of them, `HeLoCo`, `DelayedNesterov` or `RadialDirectional`.
-        lr: by which the rule's step is multiplied.
+        lr: the factor of the rule's step.
 
     Raises:
-        ArgumentError: if the rule needs more than that, `lr` is negative, or a parameter is sparse or not of a floating
-            dtype.
+        ArgumentError: if the rule needs more than models, if `lr` is negative, or if a parameter is sparse or not
+            floating.
 
     Example:
         >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -97,11 +102,11 @@ class Outer(torch.optim.Optimizer):
         self._norm_bounds = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept: dict[str, Any] = super().__getstate__()
-        return kept | {"rule": self.rule}
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"rule": self.rule}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in any optimizer; a group has its own `lr`."""
+        """Add a parameter group, as in any optimizer. A group has its own `lr`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for i, p in enumerate(group["params"]):
@@ -112,19 +117,19 @@ class Outer(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, as in any optimizer; tensors keep their dtypes, which may differ from the parameters'.
+        """Load a state, as in any optimizer. Tensors retain their dtypes, which may differ from the parameters' dtypes.
 
         Raises:
-            ArgumentError: if it is the state of another rule. Nothing has changed then.
+            ArgumentError: if it is the state of another rule. The optimizer is then unchanged.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for p, key in zip(params, saved, strict=False):
-            kept = state_dict["state"].get(key)
-            if kept:
-                here = _local_rows([p])
-                begins = self.rule.init(_parameter_space(((here[0].shape, here[0].dtype),)), here)
-                check_state(f"state_dict: state: {key}", kept, self.rule, begins, p.shape)
+            stored = state_dict["state"].get(key)
+            if stored:
+                local = _local_rows([p])
+                initial = self.rule.init(_parameter_space(((local[0].shape, local[0].dtype),)), local)
+                check_state(f"state_dict: state: {key}", stored, self.rule, initial, p.shape)
         super().load_state_dict(dict(state_dict))
         for p, key in zip(params, saved, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
@@ -142,24 +147,23 @@ class Outer(torch.optim.Optimizer):
     ) -> Any:
         r"""Apply the pseudo-gradients as one update.
 
-        A rule that measures the drift, such as `FedOrtho`, needs to know where a late worker started: the host, which
-        knows that it is late, has sent it there, and says so by `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffers ask
-        for none.
+        A rule that measures the drift, such as `FedOrtho`, needs the start of a stale worker. The host, which
+        dispatched the worker, passes it as `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffers do not need it.
 
         Args:
-            closure: computes the gradients and returns a loss.
-            staleness: $\tau - t$, how many steps others have taken since the worker started.
-            worker: who it was, for rules that tell workers apart.
+            closure: a function that computes the gradients and returns a loss.
+            staleness: $\tau - t$, the number of other steps since the worker started.
+            worker: the name of the worker, for rules with a state for each worker.
             weight: $w_i$, the worker's share of the data.
-            base: $\Theta^t$, a tensor for each parameter of all groups in their order, those of the same `DTensor`s;
-                `None`: the parameters as they are.
+            base: $\Theta^t$, one tensor for each parameter of all groups in order, with the same placements for
+                `DTensor`s. The default is the current parameters.
 
         Returns:
-            What the closure did.
+            The return value of the closure.
 
         Raises:
-            ArgumentError: naming what does not fit, such as a gradient that is sparse or not finite; or if the worker
-                is late and the rule needs the `base`.
+            ArgumentError: if an argument is invalid, for example a gradient that is sparse or not finite. Also if the
+                worker is stale, the rule requires `base` and none is passed.
         """
         loss = None
         if closure is not None:
@@ -174,14 +178,16 @@ class Outer(torch.optim.Optimizer):
                 f"base: expected the start of the worker, which {type(self.rule).__name__} requires for a stale update"
             )
         with torch.no_grad():
-            given = self._check_bases(base)
-            known = {"staleness": staleness, "client": worker, "weight": weight}
-            moves = [
-                self._plan(model, given, known) for group in self.param_groups for model in self._param_sets(group)
+            bases = self._check_bases(base)
+            update_info = {"staleness": staleness, "client": worker, "weight": weight}
+            steps = [
+                self._plan(model, bases, update_info)
+                for group in self.param_groups
+                for model in self._param_sets(group)
             ]
-            check_no_alias([move.memory_access for move in moves])
-            for move in moves:
-                self._norm_bounds[move.params[0]] = move.apply(self.state)
+            check_no_alias([planned.memory_access for planned in steps])
+            for planned in steps:
+                self._norm_bounds[planned.params[0]] = planned.apply(self.state)
         return loss
 
     def _check_bases(self, base: Sequence[Tensor] | None) -> dict[Tensor, Tensor]:
@@ -197,87 +203,97 @@ class Outer(torch.optim.Optimizer):
                 kind = f"{b.layout} of {b.dtype}" if isinstance(b, Tensor) else repr(b)
                 raise ArgumentError(f"base[{i}]: expected a dense floating tensor, got {kind}")
             if b.shape != p.shape or b.device != p.device or _placement(b) != _placement(p):
-                raise ArgumentError(f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}")
+                raise ArgumentError(
+                    f"base[{i}]: expected a tensor like the parameter, of shape {tuple(p.shape)}, got {tuple(b.shape)}"
+                )
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
         """Return the parameters of a group with a gradient, grouped by the number of their steps."""
         gradients: list[Any] = [p.grad for p in group["params"]]
-        places = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        gradients = [gradients[i] for i in places]
-        params = [group["params"][i] for i in places]
-        names = [_param_name(group, i) for i in places]
+        indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        gradients = [gradients[i] for i in indices]
+        params = [group["params"][i] for i in indices]
+        names = [_param_name(group, i) for i in indices]
         _check_gradients(names, params, gradients)
         rate = check_number("lr", float(group["lr"]), at_least=0)
         states = [self.state.get(p, {}) for p in params]
-        found: list[ParamSet] = []
+        sets: list[ParamSet] = []
         if params and uniform_across_params(states):
-            found.append(ParamSet(params, names, gradients, states, common(states[0]), rate))
+            sets.append(ParamSet(params, names, gradients, states, common(states[0]), rate))
         else:
-            for name, p, gradient, kept in zip(names, params, gradients, states, strict=True):
-                numbers = common(kept)
-                model = next((one for one in found if one.common_state == numbers), None)
+            for name, p, gradient, state in zip(names, params, gradients, states, strict=True):
+                numbers = common(state)
+                model = next((one for one in sets if one.common_state == numbers), None)
                 if model is None:
                     model = ParamSet([], [], [], [], numbers, rate)
-                    found.append(model)
+                    sets.append(model)
                 model.params.append(p)
                 model.names.append(name)
                 model.gradients.append(gradient)
-                model.states.append(kept)
-        for model in found:
+                model.states.append(state)
+        for model in sets:
             _check_placements(model.names, model.params)
-        return found
+        return sets
 
     def _plan(
         self, param_set: "ParamSet", bases: Mapping[Tensor, Tensor], update_info: Mapping[str, Any]
     ) -> "PlannedStep":
         """Compute the rule's step for the gradients, without writing anything."""
         params = param_set.params
-        here = _local_rows(params)
+        current = _local_rows(params)
         gradients = _local_rows(param_set.gradients)
-        kept = param_set.states
-        spread = bool(dtensors_in(params))
-        if spread:
-            kept = [{name: _local_shard(x) for name, x in one.items()} for one in kept]
-        state = unflatten_state(kept, self._norm_bounds.get(params[0], {}))
-        own = None if update_info["client"] is None else f"{WORKER_PREFIX}{update_info['client']}"
-        others = {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER_PREFIX)}
-        memory = others.pop(own, None)
-        space = _parameter_space(tuple([(x.shape, x.dtype) for x in here]))
-        base = _local_rows([bases[p] for p in params]) if bases else here
+        states = param_set.states
+        is_sharded = bool(dtensors_in(params))
+        if is_sharded:
+            states = [{name: _local_shard(x) for name, x in one.items()} for one in states]
+        state = unflatten_state(states, self._norm_bounds.get(params[0], {}))
+        worker_key = None if update_info["client"] is None else f"{WORKER_PREFIX}{update_info['client']}"
+        worker_states = (
+            {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER_PREFIX)}
+        )
+        worker_state = worker_states.pop(worker_key, None)
+        space = _parameter_space(tuple([(x.shape, x.dtype) for x in current]))
+        base = _local_rows([bases[p] for p in params]) if bases else current
         update = Update(
-            base=base, current=here, points=(gradients,), client_state=memory, is_pseudo_gradient=True, **update_info
+            base=base,
+            current=current,
+            points=(gradients,),
+            client_state=worker_state,
+            is_pseudo_gradient=True,
+            **update_info,
         )
         try:
-            with _reduce_across_ranks(params[0]) if spread else nullcontext():
-                before = self.rule.init(space, here) if state is None else state
+            with _reduce_across_ranks(params[0]) if is_sharded else nullcontext():
+                before = self.rule.init(space, current) if state is None else state
                 state, outcome, numbers = run_rule(StepPlan(space, self.rule, {}), before, update, compute=False)
         except ArgumentError as error:
             for name, gradient in zip(param_set.names, gradients, strict=True):
                 if not is_finite(gradient):
-                    raise ArgumentError(f"params: {name}: expected a gradient that is finite") from error
+                    raise ArgumentError(f"params: {name}: expected a finite gradient, got NaN or infinity") from error
             for i, (p, tensor) in enumerate(bases.items()):
                 if any(p is one for one in params) and not is_finite(_local_shard(tensor)):
-                    raise ArgumentError(f"base[{i}]: expected values that are finite") from error
-            error.args = (str(error).replace("displacements[0]", "params: gradient"),)  # on another rank, or its square
+                    raise ArgumentError(f"base[{i}]: expected finite values, got NaN or infinity") from error
+            # The gradient is not finite on another rank, or its square overflows.
+            error.args = (str(error).replace("displacements[0]", "params: gradient"),)
             raise
-        motion: Any = outcome.model
-        if motion is not None:
-            motion = replace(motion, coefficients=param_set.rate * motion.coefficients)
-            if not param_set.rate * numbers.get("norm", math.inf) <= overflow_headroom(here):
-                motion.check_finite()
-        if own is not None and outcome.client_state is not None:
-            others[own] = outcome.client_state
-        leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **others}, here.lengths)
-        bounds = None if spread else self._norm_bounds.get(params[0], {})
-        move = PlannedStep(params, param_set.names, here, kept, motion, leaves, bounds)
-        for name, one in move.pending_sums.items():
-            one.check_finite(move.dtypes(name))
+        pending_step: Any = outcome.model
+        if pending_step is not None:
+            pending_step = replace(pending_step, coefficients=param_set.rate * pending_step.coefficients)
+            if not param_set.rate * numbers.get("norm", math.inf) <= overflow_headroom(current):
+                pending_step.check_finite()
+        if worker_key is not None and outcome.client_state is not None:
+            worker_states[worker_key] = outcome.client_state
+        leaves = {RULE_ENTRY: rule_key(self.rule)} | flatten_state({**state, **worker_states}, current.lengths)
+        bounds = None if is_sharded else self._norm_bounds.get(params[0], {})
+        planned = PlannedStep(params, param_set.names, current, states, pending_step, leaves, bounds)
+        for name, one in planned.pending_sums.items():
+            one.check_finite(planned.dtypes(name))
         if not outcome.state_is_finite and (
-            introduces_nonfinite(state, before) or introduces_nonfinite(outcome.client_state, memory)
+            introduces_nonfinite(state, before) or introduces_nonfinite(outcome.client_state, worker_state)
         ):
             raise ArgumentError("points: the rule's state would not be finite")
-        return move
+        return planned
 
 
 @dataclass
@@ -294,7 +310,7 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A validated step."""
+    """A validated step that has not been applied yet."""
 
     params: list[Tensor]
     names: list[str]
@@ -306,12 +322,12 @@ class PlannedStep:
 
     @cached_property
     def pending_sums(self) -> dict[str, Combination]:
-        """The stored sums that are not computed yet."""
+        """The stored sums that have not been computed yet."""
         return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, Combination)}
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
-        """Return the existing tensors for sums that were stored before."""
+        """The existing tensors of sums that were stored before."""
         return {
             name: TensorList([one[name] for one in self.previous_states])
             for name in self.pending_sums
@@ -320,7 +336,7 @@ class PlannedStep:
 
     @property
     def memory_access(self) -> MemoryAccess:
-        """Return the memory that the step writes and reads."""
+        """The memory that the step writes and reads."""
         frames = {
             id(one.frame): one.frame for one in (self.pending_step, *self.pending_sums.values()) if one is not None
         }
@@ -328,7 +344,7 @@ class PlannedStep:
         return MemoryAccess(self.names, [self.current, *self.existing_rows.values()], read)
 
     def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
-        """Apply the step and store its state; return the norm bounds of the stored rows, if known."""
+        """Apply the step, store its state, and return the known norm bounds of the stored rows."""
         targets = {name: self._output_row(name) for name in self.pending_sums}
         goals = [] if self.pending_step is None else [self.pending_step.fused(self.current)]
         goals += [one.fused(targets[name]) for name, one in self.pending_sums.items()]
@@ -382,7 +398,7 @@ def _param_name(group: Mapping[str, Any], i: int) -> str:
 
 
 def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
-    """Check that gradients are dense and floating and have the layout of their parameters."""
+    """Check that gradients are dense and floating and have the placements of their parameters."""
     kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
     usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
     if usual and not dtensors_in((params, gradients)):
@@ -390,9 +406,9 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
     for name, p, gradient in zip(names, params, gradients, strict=True):
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
             kind = f"{gradient.layout} of {gradient.dtype}"
-            raise ArgumentError(f"params: {name}: expected a gradient that is a dense floating tensor, got {kind}")
+            raise ArgumentError(f"params: {name}: expected a dense floating gradient, got {kind}")
         if _placement(gradient) != _placement(p):
-            raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter")
+            raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter, got others")
 
 
 def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -401,13 +417,13 @@ def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
         return
     for name, p in zip(names, params, strict=True):
         if (_placement(p), p.device) != (_placement(params[0]), params[0].device):
-            raise ArgumentError(f"params: {name}: expected on the device, mesh and placements of {names[0]}")
+            raise ArgumentError(f"params: {name}: expected the device, mesh and placements of {names[0]}, got others")
 
 
 def _placement(tensor: Tensor) -> Any:
-    """Return the mesh and placements of a tensor; `None` for a plain one."""
-    spread: Any = tensor
-    return (spread.device_mesh, tuple(spread.placements)) if dtensors_in((tensor,)) else None
+    """Return the mesh and placements of a `DTensor`, or `None` for a plain tensor."""
+    dtensor: Any = tensor
+    return (dtensor.device_mesh, tuple(dtensor.placements)) if dtensors_in((tensor,)) else None
 
 
 def _local_shard(x: Any) -> Any:
@@ -420,9 +436,11 @@ def _local_rows(tensors: Sequence[Any]) -> TensorList:
 
 
 def _to_dtensor(shard: Tensor, p: Any) -> Any:
-    """Return a `DTensor` like `like` from this rank's shard."""
-    whole: Any = type(p.data)
-    return whole.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    """Return a `DTensor` like the parameter `p` from this rank's shard."""
+    dtensor_type: Any = type(p.data)
+    return dtensor_type.from_local(
+        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
@@ -431,10 +449,10 @@ def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
     Raises:
         ArgumentError: if more than one dimension of the mesh is sharded, or there are partial sums.
     """
-    cut = [d for d, place in enumerate(p.placements) if place.is_shard()]
-    if len(cut) > 1 or any(place.is_partial() for place in p.placements):
-        raise ArgumentError(f"params: expected DTensors that one dimension of the mesh shards, got {p.placements}")
-    return across_ranks(p.device_mesh.get_group(cut[0])) if cut else nullcontext()
+    sharded_dims = [d for d, place in enumerate(p.placements) if place.is_shard()]
+    if len(sharded_dims) > 1 or any(place.is_partial() for place in p.placements):
+        raise ArgumentError(f"params: expected DTensors with one sharded mesh dimension, got {p.placements}")
+    return across_ranks(p.device_mesh.get_group(sharded_dims[0])) if sharded_dims else nullcontext()
 
 
 @lru_cache(maxsize=64)

@@ -153,7 +153,7 @@ def test_return_info_must_be_a_bool():
         average([{"w": torch.ones(2)}], return_info=1)
 
 
-def test_the_kind_comes_back_as_it_went_in():
+def test_the_result_has_the_type_of_the_first_model():
     a, b = np.array([[1.0, 2.0]], np.float32), np.array([[3.0, 6.0]], np.float32)
     a.flags.writeable = False
     with warnings.catch_warnings():
@@ -190,7 +190,7 @@ def test_tied_parameters_count_once_and_stay_tied():
 
 
 @given(seeds, st.sampled_from(["a new one", 0, 1, 2]))
-def test_it_writes_where_it_is_told_what_it_would_return(seed, where):
+def test_out_receives_the_result(seed, where):
     models = models_of(seed, 3)
     expected = average(models, [1, 2, 1])
     out = {name: torch.ones_like(x) for name, x in models[0].items()} if where == "a new one" else models[where]
@@ -246,7 +246,7 @@ def test_matrices_of_low_rank_and_subspaces_have_theirs():
 def test_models_opposite_on_a_sphere_have_no_mean_and_leave_the_target_as_it_was():
     models = [{"v": torch.tensor([x, 0.0, 0.0]), "b": torch.ones(2)} for x in (1.0, -1.0)]
     out = {"v": torch.zeros(3), "b": torch.zeros(2)}
-    with pytest.raises(ArgumentError, match="models: v: expected points nearer to one another on Sphere"):
+    with pytest.raises(ArgumentError, match="models: v: expected points closer to one another on Sphere"):
         average(models, manifolds={"v": Sphere(3)}, out=out)
     assert not any(x.any() for x in out.values())
 
@@ -285,7 +285,7 @@ def test_spheres_are_read_twice_and_nothing_but_the_result_is_made():
     assert words.counts == (9, 1, 1)
 
 
-def test_factors_of_adapters_are_told_apart():
+def test_factors_of_adapters_are_recognised():
     state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
     with pytest.warns(UserWarning, match=r"models\[0\]: q.lora_A.weight: .* average_adapters averages their products"):
         average([state, state])
@@ -321,7 +321,7 @@ Z = W | {"z": torch.zeros(2, dtype=torch.complex64).conj()}
         (lambda: average([W, W], [1.0, -1.0]), "weights: expected finite numbers >= 0"),
         (lambda: average([W, W], manifolds={"v": Sphere(2)}), "manifolds: expected names or patterns of leaves, got 'v'"),
         (lambda: average([{0: torch.ones(1), "0": torch.ones(1)}]), r"models\[0\]: expected names that differ as strings, got '0' twice"),
-        (lambda: average([{"r": torch.eye(2)}, {"r": -torch.eye(2)}], manifolds={"r": SpecialOrthogonal(2)}), "models: r: expected points nearer"),
+        (lambda: average([{"r": torch.eye(2)}, {"r": -torch.eye(2)}], manifolds={"r": SpecialOrthogonal(2)}), "models: r: expected points closer"),
         (lambda: average([W, W], out={"w": FREED}), "out: w: expected a tensor with memory"),
         (lambda: average([Z, Z], out=Z), "out: z: expected a writable tensor, got a conjugated or negated view"),
         (lambda: average([{"w": torch.ones(2, 2)}], out={"w": LINE.as_strided((2, 2), (1, 1))}), "out: expected tensors with memory of their own"),
@@ -334,7 +334,7 @@ Z = W | {"z": torch.zeros(2, dtype=torch.complex64).conj()}
         (lambda: average([{"w": torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64)}] * 11), "models: expected a finite mean"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -348,7 +348,7 @@ def test_bad_input_is_refused_by_name(call, words):
         {"w": torch.ones(3)},
     ],
 )
-def test_what_is_refused_leaves_the_target_as_it_was(change):
+def test_a_rejected_call_leaves_the_target_unchanged(change):
     model = {"w": torch.ones(2), "1.running_mean": torch.ones(1), "mask": torch.tensor([1, 1])}
     out = {name: torch.full_like(x, 7) for name, x in model.items()}
     with pytest.raises(ArgumentError):

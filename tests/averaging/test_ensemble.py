@@ -218,18 +218,18 @@ def call(**changes):
         ({"batches": [(torch.zeros(2, 3).double(), torch.zeros(2))]}, "targets: expected a tensor of class numbers"),
         (
             {"model": classifier(norm=True), "phi": torch.zeros(3, 54), "single": torch.zeros(54)},
-            "refresh: the model has",
+            "refresh: expected training batches",
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(changes, words):
+def test_invalid_input_is_rejected_by_name(changes, words):
     with pytest.raises(ArgumentError, match=words):
         call(**changes)
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(("changes", "words"), [({}, r"members\[0\]"), ({"phi": torch.zeros(3, 44)}, "single")])
-def test_logits_that_are_no_numbers_are_refused(changes, words):
+def test_nan_logits_are_rejected(changes, words):
     model = classifier()
     model[1] = nn.ReLU()
     huge = {"phi": HUGE.expand(3, 44), "single": HUGE.expand(44)} | changes

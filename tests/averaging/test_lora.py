@@ -124,7 +124,7 @@ def test_narrow_dtypes_come_back_and_nothing_that_came_in_changes():
     assert all(torch.equal(state[name], old[name]) for state, old in zip(states, before, strict=True) for name in old)
 
 
-def test_every_kind_of_tensor_is_taken_for_what_it_is():
+def test_every_kind_of_tensor_is_classified():
     def state(seed, rank):
         return {
             "base_model.model.q.lora_A.default.weight": draw(seed, rank, 5),
@@ -172,7 +172,7 @@ def test_the_pairs_are_named_by_their_modules():
     assert parts.unpaired == ("h.bias",)
 
 
-def test_what_there_is_not_can_be_learned():
+def test_padding_of_the_rank_is_trainable():
     state = adapter(0, 2)
     found = average_adapters([state], None, 12)
     assert found[A].shape == (12, 10)
@@ -236,20 +236,20 @@ def test_num_batches_tracked_is_the_largest_of_the_inputs():
     assert average_adapters(states)["norm.num_batches_tracked"] == 8
 
 
-def test_a_tie_at_the_cut_is_told():
+def test_a_tie_at_the_truncation_warns():
     ties = {A: torch.eye(3), B: torch.eye(3)}
-    with pytest.warns(UserWarning, match=r"at model.q_proj two singular values are equal, .* of rank 2 is one of many"):
+    with pytest.warns(UserWarning, match=r"two singular values are equal at model.q_proj.*of rank 2 is not unique"):
         average_adapters([ties], None, 2)
 
 
-def test_weights_are_shares_and_none_may_have_all():
+def test_weights_are_normalised_and_one_may_be_the_sum():
     one, two = adapter(0, 2), adapter(2, 2)
     found = average_adapters([one, two], [0, 5], 2)
     assert (product(found) - product(two)).norm() <= 100 * EPS * product(two).norm()
 
 
 @given(seeds, st.floats(0.1, 10))
-def test_the_residual_makes_the_weights_exact_times_the_scaling_of_who_gets_it(seed, receiver):
+def test_the_residual_times_the_scaling_makes_the_weights_exact(seed, receiver):
     states = [adapter(seed, 1), adapter(seed + 2, 2), adapter(seed + 4, 3)]
     own = [8.0, 4.0, 8 / 3]  # lora_alpha / r
     weight = draw(seed + 6, 8, 10)
@@ -299,7 +299,7 @@ BIAS = "model.q_proj.lora_B.bias"
         ([adapter(0, 2, dtype=torch.float16), {A: torch.full((1, 10), 1e9), B: torch.full((8, 1), 1e9)}], 1.0, f"{A}: "),
     ],
 )  # fmt: skip
-def test_an_average_that_its_dtype_does_not_hold_is_refused_by_name(states, scaling, words):
+def test_an_average_beyond_its_dtype_is_rejected_by_name(states, scaling, words):
     with pytest.raises(StateDictError, match=words):
         average_adapters(states, None, 2, scaling=scaling)
 
@@ -311,7 +311,7 @@ def test_an_average_that_its_dtype_does_not_hold_is_refused_by_name(states, scal
         "k.vblora_logits_A", "k.randlora_lambda", "k.fourierft_spectrum", "k.hra_u", "k.lora_ranknum", "k.poly_lora_A",
     ],
 )  # fmt: skip
-def test_other_kinds_of_adapters_are_refused_by_their_names(name):
+def test_other_kinds_of_adapters_are_rejected_by_name(name):
     with pytest.raises(StateDictError, match=rf"adapters\[0\]: {name}: .* another kind"):
         average_adapters([adapter(0, 1) | {name: torch.ones(2)}], None, 1)
 
@@ -347,7 +347,7 @@ def test_nothing_has_the_size_of_a_weight():
         (([adapter(0, 1)], None, 0), ArgumentError, "rank: expected an integer >= 1, got 0"),
         (([adapter(0, 1)], [1, 2], 1), ArgumentError, "weights: expected one for each of 1 models"),
         (([adapter(0, 1)], [-1], 1), ArgumentError, "weights: expected finite numbers >= 0"),
-        (([adapter(0, 1), {A: draw(0, 1, 10)}], None, 1), StateDictError, rf"adapters\[1\]: missing or extra .*{B}"),
+        (([adapter(0, 1), {A: draw(0, 1, 10)}], None, 1), StateDictError, rf"adapters\[1\]: expected the names of adapters\[0\], .*{B}"),
         (([{"w": draw(0, 2, 2)}], None, 1), StateDictError, "expected pairs such as"),
         (([{A: draw(0, 2, 2)}], None, 1), StateDictError, rf"{A}: expected {B} as the other factor"),
         (([{B: draw(0, 2, 2)}], None, 1), StateDictError, f"{B}: expected pairs"),
@@ -356,7 +356,7 @@ def test_nothing_has_the_size_of_a_weight():
         (([adapter(0, 1) | {A: draw(0, 2, 10)}], None, 1), StateDictError, rf"{B}: expected shape \(any, 2\)"),
         (([adapter(0, 1) | {A: draw(0, 10)}], None, 1), StateDictError, f"{A}: expected a floating tensor with two or more axes"),
         (([adapter(0, 1) | {A: torch.ones(1, 10).long()}], None, 1), StateDictError, f"{A}: expected a floating tensor"),
-        (([adapter(0, 1), adapter(0, 1, n=9)], None, 1), StateDictError, r"adapters\[1\]: .* but for the rank"),
+        (([adapter(0, 1), adapter(0, 1, n=9)], None, 1), StateDictError, r"adapters\[1\]: .* except for the rank"),
         (([adapter(0, 1) | {A: draw(0, 1, 10) / 0}], None, 1), ArgumentError, rf"adapters\[0\]: {A}: expected finite"),
         (([{1: draw(0, 2)} | adapter(0, 1)], None, 1), StateDictError, r"adapters\[0\]: expected names that are strings, got 1"),
         (([adapter(0, 1), adapter(0, 1) | {None: draw(0, 2)}], None, 1), StateDictError, r"\[1\]: expected names .* got None"),
@@ -364,7 +364,7 @@ def test_nothing_has_the_size_of_a_weight():
         (([adapter(0, 1) | {"h": torch.tensor(i)} for i in (1, 2)], None, 1), StateDictError, "h: expected integers equal"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(arguments, error, words):
+def test_invalid_input_is_rejected_by_name(arguments, error, words):
     with pytest.raises(error, match=words):
         average_adapters(*arguments)
 
@@ -379,6 +379,6 @@ def test_bad_input_is_refused_by_name(arguments, error, words):
         ({"return_info": "factors"}, "return_info: expected one of False, True; got 'factors'"),
     ],
 )
-def test_bad_options_are_refused_by_name(options, words):
+def test_invalid_options_are_rejected_by_name(options, words):
     with pytest.raises(ArgumentError, match=words):
         average_adapters([adapter(0, 1)], None, 1, **options)

@@ -79,7 +79,7 @@ def test_a_streaming_average_is_the_mean_of_the_matrices_while_its_rank_lasts(se
     assert relative(MIXED.split(streaming.average)["head"], MIXED.split(points)["head"].mean(0)) <= 1e-14
 
 
-def test_what_a_streaming_average_leaves_out_is_told():
+def test_a_streaming_average_reports_its_truncation():
     space = LowRank(20, 20, 1, state_rank=3)
     swa = SWA(space)
     points = models(space, 0, 8)
@@ -91,7 +91,7 @@ def test_what_a_streaming_average_leaves_out_is_told():
     assert 0 < away.norm() <= swa.truncated
 
 
-def test_an_average_of_a_server_goes_on_from_a_checkpoint(tmp_path):
+def test_an_average_of_a_server_resumes_from_a_checkpoint(tmp_path):
     rule = FedAsync(0.5)
     server = Server(MIXED, rule, models(MIXED, 0), averaging=SWA(MIXED))
 
@@ -129,7 +129,7 @@ def test_an_average_that_overwrites_begins_anew():
         (lambda mean: (mean[0], mean[1].float()), r"state\['mean'\]: expected a tensor torch.float64"),
     ],
 )
-def test_a_state_that_is_none_is_refused(mean, words):
+def test_an_invalid_state_is_rejected(mean, words):
     swa = SWA(MIXED)
     for version, x in enumerate(models(MIXED, 0, 3)):
         swa.update(version, x)

@@ -174,7 +174,7 @@ def test_the_slope_of_the_normal_equations_is_that_of_the_sum():
 @pytest.mark.parametrize(
     ("space", "kind"), [(Sphere(6), "curve"), (Sphere(6), "simplex"), (Power(Sphere(4), (3,)), "curve")], ids=str
 )
-def test_what_is_planted_on_a_curved_space_is_found(space, kind):
+def test_a_planted_subspace_on_a_curved_space_is_found(space, kind):
     generator = torch.Generator().manual_seed(3)
     x = space.random_point(generator=generator, dtype=torch.float64).expand(3, *space.shape)
     phi = space.exp(x, 0.15 * space.random_tangent(x, generator))
@@ -349,7 +349,7 @@ POLES = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
         (lambda: fit_subspace(POINTS, Bezier(SPACE), start=POINTS), "start: expected shape"),
         (
             lambda: fit_subspace(torch.eye(3), Bezier(Sphere(3)), start=torch.eye(3)),
-            "start: needs a flat space",
+            "start: expected None unless the space is flat",
         ),
         (
             lambda: fit_subspace(2 * torch.eye(3), Bezier(Sphere(3))),
@@ -362,6 +362,6 @@ POLES = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
         (lambda: fit_subspace(POINTS, Simplex(SPACE, 2)).average([1.0]), "weights: expected one for each of 6"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -122,7 +122,7 @@ def test_float32_models_are_averaged_in_float64(seed, n):
     ],
 )
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_which_versions_count(options, versions, kind):
+def test_selected_versions(options, versions, kind):
     swa = updated(SWA(Flat(1), kind=kind, **options), numbered(12))
     assert swa.count == len(versions)
     assert swa.average.item() == pytest.approx(sum(versions) / len(versions), rel=1e-15)
@@ -244,7 +244,7 @@ def test_weights_may_be_huge_and_arrays_of_any_kind(weights):
     torch.testing.assert_close(mean.point, torch.tensor([2.0, 4.0]))
 
 
-def test_what_is_large_on_one_leaf_is_no_measure_for_another():
+def test_the_tolerance_of_a_leaf_is_independent_of_other_leaves():
     space = Product({"far": Flat(1), "turn": SpecialOrthogonal(2), "low": LowRank(2, 2, 1)})
     turn = torch.linalg.matrix_exp(torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double())
     points = [torch.cat([torch.tensor([1e12]), r.flatten(), torch.ones(4)]) for r in (torch.eye(2).double(), turn)]
@@ -273,7 +273,7 @@ def test_an_average_with_batch_norm_gets_statistics_of_its_own():
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 @pytest.mark.parametrize("space", [Flat(4), Sphere(4)], ids=str)
-def test_a_state_goes_on_bit_for_bit(space, kind):
+def test_a_loaded_state_continues_bit_for_bit(space, kind):
     models = list(enumerate(around(space, 2, 9, 0.5).float(), start=1))
     options = {"cycle": 2, "kind": kind, "periodic": 4}
     whole, first = SWA(space, **options), SWA(space, **options)
@@ -294,7 +294,7 @@ def test_a_state_goes_on_bit_for_bit(space, kind):
     assert (second.count, second.versions) == (whole.count, whole.versions)
 
 
-def test_what_is_given_and_returned_is_not_shared():
+def test_arguments_and_results_share_no_memory():
     for kind in ("streaming", "exact"):
         model = torch.ones(3)
         swa = SWA(Flat(3), kind=kind)
@@ -339,7 +339,7 @@ ONE, EAST = torch.ones(3), torch.eye(4, dtype=torch.float64)[:, :2]
     ],
     ids=str,
 )
-def test_a_model_out_of_reach_is_refused_and_the_average_goes_on(space, near, far):
+def test_a_model_out_of_reach_is_rejected_and_the_average_continues(space, near, far):
     swa, other = updated(SWA(space), [(1, near)]), SWA(space)
     with pytest.raises(ArgumentError, match="model: expected"):
         swa.update(2, far)
@@ -445,7 +445,7 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: karcher(Flat(3), [ONE], max_steps=0), "max_steps: expected an integer >= 1"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -456,7 +456,7 @@ def test_bad_input_is_refused_by_name(call, words):
     "bad",
     [(0, ONE), (1, ONE), (3, ONE[:2]), (3, ONE.double()), (3, ONE * math.inf), (3, ONE.int()), (3, [1.0, 2.0, 3.0])],
 )
-def test_a_refused_version_changes_nothing(kind, bad):
+def test_a_rejected_version_changes_nothing(kind, bad):
     swa = updated(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)])
     with pytest.raises(ArgumentError):
         swa.update(*bad)
@@ -489,7 +489,7 @@ def interrupted(call, at):
 @pytest.mark.parametrize(
     ("space", "kind"), [(Flat(70_000), "streaming"), (Sphere(4), "streaming"), (Flat(4), "exact")], ids=str
 )
-def test_an_update_that_is_interrupted_anywhere_has_happened_or_has_not(space, kind):
+def test_an_interrupted_update_is_atomic(space, kind):
     models = list(enumerate(around(space, 4, 5, 0.3), start=1))
     swa = updated(SWA(space, kind=kind), models[:3])
     state, before = swa.state(), swa.average
@@ -538,7 +538,7 @@ def test_the_latest_version_again_changes_nothing():
             swa.update(3, ONE)
 
 
-def test_who_reads_waits_for_nobody():
+def test_reads_do_not_block():
     """A signal handler that waits for a lock of the thread that it interrupts would wait for ever."""
     swa = SWA(Flat(2))
     swa.update(1, torch.ones(2))

@@ -65,7 +65,7 @@ def test_where_the_client_stood_still_it_takes_the_whole_shift():
     assert relative(out["b"], start["b"] + project(shift["b"], own["b"])) <= 1e-14
 
 
-def test_the_pairwise_form_takes_what_the_others_did_from_the_own_update():
+def test_the_pairwise_form_removes_the_span_of_the_others_from_the_own_update():
     start, shift, own, *others = draw(3, 6, SIZE)
     basis = torch.stack(others)
     expected = start + shift - own @ torch.linalg.pinv(basis) @ basis
@@ -75,7 +75,7 @@ def test_the_pairwise_form_takes_what_the_others_did_from_the_own_update():
     assert torch.equal(calibrate(start, shift, own, other_updates=[]), start + shift)
 
 
-def test_what_is_no_parameter_is_copied():
+def test_entries_that_are_not_parameters_are_copied():
     start, shift, own = states(3, 3)
     counter = torch.tensor(7)
     out = calibrate({"n": counter, **start}, shift, own)
@@ -127,7 +127,7 @@ def test_inputs_are_untouched():
         (lambda: calibrate([1.0], [1.0], [1.0]), "start: expected a floating tensor"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -137,7 +137,7 @@ def test_derivatives_are_those_of_the_map():
     assert torch.autograd.gradcheck(lambda *points: calibrate(*points), (start, shift, own))
 
 
-def test_names_that_start_has_not_are_refused():
+def test_names_missing_in_start_are_rejected():
     one = {"w": torch.ones(2)}
-    with pytest.raises(ArgumentError, match="global_shift: start has no typo"):
+    with pytest.raises(ArgumentError, match="global_shift: expected the names of start, got also typo"):
         calibrate(one, {**one, "typo": torch.ones(1)}, one)

@@ -120,7 +120,7 @@ def test_zero_displacements_and_zero_drifts_are_left_alone(seed, threshold):
 
 
 @given(seeds, st.floats(0.01, 100), st.sampled_from([-1, 1]))
-def test_what_is_parallel_to_the_drift(seed, factor, sign):
+def test_displacements_parallel_to_the_drift(seed, factor, sign):
     space, base, current, _ = setting(seed)
     v = sign * factor * (current - base)[None]
     assert OrthoDC(1.0)(space, base, current, v).norm() <= 1e-14 * v.norm()
@@ -167,7 +167,7 @@ def test_units_do_not_matter(seed, exponent):
     assert relative(found, unit * OrthoDC(0.3)(space, base, current, v)) <= 1e-12
 
 
-def test_what_cancels_down_to_rounding_has_no_direction_to_conflict_with():
+def test_displacements_cancelled_to_rounding_do_not_conflict():
     space, base, current, _ = setting(0)
     v = 3 * (current - base)[None]
     out = (OrthoDC(1.0) >> OrthoDC(0.5))(space, base, current, v)
@@ -181,7 +181,7 @@ def test_the_projection_is_linear_at_zero_too():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_overflows_float64_is_refused():
+def test_overflow_of_float64_is_rejected():
     with pytest.raises(ArgumentError, match=r"displacements\[0\]: squared length: expected a finite"):
         OrthoDC(1.0)(
             Flat(1), torch.zeros(1).double(), torch.ones(1).double(), torch.full((1, 1), 3e200, dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_a_frame_of_points_is_the_frame_of_their_displacements():
         (lambda: Tangent()(Flat(2), torch.zeros(2), torch.full((2,), torch.inf), torch.zeros(1, 2)), "current: expected finite"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -239,7 +239,7 @@ def test_states_carry_no_derivatives():
         assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in state.values())
 
 
-def test_rows_that_are_not_its_own_are_refused():
+def test_frames_with_additional_rows_are_rejected():
     base, current = draw(0, 2, 4)
     frame = Frame.of(Flat(4), base, current, draw(1, 1, 4)).with_row("mine", draw(2, 4))
     with pytest.raises(ArgumentError, match="frame: expected displacements and the drift alone, got also mine"):
@@ -260,7 +260,7 @@ def test_a_forced_curved_frame_reads_differences_too():
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 @pytest.mark.parametrize("distance", [1e-7, 1e-9, 1e-11])
-def test_what_is_left_of_a_cancelled_displacement_is_read_anew(threshold, distance):
+def test_the_remainder_of_a_cancelled_displacement_is_recomputed(threshold, distance):
     """Position of a model close to the current one, after a drift of order 1: as one correction after the other."""
     for seed in range(20):
         base, (current, offset) = torch.zeros(3, dtype=torch.float64), draw(seed, 2, 3)
@@ -271,7 +271,7 @@ def test_what_is_left_of_a_cancelled_displacement_is_read_anew(threshold, distan
         assert (joint - alone).norm() <= 1e-6 * left.norm() + 1e-15
 
 
-def test_what_overflows_is_refused():
+def test_overflow_is_rejected():
     half = torch.float16
     with pytest.raises(ArgumentError, match="corrected displacements: expected finite values"):
         Position()(

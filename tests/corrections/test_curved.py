@@ -118,7 +118,7 @@ def test_position_and_tangent_agree_to_third_order_at_threshold_one(space):
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @given(seeds)
-def test_what_is_projected_is_orthogonal_in_the_metric_of_the_space(space, seed):
+def test_projection_is_orthogonal_in_the_metric_of_the_space(space, seed):
     base, current, v = setting(space, seed)
     at, g = current.expand_as(v), -space.log(current, base)
     out = OrthoStrict()(space, base, current, v)
@@ -176,7 +176,7 @@ def test_a_model_with_a_curved_leaf_is_the_sum_of_its_leaves():
     assert relative(by_leaf[:, 6:], flat) <= 1e-13
 
 
-def test_a_space_without_transport_climbs_a_ladder_and_says_so():
+def test_a_space_without_transport_uses_a_ladder_and_reports_it():
     space = Stiefel(5, 2)
     base, current, v = setting(space, 3)
     frame = Frame.of(space, base, current, v)
@@ -229,7 +229,7 @@ def mixed():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("correction", [DelayCompensated(0.3), AutoThreshold(), OrthoDyn()], ids=str)
-def test_what_needs_flat_leaves_names_the_curved_one(correction):
+def test_an_operation_that_needs_flat_leaves_names_the_curved_leaf(correction):
     with pytest.raises(ArgumentError, match=r"needs flat leaves; these are curved: w: Sphere\(n=3\)"):
         correction.apply(Frame.of(*mixed()))
 
@@ -253,7 +253,7 @@ def test_a_schedule_works_on_curved_leaves():
         (lambda: Frame.of(Sphere(3), torch.eye(3)[0], torch.eye(3)[1], torch.eye(3), flat=True), "space: expected a flat manifold"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 

@@ -58,7 +58,7 @@ def along(line, inner, k):
     return sympy.simplify(sum(c * inner[j][k] for j, c in enumerate(line)))
 
 
-def test_what_is_projected_is_orthogonal_to_the_drift():
+def test_projected_displacements_are_orthogonal_to_the_drift():
     inner = symbols(3)
     assert all(along(line, inner, 2) == 0 for line in lines_of(STRICT, inner))
 

@@ -137,7 +137,7 @@ def test_shapes_and_dtypes_come_back():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 

@@ -168,8 +168,8 @@ EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_emp
 def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_client(rule, monkeypatch):
     """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
     size = 1000
-    monkeypatch.setattr("manifoldagg.corrections.frame.gram", hidden(kernels.gram))
-    monkeypatch.setattr("manifoldagg.corrections.frame.combine", hidden(kernels.combine))
+    monkeypatch.setattr("manifoldagg.corrections.rows.gram", hidden(kernels.gram))
+    monkeypatch.setattr("manifoldagg.corrections.rows.combine", hidden(kernels.combine))
     s = Server(Flat(size), rule, torch.zeros(size))
     with Large(size) as sending:
         ticket = s.dispatch("a")

@@ -44,7 +44,7 @@ needs_pages = pytest.mark.skipif(_madvise() is None, reason="no such advice on t
         lambda x: TensorList([x.repeat(2).view(-1, 4)[:, :2]]).new_empty()[0],
     ],
 )
-def test_large_results_are_asked_for_in_huge_pages(huge_pages_advised, make):
+def test_large_results_request_huge_pages(huge_pages_advised, make):
     assert huge_pages_advised(make(torch.zeros(MANY)))
 
 
@@ -74,7 +74,7 @@ def test_the_system_knows_of_it():
 
 
 @needs_pages
-def test_no_page_is_asked_for_that_is_not_wholly_the_tensors(monkeypatch):
+def test_only_pages_within_the_tensor_are_requested(monkeypatch):
     calls = []
     monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: lambda *words: calls.append(words))
     memory = torch.empty(MANY + 5000, dtype=torch.uint8).repeat(4)
@@ -91,7 +91,7 @@ def test_no_page_is_asked_for_that_is_not_wholly_the_tensors(monkeypatch):
 @pytest.mark.parametrize(
     "make", [lambda: torch.empty(MANY, device="meta"), lambda: torch.empty(0), lambda: torch.empty(7)]
 )
-def test_what_is_no_large_memory_is_left_alone(make, monkeypatch):
+def test_small_or_foreign_memory_is_not_advised(make, monkeypatch):
     def never(*_):
         raise AssertionError
 
@@ -107,7 +107,7 @@ def test_transforms_and_the_compiler_pass_through():
     assert torch.compile(in_huge_pages, backend="eager")(x).shape == x.shape
 
 
-def test_where_there_is_no_such_advice_results_are_the_same(monkeypatch):
+def test_results_are_equal_without_madvise(monkeypatch):
     monkeypatch.setattr("manifoldagg.kernels.alloc._madvise", lambda: None)
     x = torch.arange(MANY, dtype=torch.float32)
     assert torch.equal(copy_tensor(x), x)

@@ -31,7 +31,7 @@ def copies(rows):
 
 @pytest.mark.parametrize("together", [False, True])
 @given(seed=seeds, count=st.integers(2, 10), goals=st.integers(1, 3), alike=st.booleans())
-def test_goals_are_combinations_of_what_was_there(together, seed, count, goals, alike):
+def test_fused_combinations_use_the_values_before_any_write(together, seed, count, goals, alike):
     if together and "cpu" not in available_backends():
         pytest.skip("no compiler")
     pick = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def test_a_later_goal_reads_a_vector_as_it_was():
     assert not torch.cat([*second]).any()
 
 
-def test_where_a_goal_goes_has_the_lengths_of_what_is_read():
+def test_a_target_has_the_lengths_of_the_operands():
     with pytest.raises(ArgumentError, match="out: expected 10 entries, got 9"):
         LinearCombination.of(None, [torch.zeros(10)], [[1.0]], [None], TensorList([torch.zeros(9)]))
 

@@ -124,7 +124,7 @@ def test_a_combination_selects_operands():
     assert goal.inputs == (b, base)
 
 
-def test_operands_include_what_is_subtracted():
+def test_operands_include_the_subtrahends():
     operands = Operands.of(rows_of("vectors", 0, 2))
     assert as_operands(operands) is operands
     for call in (gram, lambda rows, minus: combine(None, rows, [1.0, 1.0], minus=minus)):

@@ -53,7 +53,7 @@ def test_combine_gives_the_slice_of_one_rank_with_the_coefficients_of_the_first(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_not_finite_on_one_rank_is_so_on_all(worlds, world):
+def test_nonfinite_values_on_one_rank_reach_all_ranks(worlds, world):
     expected = torch.tensor([[[torch.inf, torch.inf], [torch.inf, 2.0 * world]]], dtype=torch.float64)
     assert all(torch.equal(rank["infinite"], expected) for rank in worlds[world])
 
@@ -69,26 +69,29 @@ def test_rows_beyond_the_range_of_squares_are_rescaled_alike_on_all_ranks(worlds
 def test_some_ranks_meet_without_the_others(worlds, world):
     *members, outside = worlds[world]
     assert all(rank["some ranks"] == {"group": 2.0 * (world - 1), "mesh": 2.0 * (world - 1)} for rank in members)
-    told = outside["some ranks"]
-    assert told["group"] == f"ArgumentError: group: expected one with rank {world - 1} in it"
-    assert told["mesh"].startswith(f"ArgumentError: rows: expected a mesh with rank {world - 1} in it")
+    errors = outside["some ranks"]
+    assert (
+        errors["group"]
+        == f"ArgumentError: group: expected a process group that contains rank {world - 1}, got one without it"
+    )
+    assert errors["mesh"].startswith(f"ArgumentError: rows: expected a mesh with rank {world - 1} in it")
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("a row that a derivative follows", "ArgumentError: rows: derivatives are not followed over ranks"),
-        ("an out that a derivative follows", "ArgumentError: rows: derivatives are not followed over ranks"),
+        ("a row that a derivative follows", "ArgumentError: rows: expected shards without autograd, got tracked ones"),
+        ("an out that a derivative follows", "ArgumentError: rows: expected shards without autograd, got tracked ones"),
         ("a backend that fails", "RuntimeError: out of memory"),
         ("a check that fails", "ArgumentError: segments: expected lengths that sum to 8, got a sum of 9"),
         ("a segment beyond", "ArgumentError: replicated: expected segments below 1, got 1"),
     ],
 )
-def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
+def test_all_ranks_raise_if_one_rank_rejects(worlds, world, case, reason):
     *others, last = [rank["refusals"][case] for rank in worlds[world]]
     assert last.startswith(reason)
-    words = f"ArgumentError: ranks: expected arguments that every rank can use; refused on [{world - 1}]"
+    words = f"ArgumentError: ranks: expected valid arguments on every rank, got errors on [{world - 1}]"
     assert all(told.startswith(words) for told in others)
 
 
@@ -102,19 +105,19 @@ def test_what_one_rank_refuses_all_refuse(worlds, world, case, reason):
         ("other calls", "ranks: expected the same call on every rank, got {0: "),
         ("other dtypes", "ranks: expected the same dtypes on every rank, got {0: "),
         ("other coefficients", "ranks: expected the same number of rows on every rank, got {0: 3"),
-        ("plain among DTensors", "minus[0]: expected a DTensor, as others are, got a plain tensor"),
+        ("plain among DTensors", "minus[0]: expected a DTensor like the other rows, got a plain tensor"),
         ("mixed placements", "rows[1]: expected the placements of rows[0], (Replicate(),) on "),
         ("a partial sum", "rows[0]: expected placements Shard(0) or Replicate(), got P"),
         ("no context", "rows: expected DTensors, or a call within across_ranks"),
     ],
 )
-def test_ranks_that_disagree_are_told_so(worlds, world, case, words):
+def test_ranks_that_disagree_raise(worlds, world, case, words):
     for rank in worlds[world]:
         assert rank["refusals"][case].startswith(f"ArgumentError: {words}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_shard_that_is_not_as_chunk_cuts_is_refused_on_every_rank(worlds, world):
+def test_a_shard_unlike_torch_chunk_is_rejected_on_every_rank(worlds, world):
     told = [rank["refusals"]["an uneven DTensor"] for rank in worlds[world]]
     assert all(words.startswith("ArgumentError: r") for words in told)
     assert any(words.startswith("ArgumentError: rows[0]: expected ") for words in told)

@@ -109,7 +109,7 @@ def test_dtypes_that_only_torch_reads_are_read_and_written():
 
 
 @pytest.mark.usefixtures("backend")
-def test_tensors_that_are_no_plain_memory_are_read_as_what_they_show():
+def test_tensors_without_plain_memory_are_read_by_value():
     negative = torch.complex(torch.ones(4), torch.ones(4)).conj().imag
     row = (negative, torch.ones(1), torch._efficientzerotensor(2))
     assert gram([row, (torch.ones(4), torch.ones(1), torch.ones(2))])[0].tolist() == [[5.0, -3.0], [-3.0, 7.0]]
@@ -117,7 +117,7 @@ def test_tensors_that_are_no_plain_memory_are_read_as_what_they_show():
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_target_may_lie_anyhow_and_may_be_what_is_read():
+def test_a_target_may_have_any_strides_and_may_be_an_operand():
     pool = torch.arange(12.0).view(3, 4)
     out = (pool[:, 1], torch.zeros(2, 2))
     row = (pool[:, 1], torch.ones(2, 2))
@@ -158,7 +158,7 @@ def test_derivatives_reach_every_tensor():
         assert torch.allclose(tensor.grad, start + 0.5 * (tensor.detach() - start), rtol=1e-14)
 
 
-def test_what_is_read_stays_as_it_was():
+def test_operands_are_not_modified():
     array = torch.arange(6.0).numpy()
     array.setflags(write=False)
     leaf = torch.nn.Parameter(torch.ones(2, 2))
@@ -171,7 +171,7 @@ def test_what_is_read_stays_as_it_was():
     assert leaf._version == before
 
 
-def test_leaves_that_want_a_gradient_are_read_where_none_is_followed():
+def test_leaves_that_require_grad_are_read_without_autograd():
     row = (torch.nn.Parameter(torch.ones(2, 2)), torch.ones(3))
     with torch.no_grad():
         assert gram([row]).item() == 7
@@ -179,7 +179,7 @@ def test_leaves_that_want_a_gradient_are_read_where_none_is_followed():
     assert not any(tensor.requires_grad for tensor in found)
 
 
-OUT = "out: expected base or a row itself"
+OUT = "out: expected base, a row, or memory"
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -221,7 +221,7 @@ OUT = "out: expected base or a row itself"
         (lambda x, y: combine(None, [(x, y)], [1.0], out=(torch.zeros(9)[::2], torch.zeros(3, 8)[:, ::2].T)), None),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     x, y = torch.ones(5), torch.full((12,), 2.0)
     if words is None:
         call(x, y)
@@ -245,7 +245,7 @@ def places(row, lengths):
 
 @pytest.mark.usefixtures("as_shipped")
 @given(seeds)
-def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
+def test_a_target_that_overlaps_another_entry_is_rejected(seed):
     pick = np.random.default_rng(seed)
 
     def row(pool, lengths):
@@ -302,7 +302,7 @@ def test_within_ranks_a_tuple_is_the_piece_of_this_rank():
 
 
 @pytest.mark.usefixtures("alone", "as_shipped")
-def test_a_dtensor_among_tensors_is_refused_by_name():
+def test_a_dtensor_in_a_tensor_list_is_rejected_by_name():
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     placed = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])

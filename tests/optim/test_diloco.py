@@ -197,7 +197,7 @@ def test_a_fragment_moves_as_through_the_front_door(name, fragments):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_refused_commit_leaves_no_trace(name):
+def test_a_rejected_commit_leaves_no_trace(name):
     """What the outer optimiser keeps, and what was synchronised, are as if the round had not been."""
     (first, _), (other, _) = trained(ours(name), 2), trained(ours(name), 2, refused=(ROUNDS - 1,))
     assert apart(originals(first), originals(other)) > 0
@@ -206,7 +206,7 @@ def test_a_refused_commit_leaves_no_trace(name):
     assert all(p.grad is None for p in last.part.parameters())
 
 
-def test_who_recovers_with_another_rule_is_refused():
+def test_recovery_with_another_rule_is_rejected():
     donor, other = Replica(0, ours("HeLoCo"), 2), Replica(1, ours("DiLoCo"), 2)
     donor.train(2)
     for fragment in donor.fragments:

@@ -55,7 +55,7 @@ def step(outer, seed, **known):
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="other backends form one sum after another")
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_touches_what_it_must(name):
+def test_memory_traffic_of_a_step(name):
     rule, cycle = CASES[name]
     outer = Outer(parameters(), rule)
     for i in range(2 * len(cycle)):
@@ -77,7 +77,7 @@ def test_a_late_step_reads_the_base_once_more():
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="as above")
 @pytest.mark.parametrize("name", ["Momentum", "DelayedNesterov"])
-def test_what_somebody_else_has_written_is_read_again(name):
+def test_state_written_elsewhere_is_read_again(name):
     rule, cycle = CASES[name]
     outer = Outer(parameters(), rule)
     least = [step(outer, i).read for i in range(9)][-len(cycle) :]
@@ -94,7 +94,7 @@ def test_what_somebody_else_has_written_is_read_again(name):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
-def test_rows_are_no_longer_than_is_said_of_them(name, dtype):
+def test_norm_bounds_hold(name, dtype):
     params = [nn.Parameter(draw(i, n, dtype=dtype)) for i, n in enumerate((35, 3, 8))]
     outer = Outer(params, RULES[name])
     for i in range(9):

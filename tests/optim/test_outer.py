@@ -138,7 +138,7 @@ def test_a_linear_step_is_exact():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypatch):
+def test_a_run_resumes_from_its_state(name, monkeypatch):
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
@@ -158,7 +158,7 @@ def test_a_run_is_the_same_one_by_one_and_goes_on_from_its_state(name, monkeypat
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_kept_may_come_back_in_another_order(name):
+def test_a_state_may_be_loaded_in_another_order(name):
     params = parameters()
     outer = Outer(params, RULES[name])
     late = {"staleness": 1, "base": parameters(9)}
@@ -175,7 +175,7 @@ def test_what_is_kept_may_come_back_in_another_order(name):
         assert same(outer.state[p], second.state[other])
 
 
-def test_what_is_kept_stays_in_float32_through_a_state_dict():
+def test_a_state_stays_in_float32_through_a_state_dict():
     params = parameters(dtype=torch.bfloat16)
     outer = Outer(params, HeLoCo())
     run(outer, params, 1, 2)
@@ -327,13 +327,13 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda p: p.grad.view(-1)[1].fill_(float("nan")), "params: parameter 4: expected a gradient that is finite"),
-        (lambda p: p.grad.fill_(float("inf")), "params: parameter 4: expected a gradient that is finite"),
-        (lambda p: setattr(p, "grad", p.grad.to_sparse()), "params: parameter 4: expected a gradient that is a dense"),
+        (lambda p: p.grad.view(-1)[1].fill_(float("nan")), "params: parameter 4: expected a finite gradient"),
+        (lambda p: p.grad.fill_(float("inf")), "params: parameter 4: expected a finite gradient"),
+        (lambda p: setattr(p, "grad", p.grad.to_sparse()), "params: parameter 4: expected a dense floating gradient"),
     ],
     ids=["nan", "inf", "sparse"],
 )
-def test_what_cannot_be_used_changes_nothing(name, spoil, words):
+def test_invalid_input_changes_nothing(name, spoil, words):
     params = parameters(dtype=torch.float32)
     # The last group fails; the first has been looked at by then.
     outer = Outer([{"params": params[:1]}, {"params": params}][1:], RULES[name])
@@ -347,19 +347,19 @@ def test_what_cannot_be_used_changes_nothing(name, spoil, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_nothing_moves_where_one_group_is_refused():
+def test_nothing_moves_if_one_group_is_rejected():
     params = parameters()
     outer = Outer([{"params": params[:2]}, {"params": params[2:]}], Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
     before = snapshot(outer, params)
     pseudo(2, params)
     params[-1].grad[0, 0, 0] = float("nan")
-    with pytest.raises(ArgumentError, match="params: parameter 2: expected a gradient that is finite"):
+    with pytest.raises(ArgumentError, match="params: parameter 2: expected a finite gradient"):
         outer.step()
     assert same(before, snapshot(outer, params))
 
 
-def test_a_step_that_overflows_is_refused():
+def test_a_step_that_overflows_is_rejected():
     p = nn.Parameter(torch.full((3,), 3e38))
     outer = Outer([p], ASGD(1.0), lr=4.0)
     p.grad = torch.full((3,), -1e38)
@@ -403,11 +403,11 @@ def late(rule, **known):
         (lambda: late(ASGD(), base=["x"] * 5), r"base\[0\]: expected a dense floating tensor, got 'x'"),
         (lambda: late(ASGD(), base=[None] * 5), r"base\[0\]: expected a dense floating tensor, got None"),
         (lambda: late(ASGD(), base=like(dtype=torch.int64)), r"base\[0\]: expected a dense .* of torch.int64"),
-        (lambda: late(FedOrtho(), staleness=1, base=like(torch.nan)), r"base\[0\]: expected values that are finite"),
+        (lambda: late(FedOrtho(), staleness=1, base=like(torch.nan)), r"base\[0\]: expected finite values"),
         (lambda: late(ASGD(), base=[torch.ones(2)] * 5), r"base\[0\]: expected a tensor like the parameter"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_invalid_arguments_are_rejected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -419,7 +419,7 @@ def test_rules_without_a_drift_need_no_base(rule):
     late(rule, staleness=3)
 
 
-def test_workers_are_told_apart():
+def test_each_worker_has_its_state():
     params = parameters(shapes=[(3,)])
     outer = Outer(params, AsyncFedED(0.5, warm_up=0, gain=0.5))
     for worker in (0, "far-away", 0):
@@ -431,7 +431,7 @@ def test_workers_are_told_apart():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.float64]], ids=["alike", "mixed"])
-def test_a_sum_that_overflows_is_refused_and_what_is_kept_goes_on(dtypes):
+def test_a_sum_that_overflows_is_rejected_and_the_state_continues(dtypes):
     params = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
     outer = Outer(params, DelayedNesterov(4, 0.5))
     for size, fits in ((3e38, True), (3e38, False), (-1e38, True), (1.0, True)):
@@ -467,8 +467,8 @@ def views():
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (views, "params: b1: expected memory of its own"),
-        (lambda: [nn.Parameter(torch.ones(1).expand(3))], "params: b0: expected entries with memory of their own"),
+        (views, "params: b1: expected its own memory"),
+        (lambda: [nn.Parameter(torch.ones(1).expand(3))], "params: b0: expected entries with their own memory"),
     ],
     ids=["views", "expanded"],
 )
@@ -510,7 +510,7 @@ def test_state_that_two_parameters_share_moves_nothing():
     run(outer, params, 1, 2)
     outer.state[params[1]]["velocity"] = outer.state[params[0]]["velocity"]
     before = snapshot(outer, params)
-    with pytest.raises(ArgumentError, match="params: parameter 1: expected memory of its own"):
+    with pytest.raises(ArgumentError, match="params: parameter 1: expected its own memory"):
         outer.step()
     assert same(before, snapshot(outer, params))
 
@@ -540,12 +540,12 @@ def test_a_gradient_may_lie_where_its_parameter_does(name, shape):
         ),
         (lambda saved: Outer(parameters(), RULES["DiLoCo"]), r"Momentum\(.*FedAvg\), got .*DelayedNesterov"),
         (lambda saved: [kept.pop("of@") for kept in saved["state"].values()], "got a state of another optimizer"),
-        (lambda saved: saved["state"][2].pop("count"), "state: 2: expected count, which DelayedNesterov begins with"),
+        (lambda saved: saved["state"][2].pop("count"), "state: 2: expected the entry count of DelayedNesterov"),
         (lambda saved: saved["state"][0].update(buffer=torch.ones(2)), r"state: 0: buffer: expected shape \(7, 5\)"),
     ],
     ids=["rule", "rule of a rule", "optimiser", "part", "shape"],
 )
-def test_a_state_that_is_not_of_the_rule_is_refused(spoil, words):
+def test_a_state_of_another_rule_is_rejected(spoil, words):
     first, params = parameters(), parameters()
     outer = Outer(first, RULES["DelayedNesterov"])
     run(outer, first, 1, 3)

@@ -34,18 +34,18 @@ def test_ranks_together_make_the_steps_of_one(ranks):
                 assert cut["placed"], name
 
 
-def test_a_checkpoint_goes_on_with_the_same_bits(ranks):
+def test_a_checkpoint_continues_with_the_same_bits(ranks):
     for rank in ranks:
         assert all(map(torch.equal, *rank["checkpoint"]))
 
 
-def test_what_one_rank_cannot_use_all_refuse(ranks):
+def test_all_ranks_reject_the_invalid_input_of_one(ranks):
     (elsewhere, rested), (here, here_rested) = (rank["refused"] for rank in ranks)
     assert (rested, here_rested) == (True, True)
-    assert "0.weight: expected a gradient that is finite" in here
+    assert "0.weight: expected a finite gradient" in here
     assert "squared length" in elsewhere
 
 
-def test_whole_copies_need_nobody_else(ranks):
+def test_replicated_parameters_need_no_communication(ranks):
     for rank in ranks:
         assert torch.equal(rank["replicated"], torch.full((4,), 0.3))

@@ -1,4 +1,4 @@
-"""Trainers: local training of a client from a message and its data."""
+"""Trainers: the local training of a client, from a message and the client's data."""
 
 from manifoldagg.federated.clients.asynccurve import AsyncCurve
 from manifoldagg.federated.clients.curve import Curve

@@ -1,4 +1,6 @@
-"""The trainer for AsyncCurve: it alternates between the end point and the control point of a quadratic curve."""
+"""The trainer for the rule AsyncCurve, which alternates between the end point and the control point of a quadratic
+curve.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,42 +20,46 @@ from manifoldagg.manifolds.optimizers import Optimizer
 __all__ = ["AsyncCurve"]
 
 BIAS_FREE_STEPS = 1e9
-"""A number of steps after which no bias is left to correct."""
+"""A number of steps so large that Adam's bias correction has no effect."""
 
 
 @dataclass(frozen=True)
 class AsyncCurve(BaseTrainer):
-    r"""Trainer that learns the end $\theta$ and the control point $\varphi$ of a quadratic curve alternately.
+    r"""Trainer that alternately learns the end $\theta$ and the control point $\varphi$ of a quadratic curve.
 
-    They take an epoch each. The end by Adam on $\ell(\theta)$ and a proximal term, with the moments $m$, $v$ of the
-    message to begin with; the control point by an Adam that begins anew each epoch, at places $\lambda \sim U[0, 1]$ of
-    the curve:
+    The two alternate after each epoch:
+
+    - Adam trains the end on $\ell(\theta)$ plus a proximal term. It starts from the moments $m$, $v$ in the message.
+    - Another Adam, which restarts in each epoch, trains the control point at the points $\lambda \sim U[0, 1]$ of the
+      curve:
 
     $$\varphi = M + \delta - \gamma \operatorname{proj}_{\theta - \Theta^t} \delta, \qquad M = \tfrac12 (\Theta^t +
       \theta), \qquad \min_\delta\; \mathbb{E}_\lambda\, \ell((1 - \lambda)^2\, \Theta^t + 2 \lambda (1 - \lambda)\,
       \varphi + \lambda^2\, \theta).$$
 
-    The proximal term is in the epochs of the end alone. Moments from the server are a mean over many steps already:
-    they and what is added to them are divided by no $1 - \beta^k$. With `as_printed` they are, from k = 1, which makes
-    the first step about $\beta_1 / (1 - \beta_1)$ times the server's. A client without moments begins plainly.
+    The proximal term only applies to the end.
 
-    It differs from the printed algorithm where that contradicts its text: the curve has the weight 2 on $\varphi$, and
-    the projected $\varphi$ is returned, which is the one that was trained.
+    Moments from the server are already means over many steps. By default, they and their updates have no bias
+    correction $1 - \beta^k$. With `as_printed`, they are corrected from k = 1, which makes the first step about
+    $\beta_1 / (1 - \beta_1)$ times that of the server. A client without moments starts with a new Adam.
+
+    The trainer deviates from the printed algorithm where that contradicts the paper's text. The curve has the weight 2
+    on $\varphi$. The trainer returns the projected $\varphi$, which is the one that was trained.
 
     Args:
-        epochs: of each of the two.
-        rate: of the end.
-        control_rate: of the control point; a tenth of `rate` where not given.
-        betas: $(\beta_1, \beta_2)$ of both Adams.
-        eps: their $\epsilon$.
+        epochs: the number of epochs of each of the two.
+        rate: the learning rate of the end.
+        control_rate: the learning rate of the control point. The default is a tenth of `rate`.
+        betas: $(\beta_1, \beta_2)$ of both Adam optimizers.
+        eps: $\epsilon$ of both Adam optimizers.
         projection: $\gamma \in [0, 1]$.
         proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or a
             [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] term.
-        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`: gradients of the loss are taken uphill.
-        as_printed: correct the bias of the server's moments as that of new ones.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
+        as_printed: whether to correct the bias of the server's moments like that of new ones.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Report (24), (28), (30), Algorithm 2.
 

@@ -1,4 +1,4 @@
-"""The base class of trainers, their training task, and the count of samples."""
+"""The base class of trainers, the training task, and the count of samples."""
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -19,20 +19,20 @@ from manifoldagg.manifolds import Loss, Manifold, ModelLoss
 __all__ = ["BaseTrainer", "TrainingTask", "count_samples"]
 
 MAX_LISTED = 3
-"""How many names a complaint lists."""
+"""The largest number of names in an error message."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """The inputs of one task of a client.
+    """The inputs of one training task of a client.
 
     Attributes:
-        space: where models live.
-        message: what the server sent.
-        loss: `loss(theta, batch)` to a scalar.
+        space: the space of the models.
+        message: the message from the server.
+        loss: a function `loss(theta, batch)` that returns a scalar.
         batches: a re-iterable object.
-        client_state: what the last payload of this client left with it.
-        generator: draws whatever is drawn.
+        client_state: the client state of this client's last payload.
+        generator: the random number generator of the task.
     """
 
     space: Manifold
@@ -52,15 +52,15 @@ class TrainingTask:
         """The number of batches of one pass; `None` if they have no length."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else None
-        except TypeError:  # a loader has a length that it does not know
+        except TypeError:  # a loader of an iterable data set defines __len__, but raises an exception
             return None
 
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
-        """The buffers that the message requests, after the evaluations of the loss.
+        """Return the buffers that the message requests, after the evaluations of the loss.
 
         Args:
-            at: (P,), a point that the loss has not been at: statistics are taken anew there, in one pass over the
-                batches. Layers in evaluation keep theirs.
+            at: (P,), a point at which the loss was not evaluated. The statistics of batch normalisation are recomputed
+                there, in one pass over the batches. Layers in evaluation mode retain theirs.
         """
         loss = self.loss
         if not self.message.requested_buffers or not isinstance(loss, ModelLoss):
@@ -81,21 +81,24 @@ class TrainingTask:
 class BaseTrainer(KeywordHints, abc.ABC):
     """Base class of trainers, whose subclasses implement `_train`.
 
-    Options are the fields of a frozen dataclass; what [`fit`][manifoldagg.fit] takes in groups is checked by these
-    when they are made. Buffers that come with the message are those of the loss, and what the message asks for goes
-    back with a payload that has none. Any object with `train` is a [`Trainer`][manifoldagg.federated.Trainer]: this
-    base spares its signature.
+    The options are the fields of a frozen dataclass. The option groups of [`fit`][manifoldagg.fit] validate theirs when
+    they are created.
+
+    The base class handles buffers. It initialises the buffers of the loss from the message, and adds the requested
+    buffers to a payload that has none.
+
+    Subclassing is optional: any object with a `train` method is a [`Trainer`][manifoldagg.federated.Trainer].
 
     Example:
         >>> from manifoldagg.manifolds import Flat
-        >>> class Still(BaseTrainer):
+        >>> class Identity(BaseTrainer):
         ...     def _train(self, task):
         ...         return Payload(task.message.start[None], task.samples)
         ...     def num_steps(self, message, num_batches):
         ...         return 0
         >>> loss = lambda theta, batch: (theta - batch).square().sum()
         >>> message, batches = Message(torch.ones(1)), [torch.zeros(3)]
-        >>> Still().train(Flat(1), message, loss, batches, None, generator=torch.Generator()).samples
+        >>> Identity().train(Flat(1), message, loss, batches, None, generator=torch.Generator()).samples
         3
     """
 
@@ -112,20 +115,20 @@ class BaseTrainer(KeywordHints, abc.ABC):
         """Train from `message.start`.
 
         Args:
-            space: where models live.
-            message: from the server: where to start, and what the rule sends besides.
-            loss: `loss(theta, batch)` to a scalar; where the message asks for buffers, one of
-                [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is left as it was.
+            space: the space of the models.
+            message: the message from the server: the start model, and further tensors and numbers of the rule.
+            loss: a function `loss(theta, batch)` that returns a scalar. If the message requests buffers, it must be a
+                loss of [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is not modified.
             batches: a re-iterable object.
-            client_state: what the last payload of this client left with it.
-            generator: draws whatever is drawn.
+            client_state: the client state of this client's last payload.
+            generator: the random number generator of the task.
 
         Returns:
             The payload for the server.
 
         Raises:
-            ArgumentError: if the message is not of the rule that the trainer belongs to, or asks for buffers that the
-                loss does not have; and as [`fit`][manifoldagg.fit].
+            ArgumentError: if the message is not from the rule of this trainer, or requests buffers that the loss does
+                not have. Also under the conditions of [`fit`][manifoldagg.fit].
             DivergenceError: if a loss is not finite.
         """
         loss = _with_buffers(loss, message)
@@ -138,11 +141,11 @@ class BaseTrainer(KeywordHints, abc.ABC):
         """Return the number of steps of `train`, which is the cost of a task before it runs.
 
         Args:
-            message: from the server.
-            num_batches: how many batches one pass has.
+            message: the message from the server.
+            num_batches: the number of batches of one pass.
 
         Raises:
-            ArgumentError: if the message is not of the rule that the trainer belongs to.
+            ArgumentError: if the message is not from the rule of this trainer.
         """
 
     @abc.abstractmethod
@@ -150,11 +153,11 @@ class BaseTrainer(KeywordHints, abc.ABC):
 
 
 def _with_buffers(loss: Loss, message: Message) -> Loss:
-    """Bind the loss to buffers of its own, initialised from the message."""
+    """Return the loss with its own buffers, initialised from the message."""
     carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
     if missing := [name for name in message.requested_buffers if name not in carried]:
-        expected = "expected one of ParameterSpace.loss, which keeps the buffers that the message asks for"
-        raise ArgumentError(f"loss: {expected}: {', '.join(missing[:MAX_LISTED])}")
+        listed = ", ".join(missing[:MAX_LISTED])
+        raise ArgumentError(f"loss: expected one with the requested buffers {listed}; use ParameterSpace.loss")
     if not isinstance(loss, ModelLoss):
         return loss
     try:
@@ -166,11 +169,13 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
 def count_samples(batches: Iterable[Any]) -> int:
     """Return the number of samples of one pass over `batches`.
 
-    Asked of `batches.samples`, or of the sampler of a `DataLoader` that batches by itself, where there is one; counted
-    over one pass otherwise, where a batch is a tensor, a mapping of tensors, or a sequence that begins with inputs.
+    The function uses `batches.samples`, or the sampler of a `DataLoader` with automatic batching, if there is one.
+    Otherwise, it counts the samples in one pass. A batch is then a tensor, a mapping of tensors, or a sequence whose
+    first element contains the inputs.
 
     Raises:
-        ArgumentError: if a batch has no length to count, `batches.samples` is no count, or `batches` is an iterator.
+        ArgumentError: if a batch has no length, if `batches.samples` is not a valid count, or if `batches` is an
+            iterator.
 
     Example:
         >>> count_samples([(torch.zeros(5, 3), torch.zeros(5)), (torch.zeros(2, 3), torch.zeros(2))])

@@ -1,4 +1,4 @@
-"""One task of a client: training a module from a message, the same in a simulation, in Flower or in a custom loop."""
+"""One task of a client: training a module from a message, for simulations, Flower and custom loops."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,7 +58,7 @@ def train_client(
     """
     check_trainer(trainer)
     if not isinstance(message, Message):
-        raise ArgumentError(f"message: expected a Message, as of a ticket, got {short_repr(message)}")
+        raise ArgumentError(f"message: expected a Message, such as ticket.message, got {short_repr(message)}")
     if not callable(criterion):
         raise ArgumentError(f"criterion: expected a function of outputs and targets, got {short_repr(criterion)}")
     check_instance("generator", generator, torch.Generator, "torch.Generator()")

@@ -1,4 +1,4 @@
-"""The trainer for AsyncBezier: it learns a curve whose end is the local model."""
+"""The trainer for the rule AsyncBezier, which learns a curve whose end is the local model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +19,27 @@ __all__ = ["Curve"]
 class Curve(BaseTrainer):
     r"""Trainer that learns a Bézier curve in two phases and returns its control points except the first.
 
-    The loss is taken along the curve, not at its end: buffers that the server asks for are taken anew there.
+    The loss is evaluated along the curve, and not at its end. Buffers that the server requests are therefore recomputed
+    at the end.
 
     Args:
-        degree: of the curve.
-        epochs: of [`Phases`][manifoldagg.curves.Phases], as `steps` and `alternate`.
-        steps: in place of `epochs`.
-        optimizer: of [`Training`][manifoldagg.curves.Training], as `rate`, `proximal` and `sharpness`.
-        rate: of the end.
-        control_rate: `rate` of [`Control`][manifoldagg.curves.Control], as `start` and `projection` of the control
-            points.
-        freeze_end: whether the last point rests in the second phase.
-        control_start: `"chord"` or `"base"`.
-        proximal: $\mu$.
-        alternate: whether the phases take turns.
-        control_projection: $\gamma$.
+        degree: the degree of the curve.
+        epochs: the number of epochs of each phase, as in [`Phases`][manifoldagg.curves.Phases].
+        steps: the number of steps of each phase, in place of `epochs`.
+        optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
+        rate: the learning rate of the end.
+        control_rate: the learning rate of the control points, as in [`Control`][manifoldagg.curves.Control].
+        freeze_end: whether the end is fixed in the second phase.
+        control_start: the start of the control points, `"chord"` or `"base"`.
+        proximal: $\mu$, the weight of the proximal term.
+        alternate: whether the phases alternate.
+        control_projection: $\gamma$, the projection of the control points.
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
-        samples: places for each batch.
-        sharpness: `SAM` or `ASAM`.
+        samples: the number of sampled points of the curve for each batch.
+        sharpness: `SAM` or `ASAM`, for sharpness-aware gradients.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Manifold, Algorithm 2.
 
@@ -70,8 +70,8 @@ class Curve(BaseTrainer):
         if self.degree == 1 and self.freeze_end and phases.limits[1]:
             amount = "epochs" if self.steps is None else "steps"
             raise ArgumentError(
-                f"{amount}: expected none in the second phase, such as {phases.limits[0]}+0: a curve of degree 1 has "
-                f"no point between its ends; got {phases.limits[0]}+{phases.limits[1]}"
+                f"{amount}: expected ({phases.limits[0]}, 0), because a curve of degree 1 has no interior control "
+                f"point, got {phases.limits}"
             )
 
     def _options(self) -> dict[str, Any]:

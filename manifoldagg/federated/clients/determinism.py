@@ -1,4 +1,4 @@
-"""Deterministic client tasks: the source of random numbers and the order of sums."""
+"""Deterministic client tasks: the random number generator and the order of sums."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ from manifoldagg._validation import check_count
 __all__ = ["deterministic", "seeded_model", "single_threaded", "task_generator"]
 
 TRAINING_STREAM = 3
-"""A stream of random numbers under one seed; a simulation has others, with other numbers."""
+"""The index of the random number stream of training. A simulation uses other streams of the same seed."""
 GENERATOR_LOCK = threading.RLock()
-"""Who holds it draws from torch's own generator, of which a process has one."""
+"""The lock for torch's global random number generator. A process has only one."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
     """Limit torch to one thread, so that sums are always computed in the same order.
 
     Args:
-        threads: how many in place of one; `None` for as many as there are.
+        threads: the number of threads; `None` leaves it unchanged.
 
     Example:
         >>> with single_threaded():
@@ -39,10 +39,11 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
 
 
 def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
-    """Return the random generator of a client's n-th task, counted from 0; it depends on these three arguments only.
+    """Return the random number generator of a client's n-th task, counted from 0. It depends only on these three
+    arguments.
 
     Raises:
-        ArgumentError: naming what is no integer, or negative.
+        ArgumentError: if an argument is not an integer >= 0.
 
     Example:
         >>> draws = [torch.rand(1, generator=task_generator(0, client=3, task_index=1)) for _ in range(2)]
@@ -57,15 +58,16 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
 
 @contextmanager
 def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
-    """Make a block bitwise reproducible: it has one torch thread, and random numbers that follow from `generator`.
+    """Make a block bitwise reproducible: torch uses one thread, and all random numbers depend on `generator`.
 
-    What a model draws for itself, as dropout does, comes from torch's own generator, which is seeded by the initial
-    seed of `generator`, and put back in the end. A process has one such generator: its threads take turns.
+    Layers such as dropout draw from torch's global generator. Within the block, it is seeded with the initial seed of
+    `generator`, and its state is restored afterwards. A process has only one global generator, so concurrent blocks in
+    several threads run one after the other.
 
     Args:
-        generator: of the task.
-        threads: of torch. With another number than one the same draws are made, and sums may have other bits; `None`
-            leaves as many as there are.
+        generator: the generator of the task.
+        threads: the number of torch threads; `None` leaves it unchanged. With a number other than one, random numbers
+            are the same, but sums may have different bits.
 
     Example:
         >>> with deterministic(task_generator(0, client=3, task_index=1)):
@@ -74,7 +76,7 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
         ...     torch.equal(torch.rand(1), first)
         True
     """
-    # Another stream than the one that the trainer draws from.
+    # A different stream than that of the trainer.
     seed = np.random.SeedSequence([generator.initial_seed(), 1]).generate_state(1)[0]
     own = torch.default_generator
     with single_threaded(threads), GENERATOR_LOCK:
@@ -87,10 +89,10 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
 
 
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model whose initial weights depend on `seed` alone; torch's global generator is left unchanged.
+    """Build a model whose initial weights depend on `seed` alone. Torch's global generator is left unchanged.
 
     Raises:
-        ArgumentError: if `seed` is not an integer from 0 on.
+        ArgumentError: if `seed` is not an integer >= 0.
 
     Example:
         >>> a, b = (seeded_model(lambda: nn.Linear(3, 3), 5) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The trainer for FLOCO: it learns all vertices of a simplex from models sampled in a region of it."""
+"""The trainer for the rule FLOCO, which learns the vertices of a simplex from models sampled in a region of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ __all__ = ["FLOCO", "Region"]
 
 @dataclass(frozen=True)
 class Region(Simplex):
-    r"""Region of a simplex, sampled as $(1 - \lambda)\, c + \lambda\, y$ with $y$ uniform in the simplex.
+    r"""A region of a simplex, sampled as $(1 - \lambda)\, c + \lambda\, y$ with $y$ uniform in the simplex.
 
     Args:
-        space: flat.
-        vertices: n.
+        space: a flat space.
+        vertices: the number n of vertices.
         centre: $c$, barycentric coordinates.
-        share: $\lambda \in [0, 1]$: 1 is the whole simplex.
+        share: $\lambda \in [0, 1]$; 1 selects the whole simplex.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -47,22 +47,23 @@ class Region(Simplex):
 class FLOCO(BaseTrainer):
     r"""Trainer that learns the vertices of a simplex from models in the client's region.
 
-    Minimise $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, $x$ drawn in the client's region.
+    It minimises $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, with $x$ sampled in the client's
+    region.
 
-    The vertices, the centre of the region and its radius come with the message of the rule
-    [`FLOCO`][manifoldagg.federated.rules.FLOCO]; without a centre $x$ is uniform in the simplex. The vertices go back.
-    A client's own model is that at the centre, `Simplex(space, n)(vertices, centre)`.
+    The message of the rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] contains the vertices, and the centre and the
+    radius of the region. Without a centre, $x$ is uniform in the simplex. The payload contains the vertices. The
+    client's own model is the one at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:
-        epochs: passes over the client's batches.
-        optimizer: of [`Training`][manifoldagg.curves.Training], as `rate`, `proximal` and `sharpness`.
-        rate: its learning rate.
-        samples: places $x$ for each batch.
+        epochs: the number of passes over the client's batches.
+        optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
+        rate: the learning rate.
+        samples: the number of sampled points $x$ for each batch.
         proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$.
-        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1.
 
@@ -93,7 +94,7 @@ class FLOCO(BaseTrainer):
 
     def _train(self, task: TrainingTask) -> Payload:
         if "vertices" not in task.message.tensors:
-            raise ArgumentError("message: expected vertices, as from the rule FLOCO")
+            raise ArgumentError("message: expected vertices, as the rule FLOCO sends, got a message without them")
         samples = task.samples
         vertices = task.message.tensors["vertices"]
         centre = task.message.tensors.get("centre")
@@ -103,5 +104,5 @@ class FLOCO(BaseTrainer):
             share = 0.5 * check_number("message: radius", task.message.numbers["radius"], above=0, at_most=2)
             simplex = Region(task.space, n, centre=tuple(centre.tolist()), share=share)
         learned = task.fit(simplex, phi=vertices, control=Control(free=range(n)), **self._options())
-        # Of the vertices the server makes their centroid.
+        # The server uses the centroid of the vertices as its model.
         return Payload(learned.phi, samples, buffers=task.buffers(at=learned.phi.mean(0)))

@@ -1,4 +1,4 @@
-"""Local training for rules that need a plain model: proximal, for a requested number of epochs, or one gradient."""
+"""Local training for rules that need a plain model: proximal, with a requested number of epochs, or one gradient."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -22,22 +22,22 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 class Local(BaseTrainer):
     r"""Local training with an optional proximal term.
 
-    Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ from the server's model.
+    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model.
 
-    It is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] alone: a curve of degree 1,
-    whose end is the one point that is sent back. The distance is that of the space; on a curved one the steps are
-    Riemannian, and points stay on it.
+    This is the first phase of [`Curve`][manifoldagg.federated.clients.Curve], with a curve of degree 1 whose end is the
+    returned point. The distance is that of the space. On a curved space, the steps are Riemannian and the models stay
+    on the space.
 
     Args:
-        epochs: passes over the client's batches.
-        steps: optimiser steps in place of `epochs`.
-        optimizer: of [`Training`][manifoldagg.curves.Training], as all that follow.
-        rate: its learning rate.
+        epochs: the number of passes over the client's batches.
+        steps: the number of optimizer steps, in place of `epochs`.
+        optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
+        rate: the learning rate.
         proximal: $\mu$.
-        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Manifold (6) with S = 1; FedProx (Li et al. 2020).
 
@@ -71,7 +71,7 @@ class Local(BaseTrainer):
         return Payload(points, samples, buffers=self._buffers(task, points[-1]))
 
     def _buffers(self, task: TrainingTask, end: Tensor) -> dict[str, Tensor]:
-        # Gradients uphill are taken where the model never is.
+        # Sharpness-aware gradients are evaluated at perturbed points, where the model never is.
         return task.buffers(at=None if self.sharpness is None else end)
 
     def _points(self, task: TrainingTask) -> Tensor:
@@ -82,12 +82,11 @@ class Local(BaseTrainer):
 class Proximal(Local):
     r"""Local training with a proximal term.
 
-    Minimise $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with $\mu = 0.01$ unless given otherwise.
+    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the default $\mu = 0.01$. It is
+    [`Local`][manifoldagg.federated.clients.Local] with another default. With the rule
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg], it is FedProx.
 
-    It is [`Local`][manifoldagg.federated.clients.Local] with another default. With the rule
-    [`FedAvg`][manifoldagg.federated.rules.FedAvg] it is FedProx.
-
-    Source: Li et al. 2020, whose experiments take $\mu$ from .001, .01, .1 and 1.
+    Source: Li et al. 2020, whose experiments use $\mu$ from 0.001, 0.01, 0.1 and 1.
 
     Example:
         >>> Proximal(steps=10).proximal
@@ -102,11 +101,11 @@ class Epochs(BaseTrainer):
     """[`Local`][manifoldagg.federated.clients.Local] training for the number of epochs in the message.
 
     Args:
-        local: how to train; its own `epochs` and `steps` do not count.
-        max_epochs: so many epochs, however many the server asks for.
+        local: the local training, whose own `epochs` and `steps` are ignored.
+        max_epochs: an upper limit for the number of epochs in the message.
 
     Raises:
-        ArgumentError: if `local` is no `Local`, or `max_epochs` no positive integer.
+        ArgumentError: if `local` is not a `Local`, or `max_epochs` is not a positive integer.
 
     Source: Wang et al. 2022 (AsyncFedED), whose server sends K with the model.
 
@@ -144,14 +143,15 @@ class Epochs(BaseTrainer):
 class Gradient(BaseTrainer):
     r"""Trainer that returns one gradient.
 
-    $g = \nabla \ell(\Theta^t)$ on one batch, returned as the model $\Theta^t - g$ with the samples of that batch.
+    It computes $g = \nabla \ell(\Theta^t)$ on one batch, and returns the model $\Theta^t - g$ with the number of
+    samples of that batch.
 
-    The batch is drawn uniformly where the number of batches is known, else it is the first: a list of batches would
-    return the same one every time. A model of rounded numbers keeps a gradient up to
-    $\frac\varepsilon2 \|\Theta\|$, what a step with it is rounded by anyway.
+    The batch is drawn uniformly if the number of batches is known. Otherwise it is the first batch, which is the same
+    every time for a list. The rounding of the returned model changes the gradient by at most
+    $\frac\varepsilon2 \|\Theta\|$, which is also the rounding error of a step with it.
 
     Args:
-        sharpness: the gradient of `SAM` or `ASAM` of `manifoldagg.curves` in place of the plain one.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.
 
     Source: Queue, Algorithm 2.
 
@@ -189,6 +189,6 @@ class Gradient(BaseTrainer):
         task = replace(task, batches=drawn)
         samples = task.samples
         points = self._single_step_trainer()._points(task)
-        # They are a gradient in the form of a model: statistics are those of where it was taken.
+        # The points encode a gradient, so the statistics are those at the point where it was evaluated.
         apart = None if self.sharpness is None else task.message.start
         return Payload(points, samples, buffers=task.buffers(at=apart))

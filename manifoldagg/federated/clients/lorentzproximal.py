@@ -1,4 +1,4 @@
-r"""The proximal term of FedMRUR: an exponential of the distance between models lifted to a hyperboloid."""
+"""The proximal term of FedMRUR: an exponential of the distance between models lifted to a hyperboloid."""
 
 import math
 from dataclasses import dataclass
@@ -18,18 +18,21 @@ __all__ = ["LorentzProximal"]
 class LorentzProximal:
     r"""Proximal term $\tfrac{\mu}{2} \exp(d^2 / \sigma)$ of the squared Lorentz distance $d^2$ of two lifted models.
 
-    A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, on which $\langle x, x\rangle_L =
-    -x_0^2 + \sum_i x_i^2 = -\beta$. With $\delta = \theta - \Theta$ and the first coordinates $r$ and $q$ of the two,
+    A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, where
+    $\langle x, x\rangle_L = -x_0^2 + \sum_i x_i^2 = -\beta$. With $\delta = \theta - \Theta$ and the first coordinates
+    $r$ and $q$ of the two lifted models,
 
     $$d^2 = \|\pi(\theta) - \pi(\Theta)\|_L^2 = \|\delta\|^2 - w^2, \qquad
-      w = r - q = \frac{\langle\delta, \theta + \Theta\rangle}{r + q},$$
+      w = r - q = \frac{\langle\delta, \theta + \Theta\rangle}{r + q}.$$
 
-    right to $\varepsilon \|\delta\|^2$ also where the models are near to one another and far from 0, unlike $-2\beta -
-    2\langle\pi(\theta), \pi(\Theta)\rangle_L$. The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta -
-    \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$ the value is $\mu / 2$ and the gradient 0.
+    This form is accurate to $\varepsilon \|\delta\|^2$, even if the models are close to one another and far from 0. The
+    form $-2\beta - 2\langle\pi(\theta), \pi(\Theta)\rangle_L$ is not.
 
-    To second order it is $\tfrac{\mu}{2}$ more than a proximal term of weight $\mu / \sigma$ in the metric of the
-    hyperboloid, in which radii are short: along $\theta$ a length counts for $\sqrt\beta / r$ of itself.
+    The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta - \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$, the
+    value is $\mu / 2$ and the gradient is 0.
+
+    To second order, the term is $\tfrac{\mu}{2}$ plus a proximal term of weight $\mu / \sigma$ in the metric of the
+    hyperboloid. This metric shortens radial lengths: along $\theta$, by the factor $\sqrt\beta / r$.
 
     Args:
         weight: $\mu \ge 0$.
@@ -37,7 +40,7 @@ class LorentzProximal:
         offset: $\beta > 0$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Report (24)-(27), after An et al. 2023 (FedMRUR) and Law et al. 2019.
 
@@ -73,7 +76,7 @@ class LorentzProximal:
         r"""Return the gradient in $\theta$, in the dtype of `theta`, with one read and one write of the model.
 
         Raises:
-            DivergenceError: if it overflows: the models are too far apart for this $\sigma$.
+            DivergenceError: if it overflows, because the models are too far apart for this $\sigma$.
         """
         theta = theta.detach()
         base = base.detach()
@@ -93,6 +96,7 @@ class LorentzProximal:
         inner = gram([theta, theta, base], minus=[base, None, None])[0]
         r = (self.offset + inner[1, 1]).sqrt()
         q = (self.offset + inner[2, 2]).sqrt()
-        # r - q itself would lose the digits that two models near to one another and far from 0 share.
+        # The direct difference r - q would lose the common digits of two models that are close to one another and far
+        # from 0.
         w = (inner[0, 1] + inner[0, 2]) / (r + q)
         return (inner[0, 0] - w.square()).clamp(min=0), w, r

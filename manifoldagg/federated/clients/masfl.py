@@ -23,19 +23,19 @@ __all__ = ["ControlVariate", "Normalised"]
 class ControlVariate(BaseTrainer):
     r"""Trainer of MasFL, with momentum and a control variate.
 
-    K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
+    It takes K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
 
-    The message brings $\beta c + (1 - \beta) g$, $c_i$ (0 where it has none) and $\beta$; the local model and the mean
-    `gradient` of the K steps go back. Where the rule asks for an `opening`, K gradients are taken at the start and the
-    client stays there.
+    The message contains $\beta c + (1 - \beta) g$, $\beta$, and $c_i$ (0 if it is missing). The payload contains the
+    local model and the mean `gradient` of the K steps. If the rule requests an `opening`, the trainer computes K
+    gradients at the start and does not move.
 
     Args:
-        epochs: passes over the client's batches.
-        steps: K in place of `epochs`.
+        epochs: the number of passes over the client's batches.
+        steps: K, in place of `epochs`.
         rate: $\eta$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: MasFL, Algorithm 2.
 
@@ -67,11 +67,13 @@ class ControlVariate(BaseTrainer):
 class Normalised(BaseTrainer):
     r"""Trainer of AdaMasFL, with normalised steps.
 
-    K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$, $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
+    It takes K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$ with
+    $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
-    K and $\eta$ come with the message, so there is nothing to choose; the local model and the mean `gradient` go back.
-    $\|g_i\| = 0$ ends the local loop, and the mean is over the gradients taken by then. Lengths are measured in powers
-    of 2 of the largest entry: no scale of the loss overflows or vanishes.
+    The message contains K and $\eta$, so the trainer has no options. The payload contains the local model and the mean
+    `gradient`. If $\|g_i\| = 0$, the local loop ends, and the mean covers the gradients up to that step. Norms are
+    computed after scaling by a power of 2 close to the largest entry. A large or small loss therefore causes neither
+    overflow nor underflow.
 
     Source: MasFL, Algorithm 4.
 
@@ -100,7 +102,7 @@ class Normalised(BaseTrainer):
                 raise DivergenceError("the direction of a local step is not finite")
             if peak == 0:
                 return False
-            # A power of 2 rounds nothing. It is at most 2^1000, so that it is finite itself for a subnormal peak.
+            # Scaling by a power of 2 is exact. The power is at most 2^1000, so that it is finite for a subnormal peak.
             unit = combine(None, [step], [2.0 ** min(1000, -math.frexp(peak)[1])], out=step)
             combine(theta, [unit], [-rate / math.sqrt(gram([unit])[0, 0, 0].item())], out=theta)
             return True
@@ -111,7 +113,7 @@ class Normalised(BaseTrainer):
 def _rate_and_steps(message: Message) -> tuple[float, int]:
     r"""Return $\eta$ and K of a message of AdaMasFL."""
     if missing := {"rate", "steps"} - message.numbers.keys():
-        raise ArgumentError(f"message: expected one of AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+        raise ArgumentError(f"message: expected one of AdaMasFL, got numbers without {', '.join(sorted(missing))}")
     return message.numbers["rate"], int(message.numbers["steps"])
 
 
@@ -119,24 +121,26 @@ def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable
     r"""Run local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, scaled by `advance`.
 
     Args:
-        task: with a message of a rule with control variates, on a flat space.
-        phases: how many steps, all in the first.
-        advance: moves its first argument along the second in place; `False` ends the loop.
+        task: the task, with a message of a rule with control variates, on a flat space.
+        phases: the number of steps, all in the first phase.
+        advance: a function that moves its first argument along the second in place. `False` ends the loop.
 
     Returns:
-        The local model, the mean `gradient`, and whether this was an `opening`.
+        The payload with the local model, the mean `gradient` and the number `opening`.
 
     Raises:
-        ArgumentError: if the message is of another rule, the loss no scalar, or the space curved.
+        ArgumentError: if the message is from another rule, if the loss is not a scalar, or if the space is curved.
         DivergenceError: if a loss or a gradient is not finite.
     """
     message = task.message
     require_flat(task.space)
     if missing := {"beta", "opening"} - message.numbers.keys():
-        raise ArgumentError(f"message: expected one of MasFL or AdaMasFL; numbers lack {', '.join(sorted(missing))}")
+        raise ArgumentError(
+            f"message: expected one of MasFL or AdaMasFL, got numbers without {', '.join(sorted(missing))}"
+        )
     opening = message.numbers["opening"]
     if not opening and "direction" not in message.tensors:
-        raise ArgumentError("message: expected one of MasFL or AdaMasFL; tensors lack direction")
+        raise ArgumentError("message: expected one of MasFL or AdaMasFL, got tensors without direction")
     theta = message.start.detach().clone()
     total = torch.zeros_like(theta, dtype=torch.float64)
     count = 0
@@ -153,7 +157,7 @@ def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable
             if not advance(theta, step):
                 break
     if not is_finite(theta):
-        raise DivergenceError("the local model left the finite numbers; try a smaller rate")
+        raise DivergenceError("the local model is not finite; try a smaller rate")
     gradient = combine(None, [total], [1 / count], out=torch.empty_like(theta))
     if not is_finite(gradient):
         raise DivergenceError("the mean of the gradients overflows; try a smaller loss")

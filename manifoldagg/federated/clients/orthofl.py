@@ -18,19 +18,24 @@ __all__ = ["Calibrated"]
 
 @dataclass(frozen=True)
 class Calibrated(BaseTrainer):
-    r"""Trainer that computes its start $W_m^{+}$ of [`OrthoFL`][manifoldagg.federated.rules.OrthoFL] on the client.
+    r"""Trainer that computes its own calibrated start $W_m^{+}$ of [`OrthoFL`][manifoldagg.federated.rules.OrthoFL].
 
-    The memory is what the client reached, where it started, and the global model $W^{\tau+}$ then. A message brings
-    $W^t$, $\beta_t$, and the number of its applied updates. If the last update was applied, it is calibrated; if it was
-    lost or rejected, the client starts where it had. A message without a count is one to start from as it is. So does a
-    client whose memory is lost, or does not fit, begin anew, from $W^t$. One task at a time: of two trained from the
-    same start it is the last whose model is kept.
+    The client state contains the trained model, its start, and the global model $W^{\tau+}$ at that time. A message
+    contains $W^t$, $\beta_t$, and the number of the client's applied updates. The start depends on the client's last
+    update:
+
+    - If the server applied it, the trainer calibrates it.
+    - If it was lost or rejected, the trainer uses the previous start again.
+    - If the message has no count, or the client state is missing, invalid or outdated, the trainer starts from $W^t$.
+
+    Run one task of a client at a time. If two tasks start from the same state, only the model of the last one is
+    stored.
 
     Args:
-        trainer: what trains from there.
+        trainer: the trainer that runs from the calibrated start.
 
     Raises:
-        ArgumentError: if `trainer` is none.
+        ArgumentError: if `trainer` is not a trainer.
 
     Source: OrthoFL, Algorithm 2.
 

@@ -14,30 +14,34 @@ from manifoldagg.federated.types import Message, Payload, Trainer, check_trainer
 __all__ = ["Scheduled"]
 
 INNER_TRAINER_FIELDS = {"rate": ("trainer", "local"), "steps": ("trainer",)}
-"""What trainers call a trainer that they hold, by the option that it has for them: what a message says of steps goes
-before what is held as `local`."""
+"""The fields in which trainers store an inner trainer, for each option. A number of epochs in the message overrides the
+steps of a trainer in `local`, so `steps` does not apply there."""
 
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""Trainer whose rates are multiplied by $r(\tau)$ and whose steps by $s(\tau)$, where $\tau$ is the version.
+    r"""Trainer wrapper that multiplies rates by $r(\tau)$ and numbers of steps by $s(\tau)$, where $\tau$ is the
+    version.
 
-    With K steps of the trainer the task has $\max(1, \lceil s(\tau) K \rceil)$; of both phases of a curve each has its
-    own K, and one that has none keeps none. With `rate` falling to 0 local training comes to rest as the
-    server does; with `steps` falling, and a rule that takes what comes whole, clients drift less and less: *fewer
-    steps at full weight*.
+    If the trainer takes K steps, the task takes $\max(1, \lceil s(\tau) K \rceil)$ steps. The phases of a curve are
+    scaled separately, and a phase without steps remains empty.
+
+    - With `rate` decreasing to 0, local training converges together with the server.
+    - With `steps` decreasing, and a rule that applies updates at full weight, the client drift decreases: *fewer steps
+      at full weight*.
 
     Args:
-        trainer: a dataclass with a `rate`, and for s with `steps`; or what holds one as `trainer` or `local`.
+        trainer: a dataclass with a `rate` (and `steps`, if they are scheduled), or one that contains such a trainer as
+            `trainer` or `local`.
         rate: r, a number or a function of the version, such as [`Cosine`][manifoldagg.federated.schedules.Cosine]. It
-            must stay above 0.
-        steps: s, as above.
+            must be positive at every version.
+        steps: s, in the same form as `rate`. A function may return 0.
 
     Raises:
-        ArgumentError: naming the option that is out of range, or what the trainer does not have.
+        ArgumentError: if an option is out of range, or if the trainer lacks it.
 
-    Source: Li, Huang, Yang, Wang, Zhang 2020, Theorem 1: with a constant local rate FedAvg rests away from the optimum;
-        Wang, Joshi 2019 (AdaComm) for fewer and fewer local steps.
+    Source: Li, Huang, Yang, Wang, Zhang 2020, Theorem 1: with a constant local rate, FedAvg does not converge to the
+    optimum; Wang, Joshi 2019 (AdaComm) for a decreasing number of local steps.
 
     Example:
         >>> import torch
@@ -72,7 +76,7 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """Return the trainer for a message; the number of batches of a pass is counted only if it is needed."""
+        """Return the trainer for a message. The batches of a pass are counted only if their number is needed."""
         trainer: Any = self.trainer
         if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -87,7 +91,7 @@ class Scheduled(BaseTrainer):
     def _factor(self, option: str, message: Message) -> float:
         share = getattr(self, option)
         if callable(share) and message.version is None:
-            raise ArgumentError(f"message: version: expected one, as {option} is a function of it; got None")
+            raise ArgumentError(f"message: version: expected an int, because {option} is a function of it, got None")
         return rate_at(share, message.version or 0)
 
 
@@ -97,7 +101,7 @@ def _owner_of(trainer: Any, option: str) -> Any:
     while not hasattr(held, option):
         within = [getattr(held, name) for name in INNER_TRAINER_FIELDS[option] if hasattr(held, name)]
         if not within:
-            raise ArgumentError(f"{option}: expected 1: {type(trainer).__name__} has no {option} to multiply")
+            raise ArgumentError(f"{option}: expected 1, because {type(trainer).__name__} has no {option} to multiply")
         held = within[0]
     return held
 

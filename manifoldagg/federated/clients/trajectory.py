@@ -19,29 +19,32 @@ __all__ = ["Trajectory"]
 class Trajectory(Local):
     r"""Trainer like [`Local`][manifoldagg.federated.clients.Local] that returns the path of training as a curve.
 
-    The iterates $\theta_0 = \Theta^t, \dots, \theta_K$ are looked at as they come and not kept. The control points
-    $\varphi_1, \dots, \varphi_n$ of a Bézier curve are fitted to them by least squares, its ends to
-    $\theta_0$ and $\theta_K$:
+    It processes the iterates $\theta_0 = \Theta^t, \dots, \theta_K$ as they are computed, without storing them. The
+    control points $\varphi_1, \dots, \varphi_n$ of a Bézier curve are a least-squares fit to the iterates. The ends of
+    the curve are $\theta_0$ and $\theta_K$:
 
-    $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0,\quad \varphi_n = \theta_K;$$
+    $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0,\quad \varphi_n = \theta_K.$$
 
-    on a curved space in the tangents at $\Theta^t$. With `pieces` they are instead m points of the path itself, the
-    control points of `Piecewise(space, degree=1, pieces=m)`, for a rule that reads them so.
+    On a curved space, the fit is computed with tangents at $\Theta^t$.
 
-    $\varphi_n$ is the model that `Local` sends, bit for bit; with `degree=1` nothing else is sent. To a rule whose
-    message has a number `progress`, $\eta K$ goes back under that name, the rate times the steps taken.
+    With `pieces`, the trainer returns m points of the path itself instead. They are the control points of
+    `Piecewise(space, degree=1, pieces=m)`, for a rule that expects them.
+
+    $\varphi_n$ is the model that `Local` returns, bit for bit. With `degree=1`, it is the only point. If the message
+    has a number `progress`, the payload has one too: $\eta K$, the rate times the number of steps.
 
     Args:
-        degree: n, at most 10; it does not count with `pieces`.
-        time: what $u_k \in [0, 1]$ is a share of, the `"steps"` or the `"length"` of the path.
-        pieces: m; by steps. Where batches have no length, they are counted in a further pass.
+        degree: n, at most 10. It is ignored with `pieces`.
+        time: the quantity to which $u_k \in [0, 1]$ is proportional: the number of `"steps"` or the `"length"` of the
+            path.
+        pieces: m; requires `time="steps"`. If batches have no length, they are counted in an additional pass.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Cost: no gradient. Beside `Local`, n - 1 sums in float64 where it is known how many steps there will be, else n; one
-    vector more by length; m + 1 vectors with `pieces`. For each sum a step reads the model and $\Theta^t$, and the sum,
-    which it writes.
+    Cost: no additional gradients. In addition to `Local`, the memory is n - 1 sums in float64 if the number of steps is
+    known in advance, else n. With `time="length"`, it is one more vector. With `pieces`, it is m + 1 vectors. For each
+    sum, a step reads the model, $\Theta^t$ and the sum, and writes the sum.
 
     Example:
         >>> import torch
@@ -76,7 +79,7 @@ class Trajectory(Local):
         return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
     def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
-        """Return the local model and the steps to it; the optimizer state is released before the curve is built."""
+        """Return the local model and the number of steps. The optimizer state is released before the curve is built."""
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
         learned = task.fit(Bezier(task.space, 1), **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.linear_step import measure

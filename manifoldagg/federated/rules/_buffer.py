@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.corrections import Corrected, Frame, Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.federated.rules._base import TangentRule, commit, move_to
 from manifoldagg.federated.rules._gaussian_mechanism import GaussianMechanism
 from manifoldagg.federated.rules._geometry import (

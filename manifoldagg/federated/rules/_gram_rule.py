@@ -10,7 +10,7 @@ import numpy as np
 
 from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Corrected, Frame, Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.errors import RuleError
 from manifoldagg.federated.rules._base import TangentRule
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_finite, check_number
 from manifoldagg.corrections import Frame, Gram
-from manifoldagg.corrections.frame import Combination
+from manifoldagg.corrections.combination import Combination
 from manifoldagg.corrections.gram import Matrix
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._base import commit

@@ -1,8 +1,8 @@
-"""Operands of a Triton launch: each row once, as integers on which Triton does not specialise.
+"""Operands of a Triton launch: each distinct row once, as integers on which Triton does not specialise.
 
-Triton compiles a kernel anew for each pattern of arguments that are 1, or small, or divisible by 16. Addresses, strides
-and coefficients would make such patterns without end; so they are passed as `opaque` integers, and what a kernel may
-rely on is said in one constant, `is_aligned`.
+Triton compiles a kernel again for each pattern of arguments that are 1, or divisible by 16. Addresses, strides and
+coefficients would cause an unbounded number of patterns. They are therefore passed as `opaque` integers. One constant,
+`is_aligned`, contains what a kernel may assume about them.
 """
 
 import struct
@@ -28,15 +28,15 @@ class LaunchOperands:
     """The distinct rows of a launch: vectors, or tensor lists.
 
     Attributes:
-        addresses: of each vector, opaque. Of rows in pieces tables on the device: where each piece of each row begins,
-            and after them how far apart its entries are; the edges of the pieces; the first piece of each block.
-        strides: of each vector, opaque; none where all are 1. Of rows in pieces the number of pieces, opaque.
-        dtypes: of each row.
-        indices: for each row that was asked for, its number; -1 for `None`.
-        num_shared: the rows that were asked for repeatedly are the first `num_shared` ones.
-        is_aligned: whether every stride is 1 and every address a multiple of 16 bytes.
+        addresses: the opaque address of each vector. For rows in pieces, three tables on the device: the address of
+            each piece of each row, followed by its stride; the edges of the pieces; the first piece of each block.
+        strides: the opaque stride of each vector; empty if all are 1. For rows in pieces, the opaque number of pieces.
+        dtypes: the dtype of each row.
+        indices: for each requested row, its index among the distinct rows; -1 for `None`.
+        num_shared: the number of rows that are requested more than once. They come first.
+        is_aligned: whether every stride is 1 and every address is a multiple of 16 bytes.
         has_pieces: whether the rows are in pieces.
-        width: how many neighbouring entries a thread takes at once.
+        width: the number of neighbouring entries that a thread processes at once.
     """
 
     addresses: tuple[Any, ...]
@@ -52,17 +52,17 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Number the rows, repeated ones first.
+        """Number the distinct rows, starting with those that occur more than once.
 
         Args:
-            operands: vectors, tuples of tensors of one dtype that lie in one piece each, or `None`.
-            lengths: of the tensors, where there are tuples.
-            blocks: of the launch, where there are tuples.
+            operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
+            lengths: the lengths of the tensors, if there are tuples.
+            blocks: the blocks of the launch, if there are tuples.
 
         Example:
             >>> a, b = torch.ones(3), torch.ones(3)
-            >>> found = LaunchOperands.of([a, None, b, b])
-            >>> found.indices, found.num_shared, len(found.addresses)
+            >>> operands = LaunchOperands.of([a, None, b, b])
+            >>> operands.indices, operands.num_shared, len(operands.addresses)
             ((1, -1, 0, 0), 1, 2)
         """
         rows = {id(x): x for x in operands if x is not None}
@@ -90,7 +90,7 @@ class LaunchOperands:
 
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
-    """Where a row lies, its dtype, and how far apart its entries are."""
+    """Return the address, dtype and stride of a row, which identify its memory."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
@@ -99,7 +99,7 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """(n, pieces + 1): where the pieces of each row begin, and its stride."""
+    """Return a table (n, pieces + 1) of the address of each piece of each row, followed by the row's stride."""
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -109,7 +109,7 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return device tables of the edges of pieces, and of the first piece of each block; they are cached."""
+    """Return cached device tables of the edges of the pieces, and of the first piece of each block."""
     borders = edges(lengths)
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
     return torch.tensor(borders, device=device), torch.tensor(first, device=device)
@@ -126,7 +126,7 @@ def opaque(value: int) -> int:
 
 
 def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
-    """Encode each number as two opaque halves of its bits; Triton would round a float to float32.
+    """Encode each number as two opaque halves of its bits, because Triton would round a float argument to float32.
 
     Example:
         >>> [hex((n >> 1) - 2**40) for n in opaque_floats([1.0])]
@@ -138,7 +138,7 @@ def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def block_table(blocks: Blocks, device: torch.device) -> Tensor:
-    """Return the table of the blocks on a device; it is cached."""
+    """Return the cached table of the blocks on a device."""
     return torch.tensor(blocks.table, device=device)
 
 

@@ -1,8 +1,8 @@
-"""The compiled CPU backend: `native.cpp`, called without copies.
+"""The compiled CPU backend, which calls `native.cpp` without copying.
 
-Wheels for Linux on x86-64 carry libraries for two levels of the processor. Where there is none for this one it is built
-once, and kept in the user's cache folder under a name that its source, compiler, flags and processor determine: other
-processes find it there.
+Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. On other machines, the backend compiles the
+library once and caches it in the user's cache directory. The file name is a hash of the source, compiler, flags and
+processor, so that other processes find the same library.
 """
 
 import ctypes
@@ -34,34 +34,35 @@ __all__ = ["block_products", "combine", "combine_many", "gram_combine", "origin"
 
 SOURCE = Path(__file__).with_name("native.cpp")
 SOURCES = (SOURCE, SOURCE.with_name("tensor_reader.cpp"))
-# No contraction but the fused operations that are written: every processor rounds alike.
+# No automatic contraction: only explicit fused operations are fused, so every processor rounds in the same way.
 COMPILER_FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"),
-    *os.environ.get("MANIFOLDAGG_COMPILER_FLAGS", "").split(),  # such as those of sanitizers
+    *os.environ.get("MANIFOLDAGG_COMPILER_FLAGS", "").split(),  # for example sanitizer flags
 )
 X86_64_V3_FEATURES = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 CPU_LEVELS = {
     "x86_64_v4": X86_64_V3_FEATURES | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
     "x86_64_v3": X86_64_V3_FEATURES,
 }
-"""What Linux says of a processor for which a library may lie beside the source, the best first."""
+"""The processor features, as named by Linux, of the CPU levels with prebuilt libraries, the best level first."""
 TESTED_PLATFORM = ("Linux", "x86_64")
-"""The platform on which the tests of the library run."""
+"""The platform on which the library is tested."""
 MAX_SERIAL_ENTRIES = 1 << 22
-"""Up to so many entries read the caller works alone. Two threads would save it a millisecond; on a machine whose cores
-are busy they cost 20, until the other one has got a core (measured: 10^6 entries of three rows)."""
+"""The largest number of entries read that the calling thread processes alone. A second thread would save about 1 ms. On
+a machine with busy cores, it would cost 20 ms until that thread is scheduled (measured with three rows of 10^6
+entries)."""
 MIN_STREAMING_BYTES = 1 << 22
-"""From so many bytes on, a result is written past the cache."""
+"""The smallest result that is written with streaming stores, which bypass the cache."""
 
 
 def unavailable() -> str | None:
-    """Return why the backend is unavailable, in one sentence, or `None`; the first call builds the library."""
+    """Return why the backend is unavailable, in one sentence, or `None`. The first call builds the library."""
     found = _find_library()
     return found if isinstance(found, str) else None
 
 
 def origin() -> str:
-    """Describe the origin of the library in a few words."""
+    """Describe in a few words where the library comes from."""
     path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
@@ -73,7 +74,7 @@ def origin() -> str:
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
-    `None` for tensors that are not on the CPU, of another dtype, or no plain memory.
+    The result is `None` if the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory.
     """
     if rows.tables is None:
         return None
@@ -95,7 +96,7 @@ def combine(
 ) -> Operand | None:
     r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
 
-    `None`, and nothing is written, as in `block_products`.
+    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
     """
     if rows.tables is None:
         return None
@@ -118,9 +119,10 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Compute each output from the operands before any write; `deferred` outputs are read by later ones.
+    """Compute each output from the operands as they were before any write. Later combinations read the `deferred`
+    outputs.
 
-    `None`, and nothing is written, as in `block_products`.
+    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
     """
     like = combinations[0].target
     goals = _describe_goals(combinations, deferred, like.lengths)
@@ -141,12 +143,13 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
     """Compute the `block_products` of rows, and combinations with one coefficient per row, in one pass.
 
-    `None`, and nothing is written, as in `block_products`.
+    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
 
     Args:
-        rows: whose products are computed.
-        blocks: of one segment.
-        combinations: of rows in the same pieces. No target shares memory with what is read.
+        rows: the rows of the products.
+        blocks: the blocks of one segment.
+        combinations: linear combinations of rows in the same pieces. Their targets must not share memory with the
+            operands.
     """
     if rows.tables is None or any(goal.rows.lengths != rows.lengths for goal in combinations):
         return None
@@ -168,7 +171,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the first component of `reduction.pairwise_sum`, with its bits: (S, n). Overwrites `block_sums`."""
+    """Compute the first component of `reduction.pairwise_sum`, with the same bits: (S, n). Overwrites `block_sums`."""
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))
@@ -181,7 +184,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 def _describe_goals(
     combinations: Sequence[LinearCombination], deferred: Sequence[bool], lengths: tuple[int, ...] | None
 ) -> "tuple[array[int], list[Any]] | None":
-    """Return a table of `LinearCombination`s for the library, and the objects whose memory it refers to."""
+    """Return a table of linear combinations for the library, and the objects that own the memory it refers to."""
     table = array("q")
     owners: list[Any] = []
     for goal, aside in zip(combinations, deferred, strict=True):
@@ -195,7 +198,7 @@ def _describe_goals(
         stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
         places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
         table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
-        owners += [rows, described, numbers]  # rows may be copies
+        owners += [rows, described, numbers]  # retain the rows, which may be copies
     return table, owners
 
 
@@ -206,7 +209,7 @@ def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Whether to write past the cache: a large target that is not read."""
+    """Return whether to bypass the cache: the target is large and is not read."""
     itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
     if size * itemsize < MIN_STREAMING_BYTES:
         return False
@@ -228,7 +231,9 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """The library, built if there is none yet for this machine; or why there is none. It also reads tensor lists."""
+    """Return the library, building it if necessary, or the reason why it is unavailable. Also install the native
+    reader.
+    """
     found = _load_or_build()
     if not isinstance(found, str):
         set_reader(load_reader(Path(found._name)))
@@ -241,8 +246,7 @@ def _load_or_build() -> ctypes.CDLL | str:
         return shipped
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        asked = "g++ or clang++, or the one that CXX names"
-        return f"no C++ compiler was found ({asked}), and no library for this processor came with the package"
+        return "found no C++ compiler (g++, clang++ or $CXX), and the package has no library for this processor"
     try:
         with _cache_dir() as folder:
             path = folder / f"native-{_build_key(compiler)}.so"
@@ -250,7 +254,7 @@ def _load_or_build() -> ctypes.CDLL | str:
                 _build(compiler, path)
             try:
                 return _load(path)
-            except (OSError, AttributeError):  # a file that was cut short, or meant for another system
+            except (OSError, AttributeError):  # the file is truncated, or built for another system
                 _build(compiler, path)
                 return _load(path)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
@@ -259,7 +263,7 @@ def _load_or_build() -> ctypes.CDLL | str:
 
 
 def _find_prebuilt(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
-    """The library in a folder that does the most with these features, if one there loads."""
+    """Return the prebuilt library for the highest CPU level that these features support, or `None` if none loads."""
     for level, needed in CPU_LEVELS.items():
         path = folder / f"native-{level}.so"
         if needed.issubset(features) and path.exists():
@@ -286,14 +290,14 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def _cache_dir() -> Iterator[Path]:
-    """Where libraries are kept: a folder that is this user's alone; where there is none, one for the moment."""
+    """Yield the directory of the libraries: the user's own cache directory, or else a temporary directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(os.environ.get("MANIFOLDAGG_CACHE") or Path(cache) / "manifoldagg").expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
         usable = own and os.access(folder, os.W_OK)
-    except (OSError, RuntimeError):  # the latter where nobody has a home
+    except (OSError, RuntimeError):  # RuntimeError: the home directory is unknown
         usable = False
     if usable:
         yield folder
@@ -303,7 +307,7 @@ def _cache_dir() -> Iterator[Path]:
 
 
 def _build_key(compiler: str) -> str:
-    """What a library depends on: source, flags, compiler and processor."""
+    """Return a hash of everything a library depends on: source, flags, compiler and processor."""
     binary = Path(compiler).resolve()
     system = (platform.machine(), platform.libc_ver(), _cpu_features())
     parts = ([source.read_text() for source in SOURCES], COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
@@ -311,7 +315,7 @@ def _build_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """What the processor can do, as Linux tells it."""
+    """Return the features of the processor from /proc/cpuinfo, or its name on other systems."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

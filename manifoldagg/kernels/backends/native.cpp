@@ -1,9 +1,9 @@
-// The two kernels on the host: each row is read once, differences and sums stay in float64 registers.
+// The two kernels on the CPU. Each row is read once, and differences and sums stay in float64 registers.
 //
-// A block (blocks.py) is summed in eight lanes, whatever the processor's registers hold: lane l takes the entries at
-// places l, l + 8, ... of the block, one fused multiplication and addition each, and the lanes are added in a fixed
-// order. So it does not matter which processor or thread took a block, nor in which tensors its entries lie. Results
-// go past the cache where that is asked for: a target that is not read needs no line of it.
+// A block (blocks.py) is summed in eight lanes, for every register width. Lane l adds the entries at the positions
+// l, l + 8, ... of the block, with one fused multiply-add each. The lanes are then added in a fixed order. The result
+// therefore does not depend on the processor, on the thread, or on the tensors that contain the entries. Streaming
+// stores bypass the cache on request: a target that is not read needs no cache line.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -22,18 +22,18 @@
 
 namespace {
 
-constexpr int LANES = 8;    // sums of a block
-constexpr int MAX_ROWS = 64;    // rows that are multiplied by one another while they lie in the cache
-constexpr int TILE = 512;   // entries of a tile: 4 KiB in float64
-constexpr int FEW_ROWS = 16, SHORT_TILE = 256;  // so many rows have shorter tiles, which lie in the nearest cache
-constexpr int MIN_TILE_ENTRIES = 64;  // entries of one piece that are worth a tile of their own
-constexpr int MAX_UNTILED_ROWS = 8;  // rows whose combination needs none
-constexpr int ROWS_PER_PASS = 4;  // rows that are added to a tile in one turn
-constexpr int PREFETCH_BYTES = 512;  // bytes by which reading is announced where few rows are read in turn
+constexpr int LANES = 8;  // partial sums of a block
+constexpr int MAX_ROWS = 64;  // rows whose products are computed while they are in the cache
+constexpr int TILE = 512;  // entries of a tile: 4 KiB in float64
+constexpr int FEW_ROWS = 16, SHORT_TILE = 256;  // up to FEW_ROWS rows use shorter tiles, which fit into the L1 cache
+constexpr int MIN_TILE_ENTRIES = 64;  // the smallest piece that gets its own tile
+constexpr int MAX_UNTILED_ROWS = 8;  // the largest number of rows that are combined without tiles
+constexpr int ROWS_PER_PASS = 4;  // rows that are added to a tile in one pass
+constexpr int PREFETCH_BYTES = 512;  // prefetch distance in bytes, if few rows are read at once
 
-// Entries of a register; the side of a square of products whose sums fit the registers together with what is
-// multiplied; and how many rows are multiplied by one another at once, with some sums beside the registers. There are 16
-// of AVX, 32 of AVX-512 and of NEON.
+// WIDTH: entries per register. PANEL: rows and columns of a square of products whose sums and factors fit into the
+// registers. MAX_SINGLE_PANEL: rows that form a single panel, with some sums in memory. AVX has 16 registers, AVX-512
+// and NEON have 32.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 8, PANEL = 5, MAX_SINGLE_PANEL = 7;
 #elif defined(__ARM_NEON)
@@ -42,17 +42,18 @@ constexpr int WIDTH = 2, PANEL = 3, MAX_SINGLE_PANEL = 5;
 constexpr int WIDTH = 4, PANEL = 3, MAX_SINGLE_PANEL = 5;
 #endif
 constexpr int VECTORS_PER_SUM = LANES / WIDTH;
-constexpr int ACCUMULATORS = 12;  // registers of sums that hide each other's latency
-constexpr int MAX_INTERLEAVED_BLOCKS = 4;  // blocks at most whose sums are made side by side, where a block alone has fewer
-// Loops over arrays of registers: they are registers only where every index is known.
+constexpr int ACCUMULATORS = 12;  // independent sums that hide the latency of an addition
+constexpr int MAX_INTERLEAVED_BLOCKS = 4;  // largest number of interleaved blocks, if one block has too few sums
+// Loops over arrays of registers. An array stays in registers only if every index is a compile-time constant.
 #define UNROLLED _Pragma("GCC unroll 32")
 typedef double V __attribute__((vector_size(8 * WIDTH)));
 typedef float F __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t I __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t H __attribute__((vector_size(2 * WIDTH)));
 
-// The upper half of a float. Rounded by way of float, as torch does: to nearest, ties to even, by adding half of what is
-// cut off less one, and one more where the last bit that stays is odd. A NaN could carry over into an infinity.
+// The upper half of a float. Rounding goes by way of float, as in torch: to nearest, ties to even. It adds half a unit
+// of the last retained bit minus one, plus one if this bit is odd. A NaN is handled separately, because the carry could
+// make it an infinity.
 struct bf16 {
   uint16_t bits;
   operator double() const { uint32_t u = uint32_t(bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
@@ -68,7 +69,7 @@ struct f16 {
   _Float16 value;
   operator double() const { return double(float(value)); }
   f16() = default;
-  // By way of float, as torch does: straight from double ties can fall otherwise.
+  // Rounding goes by way of float, as in torch. Direct rounding from double can break ties differently.
   explicit f16(double x) : value(_Float16(float(x))) {}
 };
 
@@ -77,7 +78,7 @@ struct Block { int64_t start, stop, segment; };
 constexpr int64_t ITEM_SIZES[] = {4, 8, 2, 2};
 bool same(const Vec& x, const Vec& y) { return x.data == y.data && x.stride == y.stride && x.dtype == y.dtype; }
 
-// Calls call.operator()<T>() with the type that a number means, or <N>() with a number up to N.
+// Call call.operator()<T>() with the type that a dtype number encodes, or <N>() with a number up to N.
 template <class Call> __attribute__((always_inline)) inline void dispatch_dtype(int64_t dtype, const Call& call) {
   switch (dtype) {
     case 0: return call.template operator()<float>();
@@ -90,14 +91,14 @@ template <int N, class Call> void dispatch_count(int64_t n, const Call& call) {
   if (n == N) return call.template operator()<N>();
   if constexpr (N > 1) dispatch_count<N - 1>(n, call);
 }
-// A panel's rows: more than MAX_SINGLE_PANEL of them are cut into parts of at most PANEL, all of these sizes.
+// More than MAX_SINGLE_PANEL rows are divided into panels of at most PANEL rows, which have one of these sizes.
 template <class Call> void dispatch_panel_size(int64_t n, const Call& call) {
   if (n == PANEL) return call.template operator()<PANEL>();
   if (n == PANEL - 1) return call.template operator()<PANEL - 1>();
   if constexpr (PANEL > 3) return call.template operator()<PANEL - 2>();
 }
 
-// Written out where the processor has it in one instruction: compilers make several of a converted vector.
+// Explicit instructions, because compilers generate several for a converted vector.
 V to_double(F f) {
 #if defined(__AVX512F__)
   return (V)_mm512_cvtps_pd((__m256)f);
@@ -117,7 +118,7 @@ F to_float(V v) {
 #endif
 }
 
-// memcpy: addresses need not be multiples of a vector's size.
+// memcpy, because addresses may be unaligned.
 template <class T> V load(const T* p) {
   V v;
   for (int l = 0; l < WIDTH; l++) v[l] = double(p[l]);
@@ -127,7 +128,7 @@ template <> V load(const double* p) { V v; std::memcpy(&v, p, sizeof v); return 
 template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return to_double(f); }
 #if defined(__AVX512F__)
 template <> V load(const bf16* p) {
-  // Each half takes its four from both copies: one instruction where to widen and to shift are two.
+  // Shuffle from two copies: one instruction per half instead of widening and shifting.
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   const __m256i upper = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
@@ -145,7 +146,8 @@ template <> V load(const f16* p) { return to_double((F)_mm_cvtph_ps(_mm_loadl_ep
 #endif
 #endif
 
-// `past` the cache, for a target that nobody reads soon. Its address must be a multiple of the size stored.
+// A streaming store bypasses the cache, for a target that is not read soon. Its address must be a multiple of the
+// stored size.
 template <class X> void store_vector(X x, void* p, bool streaming) {
 #if defined(__x86_64__)
   if (streaming) {
@@ -164,7 +166,7 @@ template <class X> void store_vector(X x, void* p, bool streaming) {
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < WIDTH; l++) p[l] = T(v[l]); }
 template <> void store(double* p, V v, bool streaming) { store_vector(v, p, streaming); }
 template <> void store(float* p, V v, bool streaming) { store_vector(to_float(v), p, streaming); }
-// The rounding of struct bf16, a register at a time: in the upper halves.
+// The rounding of struct bf16 for a whole register; the results are in the upper halves.
 I bf16_bits(V v) {
   const F f = to_float(v);
   const I u = (I)f, nearest = u + 0x7fff + ((u >> 16) & 1);
@@ -181,8 +183,8 @@ template <> void store(f16* p, V v, bool streaming) {
 }
 #endif
 
-// Two registers of entries that lie together, where each goes its own way: of bf16 those at even places and those at odd
-// ones, which saves their conversion.
+// Two registers of adjacent entries that are processed independently. For bf16, one holds the even entries and one the
+// odd entries, which saves conversions.
 struct VectorPair { V a, b; };
 template <class T> VectorPair load_pair(const T* p) { return {load(p), load(p + WIDTH)}; }
 template <class T> void store_pair(T* p, VectorPair v, bool streaming) { store(p, v.a, streaming), store(p + WIDTH, v.b, streaming); }
@@ -195,7 +197,8 @@ template <> VectorPair load_pair(const bf16* p) {
 template <> void store_pair(bf16* p, VectorPair v, bool streaming) { store_vector(bf16_bits(v.a) >> 16 | (bf16_bits(v.b) & 0xffff0000), p, streaming); }
 #endif
 
-// a * b + c, rounded once, on every processor: fma of the C library is slow without the instruction, and gives its bits.
+// a * b + c, rounded once on every processor. Without a hardware instruction, fma of the C library is slow, but has the
+// same bits.
 V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
   return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
@@ -207,7 +210,7 @@ V fma(V a, V b, V c) {
 #endif
 }
 
-// Makes the compiler keep a value in a register.
+// Force the compiler to keep a value in a register.
 void keep_in_register([[maybe_unused]] V& v) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(v));
@@ -218,23 +221,23 @@ void keep_in_register([[maybe_unused]] V& v) {
 #endif
 }
 
-// Entries of a vector, whatever its dtype and stride; SUBTRACT: what is there less those.
+// Load entries of a vector of any dtype and stride. With SUBTRACT, subtract them from the values in `to`.
 template <bool SUBTRACT> void load_as_double(const Vec& x, int64_t p, int64_t n, double* to) {
   dispatch_dtype(x.dtype, [&]<class T>() {
     const T* from = (const T*)x.data + p * x.stride;
-    // Stride 1 apart, so that the compiler makes vectors of it.
+    // Stride 1 is a separate loop, which the compiler can vectorise.
     if (x.stride == 1) for (int64_t i = 0; i < n; i++) to[i] = SUBTRACT ? to[i] - double(from[i]) : double(from[i]);
     else for (int64_t i = 0; i < n; i++) to[i] = SUBTRACT ? to[i] - double(from[i * x.stride]) : double(from[i * x.stride]);
   });
 }
 
-// Tensors that are joined to vectors: piece i has the entries from edges[i] on, and row j of it is described at
+// Vectors that consist of several tensors. Piece i starts at edges[i], and the descriptor of its part of row j is at
 // j * count + i.
 struct Pieces {
   int64_t count;
   const int64_t* edges;
   int64_t piece_at(int64_t p) const { return std::upper_bound(edges, edges + count, p) - edges - 1; }
-  // Calls work(piece, start, stop) for each part of [start, stop) that lies in one piece, in order.
+  // Call work(piece, start, stop) in order for each part of [start, stop) that is within one piece.
   template <class Work> void for_each_piece(int64_t start, int64_t stop, const Work& work) const {
     for (int64_t i = start < stop ? piece_at(start) : 0; start < stop; i++) {
       const int64_t end = std::min(stop, edges[i + 1]);
@@ -249,18 +252,18 @@ struct Pieces {
 struct Operands {
   int64_t k;
   Pieces pieces;
-  const Vec *plus, *minus;  // minus: data null where nothing is subtracted
+  const Vec *plus, *minus;  // minus: data is null if nothing is subtracted
   const Vec& row(int64_t i, int64_t piece) const { return plus[i * pieces.count + piece]; }
   const Vec& less(int64_t i, int64_t piece) const { return minus[i * pieces.count + piece]; }
 };
 
-// Rows of entries of `item` bytes that are announced while others are multiplied: so memory and products take their time
-// together and not one after the other.
+// Rows with entries of `item` bytes that are prefetched during other products, so that memory access and arithmetic
+// overlap.
 struct Prefetcher {
   const char* const* rows;
   int64_t count, item;
-  // The n entries behind the next n, of one of so many parts of the rows: to the next cache. Before products, not among
-  // them: what these need would not fit the registers. Inline, as compilers drop calls that do nothing else.
+  // Prefetch one of `parts` parts of the rows into L2: the n entries after the next n. This runs before the products,
+  // because the registers of both would not fit at once. It is inline because compilers drop calls without side effects.
   __attribute__((always_inline)) void prefetch(int64_t part, int64_t parts, int64_t n) const {
     const int64_t low = part * count / parts, high = (part + 1) * count / parts;
     for (int64_t at = n * item; at < 2 * n * item; at += 64)
@@ -268,10 +271,11 @@ struct Prefetcher {
   }
 };
 
-// M rows by N others, n entries of each: whole vectors. To the sums, a line of N for each of the M.
+// Multiply M rows by N other rows, over n entries, a multiple of the vector length. Add to the sums, stored as M rows
+// of N.
 template <int M, int N>
 __attribute__((noinline)) void panel_products(const double* const* a, const double* const* b, int64_t n, V* sums) {
-  // So many sums at once that their latency is hidden, and no more than fit the registers.
+  // Enough sums at once to hide the latency, but few enough for the registers.
   constexpr int PARTS_PER_PASS = M * N * VECTORS_PER_SUM <= 12 ? VECTORS_PER_SUM : 1;
   const double *left[M], *right[N];
   UNROLLED for (int i = 0; i < M; i++) left[i] = a[i];
@@ -284,7 +288,7 @@ __attribute__((noinline)) void panel_products(const double* const* a, const doub
     auto step = [&](int64_t p) __attribute__((always_inline)) {
       UNROLLED for (int h = 0; h < PARTS_PER_PASS; h++) {
         const int64_t q = p + (part + h) * WIDTH;
-        // Loaded once: compilers read memory again with each multiplication, and loads would set the pace.
+        // Load each value once. Compilers would reload it for each multiplication, and the loads would limit the speed.
         V x[M];
         UNROLLED for (int i = 0; i < M; i++) keep_in_register(x[i] = load(left[i] + q));
         UNROLLED for (int j = 0; j < N; j++) {
@@ -303,12 +307,12 @@ __attribute__((noinline)) void panel_products(const double* const* a, const doub
   }
 }
 
-// Where rows are read: once, in memory, and prefetched as far as PREFETCH_BYTES; in memory, and kept in lines of float64;
-// there.
+// The source of the rows: memory, read once and prefetched by PREFETCH_BYTES; memory, with a copy to float64 lines; or
+// lines.
 enum class Source { memory, memory_to_lines, lines };
 
-// M rows by one another, in B blocks side by side: rows a[i * M] to a[i * M + M - 1] are those of block i. To the sums,
-// block by block, and row by row up to the diagonal.
+// Multiply M rows by one another, in B interleaved blocks. Rows a[i * M] to a[i * M + M - 1] belong to block i. Add to
+// the sums, block by block and row by row up to the diagonal.
 template <class T, int M, bool SUBTRACT, int B, Source SOURCE>
 __attribute__((noinline)) void diagonal_products(const T* const* a, const T* const* less, int64_t n, V* sums,
                                       double* lines = nullptr, int64_t pitch = 0) {
@@ -353,11 +357,12 @@ __attribute__((noinline)) void diagonal_products(const T* const* a, const T* con
       UNROLLED for (int h = 0; h < VECTORS_PER_SUM; h++) sums[(b * COUNT + t) * VECTORS_PER_SUM + h] = total[b][t][h];
 }
 
-// How many blocks of M rows are summed side by side.
+// The number of blocks of M rows that are summed at the same time.
 template <int M> constexpr int interleaved_blocks() { return std::clamp(ACCUMULATORS / (M * (M + 1) / 2 * VECTORS_PER_SUM), 1, MAX_INTERLEAVED_BLOCKS); }
 
-// Reads rows from..to into lines of float64 at a distance of `pitch`, n entries from place p on: whatever their dtypes,
-// strides and pieces. Zeros behind the last entry of a block, so that whole vectors can be summed.
+// Read n entries, from position p on, of the rows from..to into float64 lines with the distance `pitch`. Rows may have
+// any dtypes, strides and pieces. The padding after the last entry of a block is zero, so that whole vectors can be
+// summed.
 void gather_rows(const Operands& rows, int64_t from, int64_t to, int64_t p, int64_t n, double* lines, int64_t pitch) {
   rows.pieces.for_each_piece(p, p + n, [&](int64_t piece, int64_t start, int64_t stop) {
     const int64_t low = start - rows.pieces.edges[piece];
@@ -371,7 +376,8 @@ void gather_rows(const Operands& rows, int64_t from, int64_t to, int64_t p, int6
     std::fill(lines + i * pitch + n, lines + i * pitch + (n + LANES - 1) / LANES * LANES, 0.0);
 }
 
-// Whether rows from..to of one piece are like row `first` of it: of one dtype, without gaps, and less one vector or none.
+// Return whether rows from..to match row `first` in one piece: the same dtype, stride 1, and the same subtrahend or
+// none.
 bool is_uniform(const Operands& rows, int64_t first, int64_t from, int64_t to, int64_t piece) {
   const Vec &like = rows.row(first, piece), &less = rows.less(first, piece);
   if (less.data && (less.dtype != like.dtype || less.stride != 1)) return false;
@@ -382,15 +388,16 @@ bool is_uniform(const Operands& rows, int64_t first, int64_t from, int64_t to, i
   return true;
 }
 
-// Cuts n into as few parts of at most `most` as can be, of equal size but for one.
+// Divide n into the fewest parts of at most `most`, whose sizes differ by at most one.
 struct EvenSplit {
   int64_t n, count;
   EvenSplit(int64_t n, int64_t most) : n(n), count((n + most - 1) / most) {}
   int64_t edge(int64_t q) const { return q * (n / count) + std::min(q, n % count); }
 };
 
-// How many entries from p on are taken. Of one piece up to `most`, whole vectors, if it has enough of them there (`piece`
-// says which); else pieces are gathered into lines of a tile, to the end of a vector, until one has.
+// Return the number of entries of the next tile, which starts at p. If the current piece has enough entries, the tile
+// is within it: up to `most` entries, whole vectors, and `piece` is set to its index. Otherwise, pieces are gathered
+// into the lines of a tile until a piece has enough entries, and `piece` is -1.
 int64_t next_tile_length(const Pieces& pieces, int64_t p, int64_t stop, int64_t most, int64_t& piece) {
   int64_t limit = std::min(stop, p + most);
   int64_t i = pieces.piece_at(p);
@@ -408,22 +415,22 @@ int64_t next_tile_length(const Pieces& pieces, int64_t p, int64_t stop, int64_t 
   return std::min(end, limit) - p;
 }
 
-// The order is fixed: sums depend on the block alone.
+// The order is fixed, so that sums depend on the block alone.
 double sum_lanes(const V* parts) {
   double l[LANES];
   std::memcpy(l, parts, sizeof l);
   return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// m rows are multiplied by one another, or by others: panel by panel, as many sums as the registers hold at a time.
+// Multiply m rows by one another or by others, panel by panel, with as many sums at a time as fit into the registers.
 struct Panels {
   int64_t m, others;
   bool is_single() const { return !others && m <= MAX_SINGLE_PANEL; }
   EvenSplit down() const { return {m, is_single() ? MAX_SINGLE_PANEL : PANEL}; }
   EvenSplit along() const { return {others ? others : m, is_single() ? MAX_SINGLE_PANEL : PANEL}; }
   int64_t turns() const { return others ? down().count * along().count : down().count * (down().count + 1) / 2; }
-  // Calls work(i, M, j, N) for rows i to i + M and j to j + N. i == j means one another, where there are no others: that
-  // comes before these rows meet those before them.
+  // Call work(i, M, j, N) for the rows i to i + M and j to j + N. Without others, i == j means products within a panel.
+  // They come before the products of this panel with earlier panels.
   template <class Work> void for_each_pair(const Work& work) const {
     const EvenSplit down = this->down(), along = this->along();
     for (int64_t q = 0; q < down.count; q++) {
@@ -435,8 +442,8 @@ struct Panels {
   }
 };
 
-// n entries of rows in lines of float64, the others behind the first m. Sums follow one another. WRITE_LINES: these rows
-// are `read` here, what is subtracted behind them, and each line is written as its rows meet one another.
+// Multiply n entries of rows in float64 lines; the others follow the first m. The sums are consecutive. With
+// WRITE_LINES, the first rows come from `read`, followed by the subtrahend, and the diagonal products write the lines.
 template <class T, bool SUBTRACT, bool WRITE_LINES>
 void tile_products(Panels panels, const T* const* read, double* lines, int64_t pitch, int64_t n, V* sums, Prefetcher next) {
   const double *line[2 * MAX_ROWS], *const* other = line + (panels.others ? panels.m : 0);
@@ -458,17 +465,17 @@ void tile_products(Panels panels, const T* const* read, double* lines, int64_t p
   });
 }
 
-// What has been summed of a block already, of few rows by one another: its first entries, whole vectors.
+// The sums over the first entries of a block, whole vectors, for few rows.
 struct PartialSums { int64_t entries = 0; const V* sums = nullptr; };
 
-// The sums over a block of the products of some rows with some others, or with one another.
+// Compute the sums over a block of the products of some rows with some others, or with one another.
 void block_products(const Operands& rows, Block b, int64_t first, int64_t m, int64_t other, int64_t n, double* to,
               PartialSums begun = {}) {
-  // Kept from block to block, so that a thread asks for memory once.
+  // Reused for all blocks, so that a thread allocates memory once.
   static thread_local std::vector<V> sums, lines;
   const int64_t others = first == other ? 0 : n, count = m + others;
   const Panels panels{m, others};
-  // Of many rows sums take as much room as lines: they are fetched and put back with each tile, so that is a long one.
+  // For many rows, the sums need as much memory as the lines. Each tile loads and stores them, so tiles are long.
   const int64_t tile = count <= FEW_ROWS ? SHORT_TILE : TILE;
   if (begun.sums) sums.assign(begun.sums, begun.sums + m * (m + 1) / 2 * VECTORS_PER_SUM);
   else sums.assign(m * n * VECTORS_PER_SUM, V{});
@@ -476,7 +483,7 @@ void block_products(const Operands& rows, Block b, int64_t first, int64_t m, int
   for (int64_t p = b.start + begun.entries, taken, piece; p < b.stop; p += taken) {
     const int64_t at = rows.pieces.piece_at(p);
     const Vec &like = rows.row(first, at), &less = rows.less(first, at);
-    // Few rows need no lines: they go to the end of the block at once.
+    // Few rows need no lines, so the whole rest of the block is processed at once.
     taken = next_tile_length(rows.pieces, p, b.stop, panels.is_single() ? b.stop - b.start : tile, piece);
     const bool plain =
         piece >= 0 && is_uniform(rows, first, first, first + m, piece) && is_uniform(rows, first, other, other + others, piece);
@@ -499,7 +506,7 @@ void block_products(const Operands& rows, Block b, int64_t first, int64_t m, int
       continue;
     }
     taken = std::min<int64_t>(taken, tile);
-    // Not a power of two from line to line: they would share the places of a cache.
+    // The pitch is not a power of two. Otherwise, the lines would map to the same cache sets.
     const int64_t whole = (taken + LANES - 1) / LANES * LANES, pitch = whole + LANES;
     lines.resize(count * pitch / WIDTH);
     double* data = (double*)lines.data();
@@ -525,8 +532,8 @@ void block_products(const Operands& rows, Block b, int64_t first, int64_t m, int
   });
 }
 
-// M rows by one another over B blocks, each in one piece: their sums are begun side by side, as far as the shortest goes,
-// and ended one after the other. So few sums as M rows have in one block would wait for each other.
+// Multiply M rows by one another over B blocks, each within one piece. The sums are interleaved up to the length of the
+// shortest block. The rest follows block by block. M rows in a single block have too few sums to hide the latency.
 template <int M, int B> void interleaved_products(const Operands& rows, const Block* table, double* to) {
   constexpr int COUNT = M * (M + 1) / 2;
   V sums[B * COUNT * VECTORS_PER_SUM] = {};
@@ -559,7 +566,7 @@ template <int M, int B> void interleaved_products(const Operands& rows, const Bl
 
 struct Term { Vec plus, minus; double c; };
 
-// total += c (plus - minus) for K rows, one rounding each. n entries, a multiple of a line's.
+// total += c (plus - minus) for K rows, with one rounding each. n is a multiple of the entries of a cache line.
 template <class T, int K, bool SUBTRACT>
 __attribute__((noinline)) void add_rows(const Term* terms, int64_t p, int64_t n, double* total) {
   constexpr int LINE = 64 / sizeof(T);
@@ -567,7 +574,7 @@ __attribute__((noinline)) void add_rows(const Term* terms, int64_t p, int64_t n,
   V c[K];
   for (int j = 0; j < K; j++) plus[j] = (const T*)terms[j].plus.data + p, c[j] = V{} + terms[j].c;
   for (int64_t i = 0; i < n; i += LINE) {
-    // The same place of the next tile: by then every row has been read as far.
+    // Prefetch the same position of the next tile.
     for (int j = 0; j < K; j++) __builtin_prefetch(plus[j] + i + TILE, 0, 2);
     if (SUBTRACT) __builtin_prefetch(minus + i + TILE, 0, 2);
     for (int64_t q = i; q < i + LINE; q += WIDTH) {
@@ -579,7 +586,7 @@ __attribute__((noinline)) void add_rows(const Term* terms, int64_t p, int64_t n,
   }
 }
 
-// The same for all rows at once, from base (or nothing) to the result, where a tile between them would set the pace.
+// Combine all rows at once, from the base (or zero) to the result. A tile in between would limit the speed.
 template <class T, int K, bool SUBTRACT>
 __attribute__((noinline)) void combine_untiled(const Term* terms, int64_t n, const T* base, T* to, bool streaming, int64_t p) {
   constexpr int LINE = 64 / sizeof(T), STEP = std::max(LINE, 2 * WIDTH);
@@ -605,14 +612,14 @@ __attribute__((noinline)) void combine_untiled(const Term* terms, int64_t n, con
       }
     }
   };
-  // As types, not as values: loops without a question inside.
+  // Types instead of values, so that the loops have no branches.
   using yes = std::true_type;
   using no = std::false_type;
   if (streaming) base ? loop(yes{}, yes{}) : loop(yes{}, no{});
   else base ? loop(no{}, yes{}) : loop(no{}, no{});
 }
 
-// Whether the next rows are of one dtype, without gaps, and less one vector or none: how many of them, `most` at most.
+// Return how many of the next rows, at most `most`, have the same dtype, stride 1, and the same subtrahend or none.
 int64_t count_uniform(const Term* terms, int64_t most) {
   const Vec &like = terms[0].plus, &less = terms[0].minus;
   if (like.stride != 1 || (less.data && (less.dtype != like.dtype || less.stride != 1))) return 0;
@@ -633,15 +640,15 @@ void round_tile(const double* from, int64_t p, int64_t n, const Vec& out, bool s
   });
 }
 
-// base + sum of c (plus - minus), term by term in their order, for entries p..stop of one piece.
+// base + sum of c (plus - minus), term by term in order, for the entries p..stop of one piece.
 void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int64_t stop, const Vec& out, bool streaming) {
   alignas(64) double total[TILE], line[TILE];
   const int64_t size = ITEM_SIZES[out.dtype];
   const uintptr_t place = (uintptr_t)out.data + p * size;
-  // An address between two entries' multiples never meets a line's.
+  // An address that is not a multiple of the entry size never reaches a cache line boundary.
   streaming = streaming && place % size == 0 && out.stride == 1;
-  // Streaming stores trap on addresses that are no multiple of a vector, and are fast by whole lines of the cache:
-  // entries before the first one go apart.
+  // Streaming stores require aligned addresses and are fast for whole cache lines. The entries before the first cache
+  // line are processed separately.
   int64_t n = streaming && place % 64 ? int64_t(64 - place % 64) / size : TILE;
   const int64_t count = terms.size();
   const int64_t dtype = out.dtype;
@@ -690,7 +697,7 @@ void combine_run(const Vec& base, const std::vector<Term>& terms, int64_t p, int
   }
 }
 
-// The terms of a piece. A row whose coefficient is 0 is not read: a NaN in it must not show.
+// Collect the terms of a piece. A row whose coefficient is 0 is not read, so that a NaN in it has no effect.
 void gather_terms(int64_t k, int64_t count, int64_t piece, const Vec* plus, const Vec* minus, const double* coefficients,
              std::vector<Term>& terms) {
   terms.clear();
@@ -698,18 +705,18 @@ void gather_terms(int64_t k, int64_t count, int64_t piece, const Vec* plus, cons
     if (coefficients[j] != 0) terms.push_back({plus[j * count + piece], minus[j * count + piece], coefficients[j]});
 }
 
-// One of several sums that are formed together. `wide`: each segment has coefficients of its own; `apart`: a later sum
-// reads what is where this one goes; `stream`: past the cache.
+// One of several linear combinations that are computed together. `per_segment`: each segment has its own coefficients.
+// `deferred`: a later combination reads the target. `streaming`: bypass the cache.
 struct LinearCombination {
   int64_t k, per_segment, deferred, streaming;
   const Vec *plus, *minus, *base, *out;
   const double* coefficients;
 };
-constexpr int COMBINE_TILE = 1 << 10;  // entries of all rows that are in cache while each goal takes them
+constexpr int COMBINE_TILE = 1 << 10;  // entries of all rows that stay in the cache for all combinations
 
-// The goals of entries p..stop of one piece.
+// Compute all combinations for the entries p..stop of one piece.
 void combine_many(const LinearCombination* goal, std::vector<std::vector<Term>>& terms, int64_t piece, int64_t p, int64_t stop) {
-  static thread_local std::vector<double> scratch;  // of the widest entries that there are
+  static thread_local std::vector<double> scratch;  // of the widest dtype
   const int64_t goals = terms.size();
   scratch.resize(goals * COMBINE_TILE);
   for (int64_t n; p < stop; p += n) {
@@ -728,7 +735,7 @@ void combine_many(const LinearCombination* goal, std::vector<std::vector<Term>>&
   }
 }
 
-// Streaming stores are weakly ordered: they have to be there before another thread is told that the work is done.
+// Streaming stores are weakly ordered. The fence makes them visible before another thread is notified.
 void fence() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -737,7 +744,7 @@ void fence() {
 
 // ---- threads
 
-// Work on every block, by as many threads as can be had; false where memory ran out.
+// Run `work` on every block, with up to `threads` threads. Return false if memory is exhausted.
 template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, const Work& work) {
   struct Shared {
     std::atomic<int64_t> next{0};
@@ -746,14 +753,14 @@ template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, 
     std::mutex lock;
     std::condition_variable all;
   };
-  // Outlives the call: a thread that the system lets run too late, on a busy machine, finds no block left and is not
-  // waited for. Only while there are blocks it touches what is the caller's.
+  // Shared state that outlives the call. On a busy machine, a thread may start after all blocks are done. It then finds
+  // no block, and the call does not wait for it. A thread accesses the caller's data only while there are blocks.
   const auto shared = std::make_shared<Shared>();
   auto run = [shared, blocks, &work] {
     int64_t mine = 0;
     for (int64_t b; (b = shared->next++) < blocks; mine++) try {
         work(b);
-      } catch (const std::bad_alloc&) {  // an exception that leaves a thread would end the process
+      } catch (const std::bad_alloc&) {  // an uncaught exception would terminate the process
         shared->failed = true;
       }
     if (mine == 0) return;
@@ -762,7 +769,7 @@ template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, 
   };
   try {
     for (int64_t t = 1; t < std::min(threads, blocks); t++) std::thread(run).detach();
-  } catch (const std::exception&) {  // no more threads to be had: those there are, and this one, do the work
+  } catch (const std::exception&) {  // no further threads available: continue with the existing ones
   }
   run();
   std::unique_lock guard(shared->lock);
@@ -770,7 +777,8 @@ template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, 
   return !shared->failed;
 }
 
-// Adds the pair (high, low) to the first one as reduction.two_sum does: the rounding error of high stays in low (Knuth 1969).
+// Add the pair (other_high, other_low) to (high, low), as reduction.two_sum does. The rounding error of high is added
+// to low (Knuth 1969).
 void add_exactly(double& high, double& low, double other_high, double other_low) {
   const double sum = high + other_high, part = sum - high;
   const double error = ((high - (sum - part)) + (other_high - part)) + (low + other_low);
@@ -780,8 +788,8 @@ void add_exactly(double& high, double& low, double other_high, double other_low)
   high = finite ? total : sum;
 }
 
-// The products of the rows over every block. Calls next(first, last) when blocks [first, last) have been multiplied, by the
-// same thread, while their entries lie in the cache.
+// Compute the products of the rows over every block. After blocks [first, last), call next(first, last) in the same
+// thread, while their entries are in the cache.
 template <class Next>
 bool gram_blocks(const Operands& rows, int64_t blocks, const Block* table, double* sums, int64_t threads, const Next& next) {
   const int64_t k = rows.k;
@@ -790,7 +798,7 @@ bool gram_blocks(const Operands& rows, int64_t blocks, const Block* table, doubl
   if (k <= MAX_SINGLE_PANEL)
     dispatch_count<MAX_SINGLE_PANEL>(k, [&]<int M>() {
       constexpr int B = interleaved_blocks<M>();
-      // Whole groups, as many as there are threads for; what is left over goes on below.
+      // Process whole groups if there are enough for all threads, then the remaining blocks.
       if constexpr (B > 1)
         if ((few = blocks >= B * threads)) {
           const int64_t whole = blocks / B, left = blocks % B;
@@ -817,8 +825,8 @@ bool gram_blocks(const Operands& rows, int64_t blocks, const Block* table, doubl
 
 }  // namespace
 
-// A row is described piece by piece; row i's pieces lie together. `minus` likewise, and `base` for one row: data null in
-// every piece where there is none. The edges go from 0 to P.
+// A row has one descriptor per piece, and the descriptors of a row are adjacent. The same holds for `minus`, and for
+// `base`, which is one row. A missing operand has null data in every piece. The edges run from 0 to P.
 extern "C" {
 
 bool manifoldagg_gram(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
@@ -839,7 +847,7 @@ bool manifoldagg_combine(int64_t k, int64_t count, const int64_t* edges, const V
   });
 }
 
-// Several sums of rows that lie in the same pieces, each from what was there before any of them was written.
+// Compute several linear combinations of rows in the same pieces, from the values before the first write.
 bool manifoldagg_combine_many(int64_t goals, const LinearCombination* goal, int64_t count, const int64_t* edges, int64_t blocks,
                               const Block* table, int64_t threads) {
   return parallel_for_blocks(blocks, threads, [&](int64_t b) {
@@ -857,8 +865,8 @@ bool manifoldagg_combine_many(int64_t goals, const LinearCombination* goal, int6
   });
 }
 
-// The sums over the blocks of each segment of `width` numbers each, to `to`: pairs of neighbours are added level by level,
-// as `reduction.pairwise_sum` does, with its bits. Overwrites `sums`.
+// Add the `width` sums of each block over the blocks of each segment, into `to`. Pairs of neighbours are added level by
+// level, with the same bits as `reduction.pairwise_sum`. Overwrites `sums`.
 void manifoldagg_pairwise_sum(int64_t width, int64_t blocks, const Block* table, double* sums, double* to) {
   std::vector<double> errors(blocks * width, 0.0);
   for (int64_t first = 0, last; first < blocks; first = last) {
@@ -870,8 +878,8 @@ void manifoldagg_pairwise_sum(int64_t width, int64_t blocks, const Block* table,
   }
 }
 
-// The products of rows, and sums of rows in the same pieces, each row read once from memory. Targets must not
-// share memory with rows.
+// Compute the products of rows and linear combinations of rows in the same pieces. Each row is read once from memory.
+// Targets must not share memory with rows.
 bool manifoldagg_gram_combine(int64_t k, int64_t count, const int64_t* edges, const Vec* plus, const Vec* minus,
                               int64_t blocks, const Block* table, double* sums, int64_t threads, int64_t goals,
                               const LinearCombination* goal) {

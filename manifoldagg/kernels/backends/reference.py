@@ -1,7 +1,7 @@
-"""The reference backend in plain PyTorch, which processes cache-sized blocks with `out=` scratch memory.
+"""The reference backend in plain PyTorch, which processes cache-sized blocks in preallocated scratch memory.
 
-Blocks are shorter than the length at which torch splits an operation over threads: the result does not depend on
-the number of threads.
+A block is shorter than the length from which torch splits an operation over threads. The result therefore does not
+depend on the number of threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from manifoldagg.kernels.tensor_list import TensorList, edges, overlapping_piece
 __all__ = ["block_products", "combine", "unavailable"]
 
 PRODUCT_COLUMNS = BLOCK_SIZE // 16
-"""The length of a product that is one small matrix product: too small for a library to share among threads."""
+"""The number of columns of one small matrix product. It is too small for a BLAS library to split over threads."""
 
 
 def unavailable() -> str | None:
@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
     r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
-    With `scales` (S, k), row i is multiplied by $2^{e}$, $e$ that of the segment and the row, first.
+    With `scales` (S, k), row i is first multiplied by $2^{e}$, where $e$ is the entry of its segment and row.
     """
     k = len(rows.plus)
     lines = _BlockReader(rows, blocks, k)
@@ -38,7 +38,7 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
         for j, line in enumerate(lines.buffers):
             lines.read(b, j, line)
         for line, power in zip(lines.buffers, () if scales is None else scales[segment].tolist(), strict=False):
-            # In two halves: 2^power itself may be no float64 where the product is.
+            # Multiply twice, because 2^power may exceed the range of float64 although the product does not.
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
         sums.append(torch.bmm(lines.matrices, lines.matrices.mT).sum(0))
     total = (torch.stack(sums) if sums else lines.scratch.new_zeros(0, k, k)).cpu().numpy()
@@ -66,10 +66,10 @@ def combine(
 
 
 class _BlockReader:
-    """Lines of float64 into which the rows are read, block by block.
+    """Float64 buffers into which rows are read, block by block.
 
-    While it is iterated, `buffers` has them at the width of the block at hand, and `matrices` as matrices of
-    `PRODUCT_COLUMNS` columns, a batch of them, whose products add to those of the lines.
+    During iteration, `buffers` has the width of the current block. `matrices` is a batch of views of the buffers as
+    matrices with `PRODUCT_COLUMNS` columns. The sum of the batch's matrix products is the product of the buffers.
     """
 
     buffers: list[Tensor]
@@ -87,11 +87,12 @@ class _BlockReader:
         self.cached_subtrahend: tuple[Operand, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each block and its segment."""
+        """Yield each block with its segment."""
         before = None
         for b, (width, segment) in enumerate(zip(self.widths, self.segments, strict=True)):
             if width != before:
-                # At least two products: torch would hand one alone to a library that shares it among threads.
+                # At least two matrices, because torch passes a single product to a library that may split it over
+                # threads.
                 whole = max(2, -(-width // PRODUCT_COLUMNS)) * PRODUCT_COLUMNS
                 self.scratch[:, width:whole] = 0
                 *self.buffers, self.subtrahend = self.scratch[:, :width]
@@ -102,11 +103,11 @@ class _BlockReader:
             yield b, segment
 
     def split(self, row: Operand) -> Sequence[Tensor]:
-        """A vector block by block, or the tensors as vectors."""
+        """Return a vector split into blocks, or the flattened tensors of a tensor list."""
         return row.split(self.widths) if isinstance(row, Tensor) else TensorList(tensor.view(-1) for tensor in row)
 
     def load(self, row: Sequence[Tensor], b: int, buffer: Tensor) -> None:
-        """Block b of a row that was cut, into a line."""
+        """Copy block b of a split row into a buffer."""
         if not isinstance(row, TensorList):
             buffer.copy_(row[b])
             return
@@ -116,7 +117,7 @@ class _BlockReader:
             at += stop - start
 
     def store(self, buffer: Tensor, b: int, row: Sequence[Tensor]) -> None:
-        """A line into block b of a row that was cut."""
+        """Copy a buffer into block b of a split row."""
         if not isinstance(row, TensorList):
             row[b].copy_(buffer)
             return
@@ -126,7 +127,7 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Block b of row j, in float64, into a line; `subtrahend` holds what was subtracted last."""
+        """Read block b of row j in float64 into a buffer. The last subtrahend is cached in `subtrahend`."""
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return

@@ -1,7 +1,8 @@
-"""Selection of the backend: by argument, by `MANIFOLDAGG_BACKEND`, or the compiled one where it is available.
+"""Selection of the backend: by `set_backend`, by `MANIFOLDAGG_BACKEND`, or else the compiled backend if it is
+available.
 
-A backend is a module with `block_products` and `combine`, which return `None`, and have done nothing, where it cannot
-read the tensors at hand: the reference backend does it then. It gets rows that `Operands.prepare` returned.
+A backend is a module with `block_products` and `combine`. They return `None` without side effects if they cannot read
+the tensors. The reference backend then computes the result. The rows of a backend come from `Operands.prepare`.
 """
 
 import functools
@@ -40,7 +41,7 @@ BACKENDS = ("reference", "cpu", "triton")
 AUTO = "auto"
 ENV_VARIABLE = "MANIFOLDAGG_BACKEND"
 BENCHMARK_SIZE = 1 << 20
-"""The length of the rows on which `describe_backends` times a step."""
+"""The length of the rows with which `describe_backends` measures a step."""
 
 _selected: str | None = None
 
@@ -48,18 +49,18 @@ _selected: str | None = None
 def set_backend(name: str) -> str:
     """Select the backend for all threads.
 
-    Tensors that it cannot read (`cpu` reads those on the CPU, `triton` those on a CUDA device) go to the
-    reference backend.
+    The reference backend processes tensors that the selected backend cannot read. The backend `cpu` reads tensors on
+    the CPU, and `triton` reads tensors on a CUDA device.
 
     Args:
-        name: `"reference"`, `"cpu"`, `"triton"`, or `"auto"`: for the tensors at hand `triton` on CUDA and
-            `cpu` on the CPU, where these work.
+        name: `"reference"`, `"cpu"`, `"triton"` or `"auto"`. `"auto"` selects `triton` for CUDA tensors and `cpu` for
+            CPU tensors, if they are available.
 
     Returns:
-        What was asked for before.
+        The name that was selected before.
 
     Raises:
-        ArgumentError: if there is none of that name, or it does not work here; nothing changes then.
+        ArgumentError: if the name is unknown or the backend is unavailable. The selection is then unchanged.
 
     Example:
         >>> before = set_backend("reference")
@@ -70,14 +71,14 @@ def set_backend(name: str) -> str:
     before = _selected or _from_env()
     check_choice("backend", name, (AUTO, *BACKENDS))
     if name != AUTO and (why := load_backend(name).unavailable()) is not None:
-        raise ArgumentError(f"backend: {name} does not work here: {why}")
+        raise ArgumentError(f"backend: expected an available backend, got {name!r}: {why}")
     _selected = name
     backend_for.cache_clear()
     return before
 
 
 def available_backends() -> list[str]:
-    """Return the backends that work on this machine.
+    """Return the names of the backends that are available on this machine.
 
     Example:
         >>> "reference" in available_backends()
@@ -91,7 +92,7 @@ def backend_for(device: torch.device) -> ModuleType:
     """Return the backend for tensors on this device.
 
     Raises:
-        ArgumentError: if `MANIFOLDAGG_BACKEND` names one that there is not, or that does not work here.
+        ArgumentError: if `MANIFOLDAGG_BACKEND` is an unknown name or an unavailable backend.
     """
     name = _selected or _validated_from_env()
     return load_backend(_default_backend(device.type) if name == AUTO else name)
@@ -122,11 +123,12 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
     """Compute several outputs in place, in one pass over all rows if the backend supports it.
 
     Args:
-        combinations: of rows in tensors of the same lengths. Where one goes is apart from where others go, and from
-            what is read, or the same entries of the same dtype.
+        combinations: linear combinations of rows in tensors of equal lengths. A target must be disjoint from the other
+            targets. It must be disjoint from each operand or identical to it.
 
-    Cost: with the compiled backend every row is read once from memory for all goals; no scratch of size P. With others
-        each goal reads its rows, and what a later one reads is formed in memory of its own first.
+    Cost: with the compiled backend, every row is read once from memory for all combinations; no scratch memory of size
+    P. With other backends, each combination reads its rows. An output that a later combination reads is first computed
+    in temporary memory.
 
     Example:
         >>> model, velocity, step = (TensorList([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
@@ -170,15 +172,15 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """Describe each backend in a line, with its status; then the selected one and its speed."""
+    """Return a description of each backend and its status, then the selected backend and its speed."""
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _selected or _from_env()) != AUTO:
         source = "set_backend" if _selected is not None else ENV_VARIABLE
-        known = f"{name}, by {source}" if name in BACKENDS else f"{source} is not one of them: {name!r}"
-        return [*lines, ("chosen", known if why.get(name) is None else f"{known}, but it does not work here")]
-    told = ", ".join(f"{name} {1e3 * _time_step(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
-    chosen = f"{_default_backend('cpu')} on the CPU: one step of {BENCHMARK_SIZE} float32 entries took {told}"
+        status = f"{name}, by {source}" if name in BACKENDS else f"{source} is not one of them: {name!r}"
+        return [*lines, ("chosen", status if why.get(name) is None else f"{status}, but it is unavailable")]
+    times = ", ".join(f"{name} {1e3 * _time_step(name):.2f} ms" for name in BACKENDS[:2] if why[name] is None)
+    chosen = f"{_default_backend('cpu')} on the CPU: one step of {BENCHMARK_SIZE} float32 entries took {times}"
     return [*lines, ("chosen", chosen if why["triton"] is not None else f"triton on CUDA; {chosen}")]
 
 
@@ -202,18 +204,20 @@ def _validated_from_env() -> str:
     name = _from_env()
     check_choice(ENV_VARIABLE, name, (AUTO, *BACKENDS))
     if name != AUTO and (why := load_backend(name).unavailable()) is not None:
-        raise ArgumentError(f"{ENV_VARIABLE}: {name} does not work here: {why}")
+        raise ArgumentError(f"{ENV_VARIABLE}: expected an available backend, got {name!r}: {why}")
     return name
 
 
 @functools.cache
 def _default_backend(device: str) -> str:
-    """The backend for a kind of device. Where a compiler is lacking it says so, once in a process."""
+    """Return the name of the default backend for a device type. Warn once per process if the CPU backend is
+    unavailable.
+    """
     name = {"cuda": "triton", "cpu": "cpu"}.get(device, "reference")
     why = load_backend(name).unavailable()
     if why is not None and device == "cpu":
         warnings.warn(
-            f"manifoldagg: the compiled kernels are not at hand, the slower reference kernels work instead: {why}",
+            f"manifoldagg: the compiled kernels are unavailable, using the slower reference kernels: {why}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -221,7 +225,7 @@ def _default_backend(device: str) -> str:
 
 
 def _time_step(name: str) -> float:
-    """What one gram and one combine take of a backend for the CPU, the best of three."""
+    """Measure one gram and one combine of a CPU backend in seconds, and return the fastest of three runs."""
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)

@@ -1,8 +1,8 @@
-// Reads the address, shape, strides and dtype of every tensor of a Python tuple in one call.
+// Read the address, shape, strides and dtype of every tensor of a Python tuple in one call.
 //
-// Newer versions of PyTorch export these through the C exchange API of DLPack. This file includes neither Python.h nor a
-// header of PyTorch, so that one library serves every version of Python and PyTorch. The few functions of Python's
-// stable ABI that it calls are passed in by `tensor_reader.py`. The caller must hold the GIL.
+// Newer versions of PyTorch export these through the C exchange API of DLPack. This file includes neither Python.h nor
+// PyTorch headers, so that one library supports every version of Python and PyTorch. `tensor_reader.py` passes in the
+// few functions of Python's stable ABI that it calls. The caller must hold the GIL.
 
 #include <cstddef>
 #include <cstdint>
@@ -70,7 +70,7 @@ Kind kind_of(DataType dtype) {
   return dtype.bits == 32 ? F32 : dtype.bits == 64 ? F64 : dtype.bits == 16 ? F16 : OTHER;
 }
 
-// The number of entries, the entries from the first to the last in memory, and whether these numbers are equal by order.
+// The number of entries, the extent in memory (in entries), and whether the tensor is contiguous.
 struct Extent {
   int64_t size = 1, reach = 1;
   bool contiguous = true;
@@ -96,7 +96,8 @@ bool has_plain_type(const Python& python, void* object) {
   return type == python.tensor_type || type == python.parameter_type;
 }
 
-// Whether the memory of a tensor holds its entries, and not their negatives. DLPack does not show this.
+// Return whether a tensor is not a negative view, whose memory contains the negatives of its entries. DLPack does not
+// report this.
 bool has_plain_sign(const Python& python, void* object) {
   void* answer = python.is_neg(object, nullptr);
   if (answer == nullptr) {
@@ -107,7 +108,7 @@ bool has_plain_sign(const Python& python, void* object) {
   return answer == python.false_object;
 }
 
-// Fills in the table; false if a tensor is not in plain memory of the CPU.
+// Fill in the table. Return false if a tensor is not in plain CPU memory.
 bool fill(const Python& python, void* tuple, size_t n, std::vector<int64_t>& table) {
   int64_t contiguous = 1, kinds = 0, total = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -148,18 +149,19 @@ bool fill(const Python& python, void* tuple, size_t n, std::vector<int64_t>& tab
 
 }  // namespace
 
-// Returns the API of the version that this file knows, or null.
+// Return the API of the version that this file supports, or null.
 extern "C" const void* manifoldagg_find_exchange_api(const void* newest) {
   auto api = static_cast<const ExchangeAPI*>(newest);
   while (api != nullptr && api->version.major != DLPACK_MAJOR) api = api->previous;
   return api == nullptr || api->dltensor_from_py_object_no_sync == nullptr ? nullptr : api;
 }
 
-// Returns a table of 64-bit integers as a bytes object, empty if these tensors are to be read in Python:
-// - three numbers: whether all tensors are contiguous, a bit for each kind of dtype, and the number of all entries;
+// Return a table of 64-bit integers as a bytes object. It is empty if these tensors must be read in Python. The table
+// contains:
+// - three numbers: whether all tensors are contiguous, a bit mask of the dtypes, and the total number of entries;
 // - the number of entries, the start address and the end address of each tensor: three arrays of length n;
 // - the descriptor of each tensor for native.cpp: address, stride, dtype;
-// - for each tensor one number for dtype and number of dimensions, then its shape.
+// - for each tensor, one number for dtype and number of dimensions, then its shape.
 extern "C" void* manifoldagg_read_tensors(const Python* python, void* tuple) {
   const ptrdiff_t n = python->tuple_size(tuple);
   try {

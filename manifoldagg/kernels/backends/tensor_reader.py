@@ -1,6 +1,6 @@
 """The native reader of tensor lists: one C call reads address, shape, strides and dtype of every tensor of a tuple.
 
-The reader needs the C exchange API of DLPack, which older versions of PyTorch do not have. With these
+The reader needs the C exchange API of DLPack. On older versions of PyTorch without this API,
 [`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python.
 """
 

@@ -1,25 +1,34 @@
 r"""The Triton backend for CUDA: one memory-bound launch over the blocks for each operation.
 
-`block_products` has one program a block, which walks over it tile by tile and writes the sums of that block; `combine`
-has one program a block, which writes that part of `out`. There are not atomics, and the order of every sum is fixed by
-the block alone: the same bits come out each time.
+Both kernels have one program per block. `block_products` processes its block tile by tile and writes the sums of that
+block. `combine` writes the block's part of `out`. There are no atomics, and the block alone determines the order of
+every sum. Repeated runs therefore produce the same bits.
 
-Numerics: entries are widened to float64 before anything else is done with them. Products and sums are rounded
-separately (no fused multiply-add), so `combine` is, bit for bit, $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64,
-rounded once to `out` (by way of float32 for bf16 and fp16). Denormals are kept: no conversion flushes them, and bf16
-is widened and rounded as bits. A tensor that several rows share is read once.
+Numerics:
 
-A block is walked over in tiles of the concatenation, whatever tensors it lies in: which entries a lane adds, and so the
-bits, do not depend on how a row is cut. What a block has before its first and after its last multiple of 16 entries is
-one masked tile. There are three variants of each kernel. *Aligned*, where all strides are 1 and all addresses multiples
-of 16 bytes: a thread moves 16 bytes with one instruction. One takes vectors at any address and stride. In the third
-rows are in pieces: tables on the device say where each begins, and a tile takes from each piece that it meets what lies
-there, under a mask; hundreds of tensors are one launch. It takes tuples of one dtype each; rows of several go to the
-reference backend.
+- Entries are converted to float64 before any other operation.
+- Products and sums are rounded separately (no fused multiply-add). `combine` is therefore, bit for bit,
+  $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64. It is rounded once to `out`, by way of float32 for bf16 and fp16.
+- Subnormal numbers are preserved: no conversion flushes them to zero. Bit operations convert bf16 in both directions.
+- A tensor that several rows share is read once.
+
+A block is processed in tiles of the concatenated entries, independently of the tensors that contain them. The
+assignment of entries to lanes, and therefore the bits, do not depend on how a row is divided. The entries of a block
+before its first and after its last multiple of 16 form one masked tile.
+
+Each kernel has three variants:
+
+- *Aligned*: all strides are 1 and all addresses are multiples of 16 bytes. A thread then loads or stores 16 bytes with
+  one instruction.
+- *Unaligned*: vectors at any address and with any stride.
+- *Pieces*: rows that consist of several tensors. Tables on the device contain the address of each piece. A tile loads
+  its entries from each overlapping piece, under a mask. Hundreds of tensors need one launch. Each tuple must have a
+  single dtype; the reference backend processes rows of mixed dtypes.
 """
 
-# ruff: noqa: RUF005 (the language of Triton has no unpacking)
-# With annotations as strings, which Triton takes too, this file can say what is missing where Triton is.
+# ruff: noqa: RUF005 (Triton's language does not support unpacking)
+# With annotations as strings, which Triton supports, this module can be imported, and can report its status, without
+# Triton.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -55,27 +64,27 @@ TRITON_DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-"""What Triton calls them."""
+"""The dtypes that the kernels read, with their Triton names."""
 
 LANES = 256
-"""The threads of a program."""
+"""The number of threads of a program."""
 
 MAX_SINGLE_LAUNCH_ROWS = 8
 ROWS_PER_GROUP = 4
-"""Up to `MAX_SINGLE_LAUNCH_ROWS` rows make one launch of `block_products`; more are taken in pairs of groups of
-`ROWS_PER_GROUP` rows."""
+"""Up to `MAX_SINGLE_LAUNCH_ROWS` rows need one launch of `block_products`. More rows are divided into groups of
+`ROWS_PER_GROUP`, with one launch for each pair of groups."""
 
 
 def unavailable() -> str | None:
     """Return why the backend is unavailable, in one sentence, or `None`.
 
-    With `TRITON_INTERPRET=1` in the environment before Triton is first imported it works without a GPU, on tensors of
-    the CPU alone, and very slowly: for tests.
+    If `TRITON_INTERPRET=1` is set before Triton is first imported, the backend runs without a GPU. It then supports
+    only CPU tensors and is very slow, so this is only useful for tests.
     """
     if triton is None:
         return "triton is not installed"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
-        return f"triton 3.4 or newer is needed, and {triton.__version__} is installed"
+        return f"triton 3.4 or newer is required, but {triton.__version__} is installed"
     if isinstance(tl.sum, triton.JITFunction) != isinstance(_block_products_kernel, triton.JITFunction):
         return "TRITON_INTERPRET was changed after triton had been imported"
     if _device() == "cuda" and not torch.cuda.is_available():
@@ -91,7 +100,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
         blocks: the B blocks.
 
     Returns:
-        (B, k(k+1)/2) float64, on the host; `None` for rows that are not on a CUDA device or of another dtype.
+        (B, k(k+1)/2) float64, on the host. `None` if a row is not on a CUDA device or has an unsupported dtype.
 
     Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
     launch for each pair of groups of 4 rows, and each row is read about k/4 times.
@@ -107,7 +116,8 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     with torch.cuda.device_of(sums):
         for i in range(0, k, group):
             for j in range(0, i + 1, group):
-                # The square of rows i, i+1, ... with rows j, j+1, ...; half of it on the diagonal.
+                # The products of the rows i, i+1, ... with the rows j, j+1, ...; on the diagonal, only one half of
+                # them.
                 right = range(j, j + group) if j < i else range(0)
                 pairs = [(rows.plus[n], rows.minus[n]) for n in (*range(i, min(i + group, k)), *right)]
                 operands = LaunchOperands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
@@ -133,23 +143,24 @@ def combine(
     Args:
         base: (P,), or `None` for zero.
         rows: k rows on a CUDA device.
-        coefficients: k for each segment.
+        coefficients: k coefficients for each segment.
         blocks: the blocks of the segments.
         out: (P,); it may be `base` or a row.
 
     Returns:
-        `out`; `None`, and nothing is written, as in `block_products`. A row whose coefficient is 0 in a segment is not
-        read there, unless another row reads the same tensor.
+        `out`. `None`, and nothing is written, under the same conditions as in `block_products`. A row whose coefficient
+        is 0 in a segment is not read there, unless another row reads the same tensor.
 
-    Cost: one launch. The coefficients are arguments of it where all segments have the same, else one small copy to the
-    device goes before.
+    Cost: one launch. If all segments have the same coefficients, these are arguments of the launch. Otherwise, they are
+    first copied to the device.
     """
     if not _supports(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
         return None
     if len(blocks.table) == 0:
         return out
-    # Segments with coefficients of their own read a table, where a coefficient that is 0 in one segment may be none in
-    # another: every row is then handed over. Where all are alike, rows with 0 are left out here.
+    # If segments have different coefficients, the kernel reads them from a table. A coefficient that is 0 in one
+    # segment may be nonzero in another, so all rows are passed. If all segments have the same coefficients, rows with
+    # coefficient 0 are omitted.
     first = coefficients[0]
     alike = all(line == first for line in coefficients)
     used = [j for j, c in enumerate(first) if c != 0 or not alike]
@@ -180,7 +191,7 @@ def _device() -> str:
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
-    """Whether these are on the device, which gets bare addresses, and of dtypes that the kernels read."""
+    """Return whether all operands are on the device, which receives raw addresses, and have supported dtypes."""
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -188,7 +199,7 @@ def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
 
 
 def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """Return the compile-time constants of a kernel."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
@@ -202,7 +213,7 @@ def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
         "WIDTH": operands.width,
         "LANES": LANES,
         "num_warps": LANES // 32,
-        # Products and sums are rounded apart: the bits do not depend on what a compiler fuses.
+        # Products and sums are rounded separately, so that the bits do not depend on the compiler's choice of fusions.
         "enable_fp_fusion": False,
     }
 
@@ -214,17 +225,17 @@ def _jit(function: Callable[..., Any]) -> Any:
 @_jit
 @no_type_check
 def _decode(value):
-    """The integer that an opaque one stands for."""
+    """Return the integer that an opaque integer encodes."""
     return (value >> 1) - (1 << 40)
 
 
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """To entries of vector t; bf16 as the bits that it is."""
+    """Return pointers to entries of vector t. A bf16 entry is addressed as its 16 bits."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
-    # An opaque address hides what divides it: without this hint a thread would load entry by entry.
+    # An opaque address hides its divisibility. Without this hint, a thread would load entry by entry.
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer + (offsets if len(strides) == 0 else offsets * _decode(strides[t]))
@@ -233,7 +244,7 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Row t where it is in this piece: pointers, a mask, and where the next piece begins."""
+    """Return pointers to the entries of row t in this piece, their mask, and the start of the next piece."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
@@ -246,7 +257,7 @@ def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYP
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """The piece in which `low` lies, from one on that begins before."""
+    """Return the piece that contains `low`, searching from a piece that starts before it."""
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
     return piece
@@ -257,7 +268,10 @@ def _find_piece(piece, addresses, low):
 def _read(
     t: constexpr, addresses, strides, span, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr
 ):  # fmt: skip
-    """Entries of row t in float64; 0 where they are masked. `span`: a piece at or before their first, and their end."""
+    """Return entries of row t in float64, and 0 for masked entries.
+
+    `span` is a piece at or before the first entry, and the end of the entries.
+    """
     if PIECES:
         kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
         value = tl.zeros(offsets.shape, kind)
@@ -269,8 +283,8 @@ def _read(
             piece += 1
     else:
         value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
-    # bf16 is the upper half of a float32. As bits no conversion flushes a denormal; the sign that the widening repeats
-    # above is shifted out.
+    # bf16 is the upper half of a float32. A bit operation cannot flush a subnormal number. The shift discards the upper
+    # half, which holds the sign extension of the widening.
     if DTYPES[t] == tl.bfloat16:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float64)
@@ -282,12 +296,13 @@ def _write(
     t: constexpr, addresses, strides, span, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr,
     PIECES: constexpr,
 ):  # fmt: skip
-    """Round float64 to entries of row t."""
-    # By way of float32, as torch rounds and the other backends do; straight from float64 ties can fall otherwise.
+    """Round float64 values to entries of row t."""
+    # Rounding goes by way of float32, as in torch and the other backends. Direct rounding from float64 can break ties
+    # differently.
     if DTYPES[t] == tl.float16:
         value = value.to(tl.float32)
     if DTYPES[t] == tl.bfloat16:
-        # To nearest, ties to even; a NaN is not to become an infinity.
+        # Round to nearest, ties to even. The selection prevents that a NaN becomes an infinity.
         single = value.to(tl.float32)
         bits = single.to(tl.int32, bitcast=True)
         rounded = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
@@ -307,11 +322,11 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Start and stop of a block; where its middle starts and stops; the entries of a tile."""
+    """Return the start and stop of a block, the start and stop of its aligned middle, and the entries of a tile."""
     start = tl.load(table)
     stop = tl.load(table + 1)
-    # Multiples of 16 entries are multiples of 16 bytes for every dtype. Also where nothing is aligned: the bits of a
-    # sum are not to depend on where a row lies.
+    # Multiples of 16 entries are multiples of 16 bytes for every dtype. Unaligned rows use the same range, so that the
+    # bits of a sum do not depend on the address of a row.
     first = (start + 15) // 16 * 16
     last = stop // 16 * 16
     tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -321,9 +336,9 @@ def _block_range(table, WIDTH: constexpr, LANES: constexpr):
 @_jit
 @no_type_check
 def _unaligned_entries(start, stop, first, last, tile):
-    """The entries of a block outside its middle, and a mask."""
-    # Fewer than 16 entries lie before the middle and fewer than 16 after it: 32 places hold both. A block within 16
-    # entries has first > last; the last condition keeps its entries from being counted on both sides.
+    """Return the entries of a block outside its aligned middle, and their mask."""
+    # Fewer than 16 entries are before the middle, and fewer than 16 after it, so 32 positions are sufficient. A block
+    # within 16 entries has first > last. The last condition prevents that its entries are counted twice.
     offsets = tl.where(tile < 16, start // 16 * 16 + tile, last + tile - 16)
     mask = (tile < 32) & (offsets >= start) & (offsets < stop) & ((tile < 16) == (offsets < first))
     return offsets, mask
@@ -335,8 +350,8 @@ def _add_products(
     sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
     DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
 ):  # fmt: skip
-    """The sums, and the products of one tile."""
-    # Each tensor is read once, however many rows it is part of.
+    """Add the products of one tile to the sums."""
+    # Each tensor is read once, even if several rows contain it.
     values = ()
     for t in tl.static_range(len(DTYPES)):
         values = values + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
@@ -347,7 +362,7 @@ def _add_products(
     total = ()
     for i in tl.static_range(len(PLUS) - RIGHT):
         for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
-            # Over the entries of a thread first: lanes stay apart until the block is done.
+            # Sum over the entries of a thread first. The lanes stay separate until the end of the block.
             product = rows[i] * rows[j + (len(PLUS) - RIGHT if RIGHT > 0 else 0)]
             total = total + (sums[len(total)] + tl.sum(product, axis=1),)
     return total
@@ -359,8 +374,8 @@ def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Lane by lane the sums of one block, then over the lanes."""
-    # In 64 bits: where its sums lie, block * k(k+1)/2, can pass 2^31.
+    """Compute the sums of one block for each lane, then add the lanes."""
+    # 64-bit arithmetic, because the offset of the sums, block * k(k+1)/2, can exceed 2^31.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)
     piece = tl.load(addresses[2] + block) if PIECES else 0
@@ -380,7 +395,7 @@ def _block_products_kernel(
     if (first != start) | (last != stop):
         offsets, mask = _unaligned_entries(start, stop, first, last, tile)
         if PIECES:
-            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            # Entries before the middle start at the first piece of the block. Otherwise, continue from the middle.
             piece = tl.where(first != start, origin, piece)
         span = (piece, stop)
         sums = _add_products(
@@ -389,7 +404,7 @@ def _block_products_kernel(
     row = _decode(place[0])
     column = _decode(place[1])
     width = _decode(place[2])
-    # Row i of a lower triangle begins after i(i+1)/2 entries, and the next one is i + 1 further.
+    # Row i of a lower triangle starts after i(i+1)/2 entries, and the next row starts i + 1 entries later.
     out += block * width + row * (row + 1) // 2 + column
     for i in tl.static_range(len(PLUS) - RIGHT):
         for j in tl.static_range(RIGHT if RIGHT > 0 else i + 1):
@@ -404,8 +419,8 @@ def _add_rows(
     MINUS: constexpr, SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
     PIECES: constexpr,
 ):  # fmt: skip
-    """One tile of the combination, read, summed and written."""
-    # Rows that are used repeatedly are the first ones; they stay in registers.
+    """Read the rows of one tile, compute the combination and write it."""
+    # The rows that are used more than once come first. They stay in registers.
     kept = ()
     for t in tl.static_range(SHARED):
         kept = kept + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
@@ -416,7 +431,7 @@ def _add_rows(
         else:
             total = _read(BASE, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES)
     for j in tl.static_range(len(PLUS)):
-        # By way of an integer: the interpreter broadcasts a comparison of floats as floats.
+        # Convert to an integer first, because the interpreter broadcasts a comparison of floats as floats.
         reads = mask & (tl.where(factors[j] != 0, 1, 0) == 1) if SEGMENTED else mask
         if PLUS[j] < SHARED:
             row = kept[PLUS[j]]
@@ -428,7 +443,7 @@ def _add_rows(
             else:
                 row -= _read(MINUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
         term = factors[j] * row
-        # A row with coefficient 0 may hold NaN or infinity, which times 0 is NaN.
+        # A row with coefficient 0 may contain NaN or infinity, which gives NaN when multiplied by 0.
         total += tl.where(factors[j] != 0, term, 0.0) if SEGMENTED else term
     _write(OUT, addresses, strides, span, offsets, mask, total, DTYPES, ALIGNED, PIECES)
 
@@ -440,7 +455,7 @@ def _combine_kernel(
     SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
     WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """One block of the combination."""
+    """Compute one block of the combination."""
     block = tl.program_id(0).to(tl.int64)
     table += 3 * block
     start, stop, first, last, tile = _block_range(table, WIDTH, LANES)
@@ -451,7 +466,7 @@ def _combine_kernel(
         if SEGMENTED:
             numbers = numbers + (tl.load(factors + tl.load(table + 2) * len(PLUS) + j),)
         else:
-            # Halves of 32 bits put together: Triton would round a float argument to float32.
+            # Join two halves of 32 bits, because Triton would round a float argument to float32.
             bits = (_decode(factors[2 * j + 1]) << 32) | _decode(factors[2 * j])
             numbers = numbers + (bits.to(tl.float64, bitcast=True),)
     for low in range(first, last, LANES * WIDTH):
@@ -466,7 +481,7 @@ def _combine_kernel(
     if (first != start) | (last != stop):
         offsets, mask = _unaligned_entries(start, stop, first, last, tile)
         if PIECES:
-            # What lies before the middle begins with the block; without it the pieces of the middle are behind.
+            # Entries before the middle start at the first piece of the block. Otherwise, continue from the middle.
             piece = tl.where(first != start, origin, piece)
         span = (piece, stop)
         _add_rows(

@@ -73,7 +73,7 @@ def test_the_gradient_is_the_derivative_of_the_value(seed):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_nearby_it_is_a_proximal_term_in_which_radii_are_short(seed):
+def test_to_second_order_it_is_a_proximal_term_with_shortened_radii(seed):
     """To second order; the next is of third order in the step."""
     base, step = draw(seed, 6), draw(seed + 1, 6)
     for h in (1e-3, 1e-4):
@@ -89,7 +89,7 @@ def test_narrow_models_have_the_gradient_of_their_own_values():
     assert torch.equal(TERM.gradient(theta, base), wide.float())
 
 
-def test_without_a_weight_there_is_no_term_however_far():
+def test_without_a_weight_the_term_is_zero():
     theta, base = 1e3 * draw(0, 2, 5)
     theta.requires_grad_()
     none = LorentzProximal(0.0, 1e-3)

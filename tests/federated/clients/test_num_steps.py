@@ -76,7 +76,7 @@ def test_the_steps_that_a_trainer_tells_are_those_that_it_takes(name, data, leng
     assert trainer.num_steps(message, length) == counted(trainer, message, batches)
 
 
-def test_a_message_of_another_rule_says_no_number_of_steps():
+def test_a_message_of_another_rule_has_no_number_of_steps():
     for trainer in (clients.Epochs(), clients.Normalised()):
         with pytest.raises(ArgumentError, match="message: "):
             trainer.num_steps(Message(START), 3)

@@ -62,7 +62,7 @@ def test_one_that_holds_another_has_its_rates_and_steps(version, rate, steps):
     assert held.num_steps(message, 3) == plain.num_steps(message, 3)
 
 
-def test_at_least_one_step_is_taken_and_none_where_there_was_none():
+def test_at_least_one_step_is_taken_except_in_empty_phases():
     message = Message(START, version=5)
     assert clients.Scheduled(clients.Local(), steps=1e-9).num_steps(message, 3) == 1
     ends = clients.Scheduled(clients.Curve(epochs=(2, 0)), steps=lambda version: 0.0)
@@ -120,22 +120,22 @@ def test_clients_of_one_server_start_with_its_version():
         ({"trainer": clients.Local}, "trainer: expected an instance with `train`, got <class"),
         ({"trainer": SimpleNamespace(train=clients.Local().train)}, "trainer: expected a dataclass"),
         ({"trainer": 3}, "trainer: expected an instance"),
-        ({"trainer": clients.Gradient(), "rate": 0.5}, "rate: expected 1: Gradient has no rate"),
-        ({"trainer": clients.Normalised(), "steps": 0.5}, "steps: expected 1: Normalised has no steps"),
-        ({"trainer": clients.Epochs(), "steps": 0.5}, "steps: expected 1: Epochs has no steps"),
-        ({"trainer": clients.FLOCO(), "steps": 0.5}, "steps: expected 1: FLOCO has no steps"),
+        ({"trainer": clients.Gradient(), "rate": 0.5}, "rate: expected 1, because Gradient has no rate"),
+        ({"trainer": clients.Normalised(), "steps": 0.5}, "steps: expected 1, because Normalised has no steps"),
+        ({"trainer": clients.Epochs(), "steps": 0.5}, "steps: expected 1, because Epochs has no steps"),
+        ({"trainer": clients.FLOCO(), "steps": 0.5}, "steps: expected 1, because FLOCO has no steps"),
         ({"trainer": clients.Local(), "rate": -1.0}, "rate: expected"),
         ({"trainer": clients.Local(), "steps": schedules.Cosine}, "steps: expected an instance, got the class"),
     ],
 )
-def test_what_has_no_meaning_is_refused(options, complaint):
+def test_meaningless_options_are_rejected(options, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         clients.Scheduled(**options)
 
 
-def test_what_a_schedule_says_wrongly_is_named():
+def test_invalid_values_of_a_schedule_are_named():
     falling = clients.Scheduled(clients.Local(), rate=lambda version: 1.0)
-    with pytest.raises(ArgumentError, match="message: version: expected one, as rate is a function of it"):
+    with pytest.raises(ArgumentError, match="message: version: expected an int, because rate is a function of it"):
         trained(falling, Message(START))
     with pytest.raises(ArgumentError, match="rate: expected"):
         trained(clients.Scheduled(clients.Local(), rate=lambda version: 0.0), Message(START, version=0))

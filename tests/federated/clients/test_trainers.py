@@ -31,7 +31,7 @@ def seeded():
     return torch.Generator().manual_seed(3)
 
 
-def test_the_curve_trainer_returns_what_fit_learns():
+def test_the_curve_trainer_returns_the_result_of_fit():
     trainer = clients.Curve(degree=3, epochs=(2, 1), rate=0.1, proximal=0.1)
     payload = trainer.train(SPACE, Message(START), loss, PAIRS, None, generator=seeded())
     learned = fit(
@@ -90,7 +90,7 @@ def test_trainers_are_values_with_flat_options():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("make", [clients.Local, clients.Curve, clients.Proximal, clients.FLOCO, clients.Trajectory])
-def test_options_are_refused_where_they_are_given(make):
+def test_invalid_options_are_rejected_by_the_constructor(make):
     """By the name they have there, before anything is trained."""
     bad = {"rate": -1.0, "proximal": -1.0, "sharpness": SAM}
     if make is clients.Curve:
@@ -166,14 +166,14 @@ def test_a_curve_of_curved_leaves_has_all_its_points_on_them():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_an_optimiser_without_a_curved_form_is_refused():
+def test_an_optimizer_without_a_riemannian_form_is_rejected():
     with pytest.raises(ArgumentError, match="optimizer: expected SGD or Adam"):
         trained(clients.Local(steps=1, optimizer=torch.optim.RMSprop), CURVED, HOME, curved_loss, Goals())
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("optimizer", ["adam", None, torch.optim.SGD([torch.zeros(1)])])
-def test_what_is_no_optimiser_is_refused_when_a_trainer_is_made(optimizer):
+def test_an_invalid_optimizer_is_rejected_by_the_constructor(optimizer):
     with pytest.raises(ArgumentError, match=r"^optimizer: expected a class such as torch\.optim\.Adam, got .{0,120}$"):
         clients.Local(optimizer=optimizer)
 
@@ -219,7 +219,7 @@ def test_the_samples_are_those_of_one_pass(batches, samples):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_cannot_be_counted_is_refused_before_training():
+def test_uncountable_batches_are_rejected_before_training():
     def never(theta, batch):
         raise AssertionError
 
@@ -327,7 +327,7 @@ def trained_whole(space, message, loss):
     return clients.Local(epochs=1, rate=0.01).train(space, message, loss, LABELLED, None, generator=seeded())
 
 
-def test_a_message_without_buffers_asks_for_none():
+def test_a_message_without_buffers_requests_none():
     net = network()
     space = ParameterSpace.of(net)
     message = Server(space, rules.FedAsync(0.5), space.point(net)).dispatch(0).message
@@ -338,7 +338,7 @@ def test_a_message_without_buffers_asks_for_none():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
+def test_missing_buffers_of_a_loss_are_rejected_before_training():
     net = network()
     space = ParameterSpace.of(net)
     message = Server(space, rules.FedAsync(0.5), InitialModel(space.point(net), space.buffers(net))).dispatch(0).message
@@ -346,10 +346,10 @@ def test_buffers_that_a_loss_does_not_have_are_refused_before_training():
     def never(theta, batch):
         raise AssertionError
 
-    words = "loss: expected one of ParameterSpace.loss, which keeps the buffers that the message asks for: mask, 1.run"
+    words = "loss: expected one with the requested buffers mask, 1.run"
     with pytest.raises(ArgumentError, match=words):
         trained_whole(space, message, never)
-    with pytest.raises(ArgumentError, match="asks for: moon$"):
+    with pytest.raises(ArgumentError, match="requested buffers moon;"):
         trained_whole(space, replace(message, requested_buffers=("moon",)), space.loss(net, never))
     for buffers, words in (
         ({}, "message: buffers: missing: 1.num"),

@@ -114,19 +114,19 @@ class Wrong(list):
         return 3
 
 
-def test_batches_that_are_more_than_they_say_are_refused():
+def test_batches_beyond_their_length_are_rejected():
     for options in ({}, {"pieces": 2}):
         with pytest.raises(ArgumentError, match="steps: expected 6 observed points, got 8"):
             sent(Trajectory(epochs=2, **options), batches=Wrong(PAIRS))
     assert torch.equal(sent(Trajectory(degree=1), batches=Wrong(PAIRS)).points, sent(Local()).points)
 
 
-def test_no_training_is_no_way():
+def test_no_training_is_a_path_of_length_zero():
     for options in ({}, {"time": "length"}, {"pieces": 2}):
         assert torch.equal(sent(Trajectory(epochs=0, **options)).points, START.expand(2, P))
 
 
-def test_its_pace_goes_to_who_asks():
+def test_progress_is_returned_on_request():
     asking = Message(START, numbers={"progress": 1.0})
     for trainer, pace in ((Trajectory(steps=7, rate=0.02), 0.14), (Trajectory(epochs=2, rate=0.5, pieces=2), 4.0)):
         assert sent(trainer).numbers == {}
@@ -146,7 +146,7 @@ def test_a_server_goes_the_way_that_it_reads():
     assert "numbers" in refused.reason
 
 
-def test_who_sends_the_epochs_gets_the_way_of_so_many():
+def test_the_epochs_of_the_message_determine_the_path():
     message = Message(START, numbers={"epochs": 3.0})
     found = sent(Epochs(Trajectory(degree=3, rate=0.1)), message=message).points
     assert torch.equal(found, sent(Trajectory(epochs=3, degree=3, rate=0.1)).points)
@@ -191,7 +191,7 @@ def test_a_quadratic_way_of_gradient_descent_in_closed_form():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_options_are_refused_where_they_are_given():
+def test_invalid_options_are_rejected_by_the_constructor():
     bad = {"degree": 0, "time": "loss", "pieces": 0, "rate": -1.0, "epochs": -1}
     for name, value in bad.items():
         with pytest.raises(ArgumentError, match=f"^{name}.*: expected"):

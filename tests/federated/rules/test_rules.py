@@ -156,7 +156,7 @@ class Counting:
 
     def __init__(self, monkeypatch):
         self.calls = {"gram": 0, "combine": 0}
-        for module in ("corrections.frame", "manifolds.ambient"):
+        for module in ("corrections.rows", "manifolds.ambient"):
             for name in self.calls:
                 original = getattr(importlib.import_module(f"manifoldagg.{module}"), name, None)
                 if original is not None:

@@ -122,7 +122,7 @@ def test_segments_are_cut_anywhere(seed, lengths, offset):
 
 @FEW
 @given(seeds, SIZES, layouts(), st.sampled_from(["none", "one", "each"]), st.sampled_from(["new", "base", "row"]))
-def test_combine_rounds_once_and_may_overwrite_what_it_reads(seed, size, layout, sharing, target):
+def test_combine_rounds_once_and_may_overwrite_an_operand(seed, size, layout, sharing, target):
     rows, blocks = rows_of(seed, size, *layout[:2], sharing), cut([size])
     base = layout[2](seed + 20, size)
     if target == "row":

@@ -128,7 +128,7 @@ def test_a_gram_matrix_has_the_same_bits_in_every_dtype_that_holds_the_numbers(s
     st.sampled_from([1, 5, 8, 1000, BLOCK_SIZE + 9]),
     st.sampled_from(["none", "one", "mixed"]),
 )
-def test_an_entry_does_not_depend_on_which_rows_are_beside_it(seed, k, size, pattern):
+def test_an_entry_does_not_depend_on_the_other_rows(seed, k, size, pattern):
     rows = [[row] for row in draw(seed, k, size, dtype=torch.float32)]
     minus = [[row] for row in subtrahends(seed + 1, pattern, k, size, torch.float32)]
     found = grams(rows, minus, [size])
@@ -236,7 +236,7 @@ def test_the_native_fold_has_the_bits_of_the_reference(seed, cuts, special):
     ("system", "machine", "untested"),
     [("Linux", "x86_64", False), ("Linux", "aarch64", True), ("Darwin", "arm64", True)],
 )
-def test_the_origin_says_whether_the_platform_is_tested(monkeypatch, tmp_path, system, machine, untested):
+def test_the_origin_reports_whether_the_platform_is_tested(monkeypatch, tmp_path, system, machine, untested):
     class Library:
         _name = str(tmp_path / "native.so")
 

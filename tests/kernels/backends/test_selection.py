@@ -179,7 +179,7 @@ def test_offsets_and_strides_change_nothing(seed, size, offset, stride, dtype):
 
 
 @pytest.mark.usefixtures("backend")
-def test_an_expanded_row_is_read_as_what_it_shows():
+def test_an_expanded_row_is_read_by_value():
     row, other = torch.full((1,), 3.0).expand(1000), draw(0, 1000, dtype=torch.float32)
     assert gram([row])[0, 0, 0].item() == 9000
     assert torch.equal(combine(other, [row], [2.0]), (other.double() + 6).float())
@@ -232,7 +232,7 @@ def test_threads_do_not_matter(monkeypatch, k, lengths):
 
 @pytest.mark.usefixtures("backend")
 @given(seeds, st.lists(st.sampled_from([0, 1, 3, 100, BLOCK_SIZE, BLOCK_SIZE + 1]), min_size=1, max_size=5))
-def test_a_segment_is_what_its_piece_would_be(seed, lengths):
+def test_a_segment_equals_the_gram_matrix_of_its_entries(seed, lengths):
     rows, c = draw(seed, 3, sum(lengths), dtype=torch.float32), draw(seed + 1, len(lengths), 3)
     together, sums = gram(rows, segments=lengths), combine(None, rows, c, segments=lengths)
     for s, piece in enumerate(rows.split(lengths, dim=1)):
@@ -305,15 +305,15 @@ def test_the_fold_is_rounded_once():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: combine(None, [x[:-1]], [1.0], out=x[1:]), "out: expected base or a row itself, or memory apart"),
-        (lambda x: combine(x[:4], [x[4:8]], [1.0], out=x[2:6]), "out: expected base or a row itself"),
-        (lambda x: combine(None, [x[:4]], [1.0], out=x[0:8:2]), "out: expected base or a row itself"),
+        (lambda x: combine(None, [x[:-1]], [1.0], out=x[1:]), "out: expected base, a row, or memory disjoint"),
+        (lambda x: combine(x[:4], [x[4:8]], [1.0], out=x[2:6]), "out: expected base, a row, or memory"),
+        (lambda x: combine(None, [x[:4]], [1.0], out=x[0:8:2]), "out: expected base, a row, or memory"),
         (lambda x: combine(None, [x], [1.0], out=torch.zeros(1).expand(9)), "out: expected entries with memory"),
         (lambda x: set_backend("numpy"), "backend: expected one of auto, reference, cpu, triton"),
         (lambda x: combine(None, [x], [float("nan"), 1.0]), "coefficients: expected shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_invalid_arguments_are_rejected(call, words):
     x = torch.arange(9.0)
     with pytest.raises(ArgumentError, match=words):
         call(x)
@@ -327,7 +327,7 @@ def entries(view):
 
 @pytest.mark.usefixtures("as_shipped")
 @given(seeds)
-def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
+def test_a_target_that_overlaps_another_entry_is_rejected(seed):
     pick = np.random.default_rng(seed)
     for _ in range(40):
         pool, size = torch.zeros(64, dtype=torch.uint8), int(pick.integers(2, 5))
@@ -342,11 +342,11 @@ def test_a_target_that_shares_bytes_with_another_entry_is_refused(seed):
         taken = [(i, j) for i, a in enumerate(entries(out)) for j, b in enumerate(entries(row)) if set(a) & set(b)]
         same = out.dtype is row.dtype and taken == [(i, i) for i in range(len(out))]
         if taken and not same:
-            with pytest.raises(ArgumentError, match="out: expected base or a row itself"):
+            with pytest.raises(ArgumentError, match="out: expected base, a row, or memory"):
                 combine(None, [row], [1.0], out=out)
 
 
-def test_what_a_backend_cannot_read_goes_to_the_reference():
+def test_tensors_a_backend_cannot_read_use_the_reference():
     rows = draw(0, 2, 100).to(torch.float8_e4m3fn)
     assert cpu.block_products(Operands.of(rows), Blocks.of(((0, 100),))) is None
     dense = rows.double()
@@ -354,7 +354,7 @@ def test_what_a_backend_cannot_read_goes_to_the_reference():
 
 
 @pytest.mark.skipif("cpu" not in HERE, reason="no C++ compiler")
-def test_a_library_that_came_along_is_taken_by_what_the_processor_can_do(tmp_path):
+def test_the_prebuilt_library_is_selected_by_processor_features(tmp_path):
     whole, less = cpu.CPU_LEVELS
     features = sorted(cpu.CPU_LEVELS[whole])
     assert cpu._find_prebuilt(tmp_path, features) is None
@@ -409,17 +409,17 @@ BUILT = pytest.mark.skipif(
 
 
 @BUILT
-def test_without_a_compiler_one_warning_says_so_and_the_reference_works(tmp_path):
+def test_without_a_compiler_the_reference_runs_after_one_warning(tmp_path):
     done = run(CALL, PATH=str(tmp_path), CXX="", MANIFOLDAGG_CACHE=str(tmp_path), MANIFOLDAGG_BACKEND="auto")
     assert done.returncode == 0, done.stderr
     assert "reference" in done.stdout
     assert "cpu" not in done.stdout
     assert done.stderr.count("RuntimeWarning") == 1
-    assert "no C++ compiler was found" in done.stderr
+    assert "found no C++ compiler" in done.stderr
 
 
 @BUILT
-def test_a_compiler_that_fails_says_what_it_said(tmp_path):
+def test_the_message_of_a_failing_compiler_is_reported(tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'fatal: no memory left' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -454,7 +454,7 @@ print(torch.allclose(torch.compile(step, fullgraph=True, backend="eager")(base, 
     assert done.stdout == "True\n", done.stderr
 
 
-def test_the_environment_names_a_backend_and_a_wrong_name_is_refused():
+def test_the_environment_selects_a_backend_and_rejects_unknown_names():
     code = "import manifoldagg.kernels.backends.selection as c; print(c.describe_backends()[-1][1])"
     assert run(code, **{ENV_VARIABLE: "reference"}).stdout == "reference, by MANIFOLDAGG_BACKEND\n"
     refused = run(CALL, **{ENV_VARIABLE: "cuda"})
@@ -485,7 +485,7 @@ def test_rescaling_leaves_the_other_segments_alone():
 
 
 @pytest.mark.usefixtures("backend")
-def test_tensors_that_are_no_plain_memory_are_read_as_what_they_show():
+def test_tensors_without_plain_memory_are_read_by_value():
     negative = torch.complex(torch.ones(4), torch.ones(4)).conj().imag
     assert negative.is_neg()
     assert gram([negative, torch.ones(4)])[0].tolist() == [[4.0, -4.0], [-4.0, 4.0]]
@@ -511,7 +511,7 @@ def test_the_default_device_does_not_matter():
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_target_between_the_entries_of_what_is_read_is_apart():
+def test_a_target_interleaved_with_an_operand_is_disjoint():
     pool = torch.arange(12.0)
     assert combine(pool[1::2], [pool[1::2]], [1.0], out=pool[::2]).tolist() == [2.0, 6.0, 10.0, 14.0, 18.0, 22.0]
     assert pool.tolist() == [2, 1, 6, 3, 10, 5, 14, 7, 18, 9, 22, 11]
@@ -519,7 +519,7 @@ def test_a_target_between_the_entries_of_what_is_read_is_apart():
 
 @BUILT
 @pytest.mark.soak
-def test_a_file_that_is_no_library_is_built_again(tmp_path):
+def test_an_invalid_library_file_is_rebuilt(tmp_path):
     code = "from manifoldagg.kernels.backends import cpu; print(cpu.unavailable())"
     assert run(code, MANIFOLDAGG_CACHE=str(tmp_path)).stdout == "None\n"
     (library,) = tmp_path.iterdir()
@@ -530,7 +530,7 @@ def test_a_file_that_is_no_library_is_built_again(tmp_path):
 
 @BUILT
 @pytest.mark.soak
-def test_who_has_no_home_builds_for_the_moment(tmp_path):
+def test_without_a_home_directory_the_library_is_temporary(tmp_path):
     code = "from pathlib import Path; import sys; from manifoldagg.kernels.backends import cpu\n"
     code += "def homeless(path): raise RuntimeError('no home')\n"
     code += "Path.expanduser = homeless; print(cpu.unavailable())"
@@ -556,6 +556,6 @@ def test_who_has_no_home_builds_for_the_moment(tmp_path):
         (lambda x: gram([x.to("meta")]), r"rows\[0\]: expected a dense tensor with values"),
     ],
 )
-def test_what_is_no_row_no_number_and_no_length_is_refused(call, words):
+def test_invalid_rows_numbers_and_lengths_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(torch.ones(3))

@@ -231,7 +231,7 @@ def test_a_list_of_many_entries_is_counted_exactly():
     assert TensorList(row).size == 3 * 2**62
 
 
-def test_a_refused_list_leaves_no_error_and_no_reference():
+def test_a_rejected_list_leaves_no_error_and_no_reference():
     row = (torch.ones(2), torch.ones(2, device="meta"), torch.ones(3).as_subclass(Named))
     kinds = [Tensor, nn.Parameter, Named]
     counts = [sys.getrefcount(x) for x in (*row, *kinds)]

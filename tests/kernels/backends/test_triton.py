@@ -175,7 +175,7 @@ def test_launches_that_differ_in_addresses_alone_are_one_kernel(launches):
 
 
 @given(st.integers(0, 2**61))
-def test_an_opaque_integer_is_odd_wide_and_stands_for_one(value):
+def test_an_opaque_integer_is_odd_and_wide_and_decodes(value):
     found = opaque(value)
     assert found % 2 == 1
     assert 2**32 < found < 2**63
@@ -189,12 +189,12 @@ def test_a_number_keeps_its_bits(value):
     assert high << 32 | low == bits
 
 
-def test_it_says_why_it_is_not_available(monkeypatch):
+def test_it_reports_why_it_is_unavailable(monkeypatch):
     for there, answer in ((False, "torch finds no CUDA device"), (True, None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert backend.unavailable() == answer
     monkeypatch.setattr(triton, "__version__", "3.3.1")
-    assert backend.unavailable() == "triton 3.4 or newer is needed, and 3.3.1 is installed"
+    assert backend.unavailable() == "triton 3.4 or newer is required, but 3.3.1 is installed"
 
 
 ASK = "from manifoldagg.kernels.backends import triton as backend; print(backend.unavailable())"

@@ -1,0 +1,106 @@
+"""Linear combinations of the rows of a frame that a step computes after all checks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import is_finite
+from manifoldagg.corrections.gram import Matrix
+from manifoldagg.corrections.rows import FrameRows
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Row, TensorList
+from manifoldagg.kernels.alloc import empty_like
+from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.operands import Operand
+
+__all__ = ["STATE_NOT_FINITE", "Combination"]
+
+STATE_NOT_FINITE = "rule's state would not be finite"
+"""The reason of a rejection if a state overflows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    r"""A linear combination $\sum_j c_j\, r_j$ of the rows of a flat frame that has not been computed.
+
+    A rule returns its new model and the sums in its state in this form. The step computes them when all its checks
+    have passed, so that a rejected update has written nothing.
+
+    Attributes:
+        frame: the frame of the rows.
+        coefficients: $c$, (k,) or (S, k) with one row for each segment.
+        from_current: whether the combination is added to the current model.
+    """
+
+    frame: FrameRows
+    coefficients: Matrix
+    from_current: bool
+
+    def compute(self, out: Row | None = None) -> Any:
+        """Compute the combination, rounded once, into `out` if it is given.
+
+        Returns:
+            `out`, or a new row: like the current model for a new model, else a vector (P,).
+        """
+        if self.from_current:
+            # The rows of a pseudo-gradient frame are minus the tangents.
+            line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
+            return self.frame.combine(self.frame.current, line, out=out)
+        return (
+            self.frame.materialize(self.coefficients)
+            if out is None
+            else self.frame.combine(None, self.coefficients, out)
+        )
+
+    def new_row(self) -> Operand:
+        """Allocate memory for the result of `compute`."""
+        current = self.frame.current
+        if isinstance(current, Tensor):
+            like: Any = current if self.from_current else self.frame.rows[0]
+            return empty_like(like)
+        if not self.from_current:
+            return self.frame.empty_vector()
+        return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
+
+    def fused(self, out: Operand) -> LinearCombination:
+        """Return the combination as an operand of `combine_many`, which computes several in one pass."""
+        if not self.from_current:
+            return self.frame.combination(None, self.coefficients, out)
+        line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
+        return self.frame.combination(self.frame.current, line, out)
+
+    def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
+        """Check that all entries are finite.
+
+        If neither the result is known nor the norms of the rows imply it, the combination is computed tensor by tensor
+        in temporary memory.
+
+        Args:
+            dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
+            computed: the result of `compute`, if it is known.
+
+        Raises:
+            ArgumentError: if an entry is not finite.
+        """
+        if dtypes is not None:
+            largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
+            if self.frame.norm_bound(self.coefficients) <= largest / 2:
+                return
+        for part in self._compute_parts(dtypes) if computed is None else tensors_of(computed):
+            if not is_finite(part):
+                what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE
+                raise ArgumentError(f"points: the {what}")
+
+    def _compute_parts(self, dtypes: Sequence[torch.dtype] | None) -> Iterator[Tensor]:
+        """Compute the combination tensor by tensor, in temporary memory."""
+        for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
+            out = None if dtypes is None else frame.empty_vector(dtypes[j])
+            yield Combination(frame, line, self.from_current).compute(out)
+
+
+def tensors_of(row: Row) -> tuple[Tensor, ...]:
+    """Return the tensors of a row."""
+    return row if isinstance(row, tuple) else (row,)

@@ -1,0 +1,391 @@
+"""The rows of a frame: their inner products, norms and linear combinations."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, reduce
+from operator import add
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_number, short_repr
+from manifoldagg.corrections.gram import Gram, Matrix, as_object_array
+from manifoldagg.corrections.transport import Transport, Transporter
+from manifoldagg.errors import ArgumentError
+from manifoldagg.kernels import Operands, Row, TensorList, as_operands, combine, gram, gram_combine
+from manifoldagg.kernels.alloc import in_huge_pages
+from manifoldagg.kernels.fused import LinearCombination
+from manifoldagg.kernels.operands import Operand
+from manifoldagg.kernels.tensor_list import as_float64
+from manifoldagg.manifolds.ambient import FLAT_AMBIENT, AmbientSpace
+
+__all__ = ["GRANULARITIES", "FrameRows", "detach", "overflow_headroom"]
+
+GRANULARITIES = ("model", "tensor")
+Self = TypeVar("Self", bound="FrameRows")
+"""The class of a frame, for methods that return a frame of the same class."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrameRows:
+    """The rows of a [`Frame`][manifoldagg.corrections.Frame], which documents the attributes."""
+
+    rows: tuple[Row, ...]
+    minus: tuple[Row | None, ...]
+    segments: Mapping[str, int] | None = None
+    extra: tuple[str, ...] = ()
+    rows_are_points: bool = False
+    transporter: Transporter | None = None
+    base_displacements: Tensor | None = None
+    ambient: AmbientSpace = FLAT_AMBIENT
+    is_pseudo_gradient: bool = False
+    unmeasured: Mapping[int, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return format_result(
+            self, rows=len(self.rows), extra=self.extra, segments=None if self.segments is None else len(self.segments)
+        )
+
+    @cached_property
+    def num_displacements(self) -> int:
+        """The number n of rows that are displacements."""
+        return len(self.rows) - 1 - len(self.extra)
+
+    @cached_property
+    def operands(self) -> Operands:
+        """The rows of a flat frame as validated operands of the kernels."""
+        return as_operands(self.rows, self.minus)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rows are rows of a flat space, whose linear combinations can be evaluated lazily."""
+        return self.transporter is None and not self.ambient.leaves
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rows: `v1`, ..., `vn`, `g`, then the names of the additional rows."""
+        return (*(f"v{i + 1}" for i in range(self.num_displacements)), "g", *self.extra)
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """The transport method of each leaf of a curved space; empty on a flat one."""
+        return () if self.transporter is None else self.transporter.transports
+
+    @property
+    def base(self) -> Row:
+        r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
+        if self.transporter is not None:
+            return self.transporter.base.flatten()
+        base: Any = (self.rows if self.is_pseudo_gradient else self.minus)[self.num_displacements]
+        return base  # type: ignore[no-any-return]
+
+    @cached_property
+    def current(self) -> Row:
+        r"""$\Theta^\tau$ as a row; a vector (P,) on a curved space."""
+        if self.transporter is not None:
+            return self.transporter.current.flatten()
+        current: Any = (self.minus if self.is_pseudo_gradient else self.rows)[self.num_displacements]
+        return current  # type: ignore[no-any-return]
+
+    @property
+    def diagnostics(self) -> dict[str, float]:
+        """The number of ladder rungs on a curved space, or the truncation errors of low-rank leaves."""
+        if self.transporter is None:
+            return self.ambient.diagnostics
+        used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
+        return {"rungs": float(max(used))} if used else {}
+
+    def row(self, i: int) -> Float64[Tensor, " P"]:
+        """Compute one row as a float64 vector."""
+        less = self.minus[i]
+        full = as_float64(self.rows[i])
+        return full if less is None else full - as_float64(less)
+
+    @property
+    def size(self) -> int:
+        """The number P of entries of a row."""
+        current = self.current
+        return sum([piece.numel() for piece in current]) if isinstance(current, tuple) else current.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of vectors computed from the rows.
+
+        It is the dtype of the current model. If the model is a list of tensors, it is float64 if a tensor is float64,
+        else float32.
+        """
+        current = self.current
+        if not isinstance(current, tuple):
+            return current.dtype
+        wide = any(piece.dtype == torch.float64 for piece in current)
+        return torch.float64 if wide else torch.float32
+
+    def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate an uninitialised vector (P,)."""
+        current = self.current
+        device = current[0].device if isinstance(current, tuple) else current.device
+        return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
+
+    def with_row(self: Self, name: str, plus: Row, minus: Row | None = None, *, norm_only: bool = False) -> Self:
+        """Return this frame with an additional row.
+
+        Args:
+            name: the name of the row.
+            plus: the row, or its minuend.
+            minus: the subtrahend of the row.
+            norm_only: whether only the norm of the row is needed. A tensor list with a `norm_bound` is then not read,
+                and its inner products are NaN.
+        """
+        bound = plus.norm_bound if norm_only and minus is None and isinstance(plus, TensorList) else None
+        unmeasured = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
+        rows = (*self.rows, plus)
+        frame = replace(self, rows=rows, minus=(*self.minus, minus), extra=(*self.extra, name), unmeasured=unmeasured)
+        if bound is not None and self.has_norm_bounds:
+            frame.__dict__["_norm_bounds"] = [*self.__dict__["_norm_bounds"], bound]
+        return frame
+
+    @property
+    def has_norm_bounds(self) -> bool:
+        """Whether the norms of the rows, or upper bounds on them, are known."""
+        return "_norm_bounds" in self.__dict__
+
+    def detach(self: Self) -> Self:
+        """Return this frame with its rows detached from the autograd graph."""
+        minus = tuple([None if row is None else detach(row) for row in self.minus])
+        return replace(self, rows=tuple([detach(row) for row in self.rows]), minus=minus)
+
+    def with_displacements(self: Self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> Self:
+        """Return the frame with other tangents at the current point, and without the additional rows."""
+        n = self.num_displacements
+        minus = (*(None for _ in displacements), self.minus[n])
+        rows = (*displacements, self.rows[n])
+        return replace(self, rows=rows, minus=minus, extra=(), rows_are_points=False, base_displacements=None)
+
+    def require_flat(self, operation: str, *, sums_only: bool = False) -> None:
+        """Check that no leaf is curved.
+
+        Args:
+            operation: the name of the operation for the error message.
+            sums_only: whether the operation needs only inner products and sums. Low-rank leaves then pass the check.
+
+        Raises:
+            ArgumentError: if a leaf is curved. The message names the leaf and `operation`.
+        """
+        leaves = () if sums_only else self.ambient.leaves
+        leaves = leaves if self.transporter is None else self.transporter.leaves
+        curved = [str(leaf) for leaf in leaves if not leaf.space.flat]
+        if curved:
+            raise ArgumentError(f"space: {operation} needs flat leaves; these are curved: {', '.join(curved)}")
+
+    def gram(self, granularity: str = "model", combinations: Sequence[LinearCombination] = ()) -> Gram:
+        """Compute the inner products of the rows, for the whole model or for each segment.
+
+        Args:
+            granularity: `"model"` for one matrix, or `"tensor"` for one matrix per segment.
+            combinations: linear combinations of the rows of a flat frame that the same pass computes, for the whole
+                model. If the method raises an exception, the caller must discard them.
+
+        Raises:
+            ArgumentError: if `granularity` is invalid, or if the squared norm of a row overflows.
+        """
+        per_segment = granularity == "tensor"
+        if granularity not in GRANULARITIES:
+            raise ArgumentError(
+                f"granularity: expected one of {', '.join(GRANULARITIES)}; got {short_repr(granularity)}"
+            )
+        every = [*range(len(self.rows))]
+        if self.transporter is None:
+            lengths = [*self.segments.values()] if per_segment and self.segments is not None else None
+            if self.ambient.leaves:
+                measured = every
+                inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
+            else:
+                # A row minus itself is zero and is not read. An example is the drift of a fresh update.
+                measured = [i for i in every if self.rows[i] is not self.minus[i] and i not in self.unmeasured] or [0]
+                rows = self.operands if len(measured) == len(every) else self.operands.select(measured)
+                inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
+        else:
+            inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
+            inner = inner if per_segment else inner.sum(0, keepdim=True)
+            measured = every
+        parts = as_object_array(inner)
+        if len(measured) < len(self.rows):
+            products = parts
+            parts = np.full((len(products), len(self.rows), len(self.rows)), 0.0, dtype=object)
+            for i in self.unmeasured:
+                parts[:, i] = parts[:, :, i] = math.nan
+            parts[:, np.array(measured)[:, None], measured] = products
+        result = Gram(parts, self.extra, tuple(self.segments or ()) if per_segment else ())
+        squares = [x.detach() if isinstance(x, Tensor) else x for x in result.matrix.diagonal()]
+        for i, square in enumerate(squares):
+            if not math.isfinite(square) and i not in self.unmeasured:
+                check_number(self._square_labels()[i], square)
+        self.remember_norms(squares)
+        return result
+
+    def remember_norms(self, squares: Sequence[Any]) -> None:
+        """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
+        known = self.unmeasured
+        self.__dict__["_norm_bounds"] = [
+            known[i] if i in known else math.sqrt(max(0.0, square)) for i, square in enumerate(squares)
+        ]
+
+    def norm_bound(self, coefficients: Matrix) -> float:
+        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
+
+        The method reads the rows only if `gram` has not been called before.
+        """
+        if not self.has_norm_bounds:
+            self.gram()
+        most = np.abs(np.atleast_2d(coefficients)).max(axis=0).tolist()
+        return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
+
+    def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
+        """Return the norm of a linear combination of the rows, or an upper bound if some rows are unmeasured.
+
+        Args:
+            gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
+            coefficients: one for each row, or (S, k) with one row for each segment.
+        """
+        if gram is None or self.unmeasured:
+            return self.norm_bound(coefficients)
+        return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
+
+    def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
+        """Yield the frame of each tensor with its coefficients. A frame of vectors is yielded whole."""
+        if not isinstance(self.current, tuple):
+            yield self, coefficients
+            return
+        start = 0
+        for j, piece in enumerate(self.current):
+            stop = start + piece.numel()
+            here = slice(start, stop)
+            rows = tuple([_tensor_part(row, j, here) for row in self.rows])
+            minus = tuple([None if row is None else _tensor_part(row, j, here) for row in self.minus])
+            line = coefficients
+            line = line if line.ndim == 1 or len(line) == 1 else line[j : j + 1]
+            yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
+            start = stop
+
+    def _square_labels(self) -> tuple[str, ...]:
+        """Return the names of the squared norms of the rows for error messages."""
+        if self.rows_are_points:
+            given = (*(f"points[{i}]" for i in range(self.num_displacements)), "current")
+            return (*(f"{name}: squared distance from the base" for name in given), *self.extra)
+        given = (*(f"displacements[{i}]" for i in range(self.num_displacements)), "drift", *self.extra)
+        return tuple(f"{name}: squared length" for name in given)
+
+    def inner_products(self, coefficients: Sequence[Any]) -> Float64[Tensor, "m m"]:
+        """Compute the inner products of linear combinations of the rows in float64, in the metric of the space."""
+        rows = [self.materialize_exact(line) for line in coefficients]
+        return (
+            self.ambient.gram(rows)[0] if self.transporter is None else self.transporter.gram(torch.stack(rows)).sum(0)
+        )
+
+    def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
+        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once. Coefficients (S, k) apply by segment.
+
+        The result on a low-rank leaf is the nearest matrix of the leaf's rank.
+
+        If the coefficients of the rows that start at $\Theta^t$ sum to 0, $\Theta^t$ cancels. The rows are then formed
+        as differences from $\Theta^\tau$. The position reading is therefore exactly the difference
+        $\varphi_i - \Theta^\tau$.
+
+        Raises:
+            ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
+        """
+        if self.transporter is not None and base is not None:
+            raise ArgumentError("base: expected None on a curved space: a point and a tangent have no sum; use exp")
+        numbers, segments, minus = self._resolve_coefficients(coefficients)
+        if self.ambient.leaves:
+            return self.ambient.combine(base, self.rows, numbers, minus=minus, segments=segments, out=out)
+        rows = self.operands if minus is self.minus else self._operands_from_current()
+        return combine(base, rows, numbers, segments=segments, out=out)
+
+    def _operands_from_current(self) -> Operands:
+        """Return the operands of rows that are differences from the current model instead of the base."""
+        rows = self.operands
+        n = self.num_displacements
+        return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
+
+    def _resolve_coefficients(
+        self, coefficients: Sequence[float] | Matrix
+    ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
+        """Return the coefficients as plain numbers, the lengths of the segments they apply to, and the subtrahends."""
+        given = np.asarray(coefficients, dtype=object)
+        apart = given.ndim == 2
+        numbers = given.tolist() if apart else [given.tolist()]
+        segments = [*self.segments.values()] if apart and self.segments is not None else None
+        minus = self.minus
+        n = self.num_displacements
+        # The sum runs from left to right, so that mirrored terms cancel exactly. A compensated sum need not cancel
+        # them.
+        if self.rows_are_points and not any(reduce(add, line[: n + 1]) for line in numbers):
+            for line in numbers:
+                line[n] = 0.0
+            minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
+        return numbers if apart else numbers[0], segments, minus
+
+    def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
+        r"""Compute $\sum_j c_j\, r_j$ as a new vector (P,), in `dtype` if it is given.
+
+        If the space has low-rank leaves, the result is a tuple with one tensor per leaf, truncated to the rank that the
+        leaf's space retains.
+        """
+        if self.ambient.leaves:
+            numbers, _, minus = self._resolve_coefficients(coefficients)
+            return self.ambient.for_state(self.rows, numbers, minus=minus, dtype=dtype or self.dtype)
+        apart = dtype is not None or isinstance(self.current, tuple)
+        return self.combine(None, coefficients, out=self.empty_vector(dtype) if apart else None)
+
+    def materialize_exact(self, coefficients: Sequence[float] | Matrix) -> Any:
+        r"""Compute $\sum_j c_j\, r_j$ in float64, without truncating the rank of low-rank leaves."""
+        if self.ambient.leaves:
+            numbers, _, minus = self._resolve_coefficients(coefficients)
+            return self.ambient.combine_exact(self.rows, numbers, minus=minus)
+        return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
+
+    def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
+        """Return the unevaluated result of `combine`. It is computed into `out`, together with other combinations."""
+        numbers, _, minus = self._resolve_coefficients(coefficients)
+        numbers = numbers if isinstance(numbers[0], list) else [numbers]
+        rows = self.operands if minus is self.minus else self._operands_from_current()
+        return LinearCombination.of(base, rows, numbers, None, out)
+
+    def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
+        """Return whether the bounds on the row norms imply that the current model plus the combination is finite.
+
+        The arguments are those of `move`.
+        """
+        bounds_only = gram is None or self.unmeasured
+        bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
+        return bound <= overflow_headroom(self.current)
+
+
+def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
+    """Return tensor j of a row as a vector. `entries` is its range among the entries of all tensors."""
+    return row[j].flatten() if isinstance(row, tuple) else row[entries]
+
+
+def detach(row: Row) -> Row:
+    """Detach a row from the autograd graph."""
+    return TensorList([piece.detach() for piece in row]) if isinstance(row, tuple) else row.detach()
+
+
+def overflow_headroom(point: Row) -> float:
+    """Return an increment of the largest number of the dtypes that is rounded away, so that the sum stays finite."""
+    if isinstance(point, tuple):
+        return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
+    return _dtype_headroom(point.dtype)
+
+
+@cache
+def _dtype_headroom(dtype: torch.dtype) -> float:
+    # max * eps is twice the spacing u of the two largest numbers. An increment below u / 2 is rounded away. Rounding by
+    # way of float32 shifts this limit slightly, so the bound is u / 4.
+    return torch.finfo(dtype).max * torch.finfo(dtype).eps / 8
