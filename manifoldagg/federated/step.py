@@ -21,8 +21,8 @@ from manifoldagg.federated.linear_step import measure
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
 from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_tensor_lists
-from manifoldagg.kernels import Row
-from manifoldagg.manifolds import Manifold
+from manifoldagg.kernels import Row, combine
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["StepPlan", "run_rule", "step"]
 
@@ -63,6 +63,11 @@ class StepPlan:
     def uses_tensor_lists(self) -> bool:
         """Whether the rule reads models in place, as lists of tensors, and returns combinations of them."""
         return accepts_tensor_lists(self.rule, self.space)
+
+    @cached_property
+    def narrow_space(self) -> ParameterSpace | None:
+        """The space, if clients receive a narrower dtype than that of the points."""
+        return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
 def step(
@@ -112,6 +117,8 @@ def step(
         share = update.weight if update.share is None else update.share
         waiting = accumulate(waiting, buffers, after, share, name=plan.buffers_label)
     if outcome.model is None:
+        if plan.narrow_space is not None:
+            _check_receivable(plan, plan.narrow_space, state, None, before.current)
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
@@ -119,6 +126,8 @@ def step(
     model: Any = outcome.model if plan.uses_tensor_lists else out
     if isinstance(model, Combination):
         model = model.compute(out)
+    if plan.narrow_space is not None:
+        _check_receivable(plan, plan.narrow_space, state, model, before.current)
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
@@ -195,3 +204,32 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
         out.copy_(model.detach())
     if not is_finite(out):
         raise ArgumentError("points: the new model would not be finite")
+
+
+def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
+    """Check that the new model is finite in the dtypes that clients receive, also after the steps that the state holds.
+
+    A rule with `carried_displacements` stores displacements that later steps add, such as a momentum. If they alone
+    made the model overflow, the server would reject each later update.
+
+    Args:
+        plan: the plan of the step.
+        space: the space of the models.
+        state: the next state of the rule.
+        model: the new model; `None` if the model did not move.
+        current: the model before the step.
+
+    Raises:
+        ArgumentError: naming the leaf that overflows.
+    """
+    start = current if model is None else model
+    if not isinstance(start, Tensor):  # Tensor lists have the dtypes of the leaves, which their rules check.
+        return
+    carried = getattr(plan.rule, "carried_displacements", None)
+    terms = carried(state) if carried is not None and space.flat else ()
+    models = [combine(start, [row for _, row in part], [factor for factor, _ in part]) for part in terms]
+    for point in models if model is None else (model, *models):
+        try:
+            space.check_receivable(point)
+        except ArgumentError as error:
+            raise ArgumentError(f"points: the new model could not be sent to clients: {error}") from None

@@ -277,6 +277,20 @@ class ParameterSpace(Delegate):
         """The dtype of points: float32 or float64."""
         return self.layout.dtype
 
+    @cached_property
+    def is_narrow(self) -> bool:
+        """Whether a leaf has a narrower dtype than points."""
+        return any(leaf.dtype.itemsize < self.dtype.itemsize for leaf in self.layout.leaves)
+
+    def check_receivable(self, point: Float[Tensor, " P"]) -> None:
+        """Check that a point remains finite, and on its manifolds, in the dtypes of the leaves.
+
+        Raises:
+            StateDictError: naming a leaf whose dtype overflows.
+            ArgumentError: naming a leaf that leaves its manifold.
+        """
+        self._views(point)
+
     def point(
         self,
         source: nn.Module | Mapping[str, Tensor],

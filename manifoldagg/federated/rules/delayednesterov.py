@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, unit_coefficients
@@ -69,6 +71,15 @@ class DelayedNesterov(ServerRule):
 
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0}
+
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what later steps add to the model if all later updates are zero."""
+        rate = rate_at(self.rate, state["version"])
+        later = rate * self.beta / (1 - self.beta)
+        waits = max(self.size - 1 - state["count"], 0) * self.activation
+        factors = {"momentum": rate * waits * self.beta + later * self.beta, "buffer": later / self.size}
+        terms = [(factors[name], state[name]) for name in factors if name in state]
+        return [terms] if terms else []
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)

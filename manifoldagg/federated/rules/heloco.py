@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
@@ -85,6 +86,14 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0, at_most=1)
         for name in ("shrink_strength", "rotation_strength", "confidence_scale"):
             check_number(name, getattr(self, name), at_least=0)
+
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what later steps add to the model if all later updates are zero."""
+        if "momentum" not in state:
+            return []
+        first = 2 * self.beta - 1 if self.look_ahead else self.beta
+        factor = rate_at(self.rate, state["version"]) * self.beta * first / (1 - self.beta)
+        return [[(factor, state["momentum"])]]
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)

@@ -106,6 +106,11 @@ class Private(WrapperRule):
         """The inputs whose finiteness the rule checks itself."""
         return tuple(getattr(self.rule, "self_checked", ()))
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what the waiting updates of the wrapped rule will add to the model."""
+        carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
+        return carried
+
     def init(self, space: Manifold, start: Point) -> State:
         inner = self.rule.init(space, start)
         if not space.flat:
