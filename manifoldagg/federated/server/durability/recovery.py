@@ -7,6 +7,7 @@ the machine stopped, and is cut. Anything else that is bad was altered.
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from manifoldagg._validation import warn_caller
 from manifoldagg.errors import CheckpointError, ManifoldAggError
+from manifoldagg.federated.limits import with_norm
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.log_format import (
@@ -227,8 +229,15 @@ def _apply_record(
     def dropped(now: ServerState) -> tuple[ServerState, None]:
         return now.without_ticket(content["ticket"]) if content["ticket"] in now.tickets else now, None
 
+    def counted(now: ServerState) -> tuple[ServerState, None]:
+        client, norm = content["norm"]
+        norms = with_norm(now.model_state.norms, client, norm, content["window"])
+        return now._replace(model_state=replace(now.model_state, norms=norms)), None
+
     if record.kind == "ended":
         state.update(ended)
+    elif record.kind == "norm":
+        state.update(counted)
     elif record.kind == "dropped":
         state.update(dropped)
     else:
