@@ -147,7 +147,8 @@ class ParameterSpace(Delegate):
                 from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
                 `num_batches_tracked`, and integer and boolean tensors, are always buffers. A server moves a buffer with
                 the policy `"average"`, the default, linearly by the rule's step towards the client's value. Integer and
-                boolean tensors become the client's, except with `"leave"`.
+                boolean tensors stay the server's, except with `"latest"`. A counter named `num_batches_tracked`
+                becomes the client's if that is larger.
             dtype: of points, as in `of`.
             adapters: whether pairs of factors are one matrix each. Otherwise they are tensors like others, and means
                 of factors are not the factors of means.

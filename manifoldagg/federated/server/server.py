@@ -144,7 +144,7 @@ class Server:
         buffers: the initial buffers of the model, as from `space.buffers`. Clients then return their buffers, except
             those with the policy `"leave"`. Without it the server has no buffers.
         buffer_policy: the policies of the buffers, by name or glob pattern: `"average"` (with the rule's step; the
-            default), `"latest"` or `"leave"`. The latest value of integer and boolean tensors is stored.
+            default), `"latest"` or `"leave"`. Integers and booleans stay the server's by default, but for counters.
         base_dtype: a narrower dtype for the stored start models. Clients start from the rounded model, and the drift is
             measured from it, so that it is never exactly zero. Flat spaces only. A model that overflows is not rounded.
         memory_limit: bytes of memory for older versions and client states. The oldest are evicted to files in the

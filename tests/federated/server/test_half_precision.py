@@ -22,6 +22,7 @@ from manifoldagg.federated.rules import (
     HeLoCo,
     Median,
     Momentum,
+    RadialDirectional,
 )
 from manifoldagg.manifolds import ParameterSpace
 
@@ -131,6 +132,7 @@ def test_aggregate_rejects_the_same(rule):
     "rule",
     [
         FedBuff(3, 10.0),
+        RadialDirectional(2, 3.0),
         Median(3, 10.0),
         Momentum(ASGD(1.0)),
         Momentum(FedBuff(2, 2.0), nesterov=True),
