@@ -66,8 +66,9 @@ class UpdateLimits(KeywordHints):
         clip_factor: the clipping norm as a multiple of that median. If both are given, the smaller norm applies.
         min_cosine: the smallest cosine, in [-1, 1].
         max_samples: the largest sample count.
-        samples_factor: the cap of a sample count as a multiple of the median report of at least five other clients.
-            The weight uses the capped count, and the receipt reports `clipped`. `None` for no cap.
+        samples_factor: the cap f of a sample count as a multiple of the median report of the other clients. The weight
+            uses the capped count, and the receipt reports `clipped`. Among n clients with equal counts, one claim has
+            at most the weight f / (f + n - 1). `None` for no cap.
         max_points: the largest number of control points: the cost of a step grows at least quadratically with it.
 
     Raises:

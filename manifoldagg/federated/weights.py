@@ -18,7 +18,7 @@ KINDS = ("observed", "uniform")
 MAX_SAMPLES = 2**53
 """The largest amount: up to here floats count exactly."""
 MIN_REPORTS = 5
-"""The number of other reports from which their median caps a sample count."""
+"""The number of other reports from which the cap uses their median; below it, the cap uses their lower median."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Weights:
     Attributes:
         cap_factor: the cap of a sample count as a multiple of the median of other reports; `None` for no cap.
         kind: `"given"`, $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`,
-            $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that were ever dispatched to.
+            $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that have contributed or have a ticket.
         sample_counts: the samples that were given up front, by client.
-        reported: every client's latest sample count; 0 until its first update.
+        reported: the latest sample count of each client; 0 if it has a ticket and has not yet contributed.
         total: the sum of what $w_i$ divides by: of `sample_counts` where they were given, of `reported` else.
         bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
@@ -105,11 +105,19 @@ class Weights:
             bit_length_histogram=_update_histogram(self.bit_length_histogram, 0),
         )
 
+    def without_silent(self, client: Hashable) -> "Weights":
+        """Return the weights without a client that has not contributed, because its ticket was dropped or expired."""
+        if self.reported.get(client) != 0:
+            return self
+        before, *later = self.bit_length_histogram
+        return replace(self, reported=self.reported.delete(client), bit_length_histogram=(before - 1, *later))
+
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
 
-        The count is not capped if fewer than five other clients have reported, without `cap_factor`, and if the weights
-        do not depend on samples. The sixth report caps the earlier ones again.
+        Of fewer than five other clients the lower median counts, so that one of two others does not raise the cap.
+        The count is not capped if no other client has reported, without `cap_factor`, and if the weights do not depend
+        on samples. The first report of each of the first six clients caps the earlier reports again.
 
         Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 medians needs one pass over all
         clients.
@@ -119,7 +127,7 @@ class Weights:
             return samples
         before = self.reported.get(client, 0)
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
-        if known < MIN_REPORTS:
+        if known == 0:
             return samples
         # The median is no smaller than the lower of its two, which has so many digits.
         digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
@@ -127,7 +135,8 @@ class Weights:
             return samples
         told = self.reported.delete(client) if client in self.reported else self.reported
         amounts = sorted(filter(None, told.values()))
-        twice = amounts[(known - 1) // 2] + amounts[known // 2]
+        upper = known // 2 if known >= MIN_REPORTS else (known - 1) // 2
+        twice = amounts[(known - 1) // 2] + amounts[upper]
         above, below = factor.as_integer_ratio()
         return min(samples, above * twice // (2 * below))
 
@@ -135,12 +144,14 @@ class Weights:
         """Return $w_i$ for a client that reports `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
-        everybody = len(self.reported)
+        before = self.reported.get(client, 0)
+        after = self.with_report(client, samples) if before == 0 else self
+        everybody = len(after.reported)
         if self.kind == "uniform":
             return 1 / everybody
-        before = self.reported.get(client, 0)
-        seen = everybody - self.bit_length_histogram[0] + (before == 0)
-        return samples * seen / (everybody * (self.total - before + samples))
+        seen = everybody - after.bit_length_histogram[0]
+        total = after.total if before == 0 else self.total - before + samples
+        return samples * seen / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
         """Return the number that $w_i$ is proportional to: the given or reported samples, or 1 for uniform weights."""
@@ -160,7 +171,7 @@ class Weights:
         total = self.total if self.kind == "given" else self.total - (before or 0) + samples
         reported = self.reported.set(client, samples)
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
-        if not before and self.kind == "observed" and len(reported) - histogram[0] == MIN_REPORTS + 1:
+        if not before and self.kind == "observed" and len(reported) - histogram[0] <= MIN_REPORTS + 1:
             # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():

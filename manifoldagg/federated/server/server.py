@@ -136,7 +136,7 @@ class Server:
         start: the initial model $\Theta^0$ (P,).
         weights: a client's share of the data $w_i$: a mapping client to samples, for
             $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
-            $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
+            $|D|$ seen$)$, with N the clients that have contributed or have a ticket. Means weigh by the samples.
         max_staleness: the largest accepted staleness in versions.
         update_limits: limits on norms, cosines, sample counts and control points.
         averaging: an average that receives every new version, in order; it may store the models and must not write

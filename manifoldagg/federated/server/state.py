@@ -458,7 +458,10 @@ class ServerState(NamedTuple):
         key = ticket.base_key
         # The base of a ticket that is too old was released before.
         store = self.store if key is None or key not in self.store else self.store.release(key)
-        return self._replace(store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed)
+        weights = self.weights.without_silent(ticket.client)
+        return self._replace(
+            store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed, weights=weights
+        )
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
         """Return the state without a ticket whose update will not arrive.
