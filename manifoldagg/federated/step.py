@@ -49,15 +49,23 @@ class StepPlan:
     buffers_label: str = "buffers"
 
     def __post_init__(self) -> None:
-        if getattr(self.rule, "is_private", False):
+        if self.is_private:
             for name, policy in self.policies.items():
                 if policy != "leave":
                     what = "expected 'leave' with Private, which adds no noise to them"
                     raise ArgumentError(f"buffer_policy: {name}: {what}")
-            for name in ("norm_factor", "clip_factor"):
+            reasons = dict.fromkeys(
+                ("norm_factor", "clip_factor"), "updates of some clients would limit those of others"
+            )
+            reasons |= dict.fromkeys(("max_norm", "min_cosine"), "a rejection would reveal the update of a client")
+            for name, what in reasons.items():
                 if getattr(self.update_limits, name) is not None:
-                    what = "updates of some clients would limit those of others"
                     raise ArgumentError(f"update_limits: {name}: expected None with Private: {what}")
+
+    @cached_property
+    def is_private(self) -> bool:
+        """Whether the rule adds differential privacy."""
+        return bool(getattr(self.rule, "is_private", False))
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
@@ -100,7 +108,11 @@ def step(
     norms = before.norms
     kept = 1.0
     if plan.update_limits.needs_norms:
-        update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
+        try:
+            update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
+        except ArgumentError:
+            if not plan.is_private:
+                raise  # A private rule replaces an update whose norm is not finite.
     brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
     state, outcome, numbers = run_rule(plan, before.state, brought, out, compute=not atomic)
     if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more

@@ -100,6 +100,11 @@ class Momentum(WrapperRule):
         return [[(repeated * c, row) for c, row in part] + own for part in terms or [[]] if part or own]
 
     @property
+    def self_checked(self) -> tuple[str, ...]:
+        """The inputs of a private rule that it checks itself; a rejection of them would reveal them."""
+        return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
+
+    @property
     def tensors(self) -> Mapping[str, int | None]:
         """The further tensors of a payload, as the wrapped rule requires them."""
         return getattr(self.rule, "tensors", {})
