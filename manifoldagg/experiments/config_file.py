@@ -64,9 +64,11 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
         raise ArgumentError(f"config: {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
+    except RecursionError:
+        raise ArgumentError(f"config: {path}: expected tables of options, got values nested too deep") from None
     for name, table in tree.items():
-        if name in ("", ".", "..") or set("/\\") & set(name):
-            raise ArgumentError(f"config: {path}: expected names of folders, got {name!r}")
+        if name in ("", ".", "..") or set("/\\") & set(name) or not name.isprintable():
+            raise ArgumentError(f"config: {path}: expected names of folders, got {short_repr(name)}")
         if not isinstance(table, dict):
             raise ArgumentError(f"config: {path}: {name}: expected a table; shared options belong in [{DEFAULTS}]")
         for key in table:

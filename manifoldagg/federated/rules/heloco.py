@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_number
@@ -108,6 +109,9 @@ class HeLoCo(ServerRule):
         turned = [self.correction_coefficients(part[0, 0], part[0, 2], part[2, 2]) for part in gram.parts]
         step = np.array([share * (a * v + b * m) for a, b in turned])
         kept = self.beta * m + (1 - self.beta) * step
+        # Otherwise the steps of a huge momentum would make every later update overflow.
+        largest = safe_sqrt(torch.finfo(frame.dtype).max)
+        check_number("points: size of the momentum", safe_sqrt(gram.squared_norm(kept)), at_most=largest)
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
         numbers = {
             "cosine": gram.cosine,
