@@ -15,6 +15,8 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["Weights", "check_client"]
 
 KINDS = ("observed", "uniform")
+EARLY_REPORTS = 64
+"""Up to this number of clients, the first report of each caps the earlier reports again."""
 MAX_SAMPLES = 2**53
 """The largest amount: up to here floats count exactly."""
 MIN_REPORTS = 5
@@ -117,7 +119,8 @@ class Weights:
 
         Of fewer than five other clients the lower median counts, so that one of two others does not raise the cap.
         The count is not capped if no other client has reported, without `cap_factor`, and if the weights do not depend
-        on samples. The first report of each of the first six clients caps the earlier reports again.
+        on samples. The first report of each of the first 64 clients caps the earlier reports again, and then that of
+        each client whose number is a power of two.
 
         Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 medians needs one pass over all
         clients.
@@ -171,7 +174,7 @@ class Weights:
         total = self.total if self.kind == "given" else self.total - (before or 0) + samples
         reported = self.reported.set(client, samples)
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
-        if not before and self.kind == "observed" and len(reported) - histogram[0] <= MIN_REPORTS + 1:
+        if not before and self.kind == "observed" and _is_recap_due(len(reported) - histogram[0]):
             # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
@@ -247,6 +250,11 @@ def _components(name: Any) -> Iterator[Any]:
     if isinstance(name, tuple | frozenset):
         for part in name:
             yield from _components(part)
+
+
+def _is_recap_due(num_reports: int) -> bool:
+    """Return whether the reports are capped again: at each new one of the first, then at each power of two."""
+    return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:

@@ -155,6 +155,18 @@ def test_one_of_two_others_does_not_raise_the_cap():
     assert s.receive(s.dispatch("a"), payload(100)).weight >= 100 / (100 + 2 * 10_000)
 
 
+@pytest.mark.parametrize("first", ["liars", "honest"])
+def test_colluding_claims_are_capped_while_they_are_fewer_than_half(first):
+    """Also if the colluders are the first to report, so that at first there is no honest count to compare with."""
+    s, count, colluders = server(), 20, 9
+    names = [f"liar-{i}" for i in range(colluders)] + [f"ward-{i}" for i in range(count - colluders)]
+    for name in names if first == "liars" else reversed(names):
+        s.receive(s.dispatch(name), payload(10**9 if name.startswith("liar") else 100)).check()
+    total = 100 * (100 * colluders + count - colluders)
+    assert s.receive(s.dispatch("ward-0"), payload(100)).weight == pytest.approx(100 / total)
+    assert s.receive(s.dispatch("liar-0"), payload(10**9)).weight == pytest.approx(100 * 100 / total)
+
+
 def test_a_client_without_others_is_not_capped():
     s = server()
     for _ in range(2):
@@ -232,7 +244,7 @@ def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
         believed = weights.capped(client, amount)
         assert believed == plain(client, amount)
         weights = weights.with_client(client).with_report(client, believed)
-        is_early = client not in told and len(told) <= 5
+        is_early = client not in told
         told[client] = believed
         if is_early:
             told = {client: plain(client, amount) for client, amount in told.items()}
