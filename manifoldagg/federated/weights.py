@@ -32,7 +32,7 @@ class Weights:
         kind: `"given"`, $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`,
             $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that have contributed or have a ticket.
         sample_counts: the samples that were given up front, by client.
-        reported: the latest sample count of each client; 0 if it has a ticket and has not yet contributed.
+        reported: the latest sample count of each client; minus the number of its tickets until its first update.
         total: the sum of what $w_i$ divides by: of `sample_counts` where they were given, of `reported` else.
         bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
@@ -98,21 +98,25 @@ class Weights:
         return client
 
     def with_client(self, client: Hashable) -> "Weights":
-        """Return the weights with `client` as a participant, because it was dispatched to."""
-        if client in self.reported:
+        """Return the weights with `client` as a participant, because it has received a ticket."""
+        before = self.reported.get(client, 0)
+        if before > 0:
             return self
-        return replace(
-            self,
-            reported=self.reported.set(client, 0),
-            bit_length_histogram=_update_histogram(self.bit_length_histogram, 0),
-        )
+        histogram = self.bit_length_histogram if before else _update_histogram(self.bit_length_histogram, 0)
+        return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
 
-    def without_silent(self, client: Hashable) -> "Weights":
-        """Return the weights without a client that has not contributed, because its ticket was dropped or expired."""
-        if self.reported.get(client) != 0:
+    def without_ticket(self, client: Hashable) -> "Weights":
+        """Return the weights after a ticket ended without an update.
+
+        A client that has not contributed no longer counts if this was its last ticket.
+        """
+        before = self.reported.get(client, 0)
+        if before >= 0:
             return self
-        before, *later = self.bit_length_histogram
-        return replace(self, reported=self.reported.delete(client), bit_length_histogram=(before - 1, *later))
+        if before < -1:
+            return replace(self, reported=self.reported.set(client, before + 1))
+        silent, *others = self.bit_length_histogram
+        return replace(self, reported=self.reported.delete(client), bit_length_histogram=(silent - 1, *others))
 
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
@@ -128,7 +132,7 @@ class Weights:
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
             return samples
-        before = self.reported.get(client, 0)
+        before = max(self.reported.get(client, 0), 0)
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
         if known == 0:
             return samples
@@ -137,7 +141,7 @@ class Weights:
         if samples <= factor * 2 ** (digits - 1):
             return samples
         told = self.reported.delete(client) if client in self.reported else self.reported
-        amounts = sorted(filter(None, told.values()))
+        amounts = sorted(amount for amount in told.values() if amount > 0)
         upper = known // 2 if known >= MIN_REPORTS else (known - 1) // 2
         twice = amounts[(known - 1) // 2] + amounts[upper]
         above, below = factor.as_integer_ratio()
@@ -147,7 +151,7 @@ class Weights:
         """Return $w_i$ for a client that reports `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
-        before = self.reported.get(client, 0)
+        before = max(self.reported.get(client, 0), 0)
         after = self.with_report(client, samples) if before == 0 else self
         everybody = len(after.reported)
         if self.kind == "uniform":
@@ -164,21 +168,22 @@ class Weights:
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
         """Return the weights with a client's latest sample count, after the cap."""
-        before = self.reported.get(client)
-        if before == samples:
+        found = self.reported.get(client)
+        if found == samples:
             return self
+        before = max(found or 0, 0)
         histogram = self.bit_length_histogram
-        digits, away = samples.bit_length(), None if before is None else before.bit_length()
+        digits, away = samples.bit_length(), None if found is None else before.bit_length()
         if digits != away:
             histogram = _update_histogram(histogram, digits, away)
-        total = self.total if self.kind == "given" else self.total - (before or 0) + samples
+        total = self.total if self.kind == "given" else self.total - before + samples
         reported = self.reported.set(client, samples)
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
         if not before and self.kind == "observed" and _is_recap_due(len(reported) - histogram[0]):
             # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
-                after = after.with_report(name, known.capped(name, amount)) if amount else after
+                after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
         return after
 
     def state(self) -> dict[str, Any]:
@@ -206,12 +211,15 @@ class Weights:
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
-            told[weights.check(client)] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
-        lengths = Counter(map(int.bit_length, told.values()))
+            told[weights.check(client)] = check_count(
+                f"weights: reported[{short_repr(client)}]", samples, at_least=-MAX_SAMPLES
+            )
+        counts = [max(samples, 0) for samples in told.values()]
+        lengths = Counter(map(int.bit_length, counts))
         return replace(
             weights,
             reported=Map(told),
-            total=weights.total if weights.kind == "given" else sum(told.values()),
+            total=weights.total if weights.kind == "given" else sum(counts),
             bit_length_histogram=tuple(lengths[digits] for digits in range(max(lengths, default=0) + 1)),
         )
 

@@ -458,7 +458,7 @@ class ServerState(NamedTuple):
         key = ticket.base_key
         # The base of a ticket that is too old was released before.
         store = self.store if key is None or key not in self.store else self.store.release(key)
-        weights = self.weights.without_silent(ticket.client)
+        weights = self.weights.without_ticket(ticket.client)
         return self._replace(
             store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed, weights=weights
         )
