@@ -625,7 +625,8 @@ def flooded(
     # these in another order.
     for client in range(CLIENTS):
         ticket = server.dispatch(client)
-        intake.hand(sources[0], "valid", Sent(ticket.id, sources[0].payload(ticket), TAKEN))
+        twin.brought[ticket.id] = sources[0].payload(ticket)
+        server.receive(ticket, twin.brought[ticket.id]).check()
         twin.catch_up()
     sources[0].fill()
 
