@@ -630,6 +630,13 @@ def flooded(
     twin = Twin(server, made(space, Seconds()))
     intake = Intake(server, twin)
     sources = [Source(server, space, seed) for seed in range(threads)]
+    # Each client contributes once, because a weight depends on the tickets of clients that have not, and a twin gets
+    # these in another order.
+    for client in range(CLIENTS):
+        ticket = server.dispatch(client)
+        twin.brought[ticket.id] = sources[0].payload(ticket)
+        server.receive(ticket, twin.brought[ticket.id]).check()
+        twin.catch_up()
     sources[0].fill()
 
     def work(source: Source, count: int) -> None:

@@ -54,8 +54,8 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
     """
     tree = _read(path)
     for name, table in tree.items():
-        if name in ("", ".", "..") or set("/\\") & set(name):
-            raise ArgumentError(f"config: {path}: expected names of folders, got {name!r}")
+        if name in ("", ".", "..") or set("/\\") & set(name) or not name.isprintable():
+            raise ArgumentError(f"config: {path}: expected names of folders, got {short_repr(name)}")
         if not isinstance(table, dict):
             raise ArgumentError(f"config: {path}: {name}: expected a table; shared options belong in [{DEFAULTS}]")
         for key in table:
@@ -82,8 +82,10 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"config: {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArgumentError(f"config: {path} is not a TOML file: {error}") from None
+    except RecursionError:
+        raise ArgumentError(f"config: {path}: expected tables of options, got values nested too deep") from None
 
 
 def _to_arguments(where: str, key: str, options: Mapping[str, Option], value: Any) -> list[str]:

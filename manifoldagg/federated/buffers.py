@@ -17,7 +17,7 @@ from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.kernels import TensorList
 from manifoldagg.kernels.tensor_list import CPU
 from manifoldagg.manifolds import Manifold, ParameterSpace
-from manifoldagg.manifolds.buffer_policies import BufferPolicy, resolve_policies
+from manifoldagg.manifolds.buffer_policies import COUNTER, BufferPolicy, resolve_policies
 
 __all__ = [
     "PackedBuffers",
@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 VARIANCE_SUFFIX = "running_var"
+MAX_COUNT = 2**53
+"""The largest counter that clients may return: a batch more must not overflow it."""
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
@@ -38,7 +40,10 @@ _is_cpu = attrgetter("is_cpu")
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Names and shapes of the buffers that share one policy, one dtype and one device; all or none are variances."""
+    """Names and shapes of the buffers that share one policy, one dtype and one device.
+
+    All or none are variances, and all or none are counters of batches.
+    """
 
     policy: str
     names: tuple[str, ...]
@@ -48,6 +53,11 @@ class BufferGroup:
     def is_variance(self) -> bool:
         """Whether the buffers are variances, which are never negative."""
         return self.names[0].endswith(VARIANCE_SUFFIX)
+
+    @cached_property
+    def is_counter(self) -> bool:
+        """Whether the buffers are counters of batches, which never decrease."""
+        return self.names[0].endswith(COUNTER)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -157,21 +167,22 @@ def accumulate(
             infinities of a mask), or others wait than these.
     """
     vectors = []
-    for group, mine in zip(current.groups, current.vectors, strict=True):
+    if pending is not None and pending.latest.groups != current.groups:
+        raise ArgumentError(f"{name}: expected the buffers and policies of the buffered updates")
+    for i, (group, mine) in enumerate(zip(current.groups, current.vectors, strict=True)):
         if group.policy == "leave":
             vectors.append(mine)
             continue
         theirs = _concatenate(received, group, mine.device)
         if not _is_finite(theirs, mine, group):
             odd = next(key for key in group.names if not _is_finite(received[key].to(mine.device), current[key], group))
-            what = "finite values >= 0" if group.is_variance else "finite values"
-            raise ArgumentError(f"{name}: {odd}: expected {what}, or those of the current model")
+            raise ArgumentError(f"{name}: {odd}: expected {_expected_values(group, mine.dtype)}")
+        if group.is_counter and not mine.is_floating_point():
+            theirs = torch.maximum(theirs, mine if pending is None else pending.latest.vectors[i])
         vectors.append(theirs)
     latest = replace(current, vectors=tuple(vectors))
     if pending is None:
         return PendingBuffers(weight, (), latest)
-    if pending.latest.groups != current.groups:
-        raise ArgumentError(f"{name}: expected the buffers and policies of the buffered updates")
     total = list(vectors)
     for i, group in enumerate(current.groups):
         if group.policy == "average":
@@ -258,10 +269,11 @@ def _group_buffers(
     devices: torch.device | tuple[torch.device, ...],
 ) -> tuple[BufferGroup, ...]:
     """Group buffers by policy and dtype, on one device or separately by device."""
-    found: dict[tuple[str, torch.dtype, torch.device, bool], dict[str, tuple[int, ...]]] = {}
+    found: dict[tuple[str, torch.dtype, torch.device, tuple[bool, bool]], dict[str, tuple[int, ...]]] = {}
     each = devices if isinstance(devices, tuple) else repeat(devices)
     for (name, policy), shape, dtype, device in zip(policy_items, shapes, dtypes, each, strict=False):
-        found.setdefault((policy, dtype, device, name.endswith(VARIANCE_SUFFIX)), {})[name] = tuple(shape)
+        kind = (name.endswith(VARIANCE_SUFFIX), name.endswith(COUNTER))
+        found.setdefault((policy, dtype, device, kind), {})[name] = tuple(shape)
     return tuple(BufferGroup(policy, tuple(mine), tuple(mine.values())) for (policy, *_), mine in found.items())
 
 
@@ -273,10 +285,17 @@ def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torc
     return torch.cat(mine if group.is_1d else [tensor.reshape(-1) for tensor in mine])
 
 
+def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
+    """Return what values a group accepts, for messages."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return "a counter <= 2^53"
+    return f"finite values{' >= 0' if group.is_variance else ''}, or those of the current model"
+
+
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
     """Return whether values are finite and variances non-negative, or the tensors are the server's own."""
     if not (received.is_floating_point() or received.is_complex()):
-        return True
+        return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)
     fit = theirs.isfinite()
     if group.is_variance:

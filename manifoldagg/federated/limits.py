@@ -1,7 +1,7 @@
 """Limits on updates: the norm, the clipping threshold, the cosine and the number of samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,10 +18,27 @@ from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import norm
 
-__all__ = ["DEFAULT_LIMITS", "UpdateLimits", "clip_update", "update_norm"]
+__all__ = ["DEFAULT_LIMITS", "NormLimitError", "Norms", "UpdateLimits", "clip_update", "update_norm", "with_norm"]
 
 MAX_WINDOW = 10**6
-"""The longest window of norms; every update computes a median over it."""
+"""The largest number of clients in a window; every update computes a median over it."""
+
+Norms = tuple[tuple[Hashable, float], ...]
+"""The latest norm of each client, the oldest first."""
+
+
+class NormLimitError(ArgumentError):
+    """The norm of an update is over `norm_factor`.
+
+    Attributes:
+        limit: the largest norm that was allowed.
+        norms: the latest norms of the clients, with the limit in place of the norm of this update.
+    """
+
+    def __init__(self, message: str, limit: float) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.norms: Norms = ()
 
 
 @dataclass(frozen=True)
@@ -40,15 +57,18 @@ class UpdateLimits(KeywordHints):
 
     Args:
         max_norm: the largest norm.
-        norm_factor: the largest norm as a multiple of the median of recently accepted norms.
-        norm_window: the number of recent accepted norms; a clipped update counts with its clipped norm.
-        norm_after: the number of accepted norms from which `norm_factor` and `clip_factor` apply.
+        norm_factor: the largest norm as a multiple of the median of the latest norms of the other clients.
+        norm_window: the number of clients whose latest norms count, those with the latest updates. Zero norms do not
+            count. A clipped update counts with its clipped norm. An update that `norm_factor` rejects counts with the
+            largest norm that it allows, so that the median follows if most clients send longer updates.
+        norm_after: the number of other clients from which `norm_factor` and `clip_factor` apply.
         clip: the norm to which longer updates are clipped.
         clip_factor: the clipping norm as a multiple of that median. If both are given, the smaller norm applies.
         min_cosine: the smallest cosine, in [-1, 1].
         max_samples: the largest sample count.
-        samples_factor: the cap of a sample count as a multiple of the median report of at least five other clients.
-            The weight uses the capped count, and the receipt reports `clipped`. `None` for no cap.
+        samples_factor: the cap f of a sample count as a multiple of the median report of the other clients. The weight
+            uses the capped count, and the receipt reports `clipped`. Among n clients with equal counts, one claim has
+            at most the weight f / (f + n - 1). `None` for no cap.
         max_points: the largest number of control points: the cost of a step grows at least quadratically with it.
         max_staleness: the largest staleness, in versions.
 
@@ -61,10 +81,10 @@ class UpdateLimits(KeywordHints):
     `min_cosine`) before the rule reads them. A clipped update is read and written once more.
 
     Example:
-        >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, accepted=[1.0, 2.0, 3.0, 2.0, 2.0])
+        >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, others=[1.0, 2.0, 3.0, 2.0, 2.0])
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.ArgumentError: points: expected a norm <= 20 (10 x the median of those accepted), got 25
+        manifoldagg.federated.limits.NormLimitError: points: expected a norm <= 20 (10 x the median of others), got 25
     """
 
     max_norm: float | None = None
@@ -129,58 +149,80 @@ class UpdateLimits(KeywordHints):
                 f"limits: update: norms need {', '.join(lacks)}, which {short_repr(space)} does not have"
             )
 
-    def apply(
-        self, space: Manifold, update: Update, accepted: tuple[float, ...]
-    ) -> tuple[Update, float, tuple[float, ...]]:
-        r"""Return the update for the rule, $\lambda$, and the recent accepted norms including that of this update.
+    def apply(self, space: Manifold, update: Update, norms: Norms) -> tuple[Update, float, Norms]:
+        r"""Return the update for the rule, $\lambda$, and the latest norms of the clients after this update.
 
         Raises:
             ArgumentError: naming the limit that the update is over.
+            NormLimitError: if the limit is `norm_factor`; then the latest norms include this limit.
         """
         late = self.min_cosine is not None and update.staleness > 0
         length, cosine = _norm_and_cosine(space, update.base, update.points, update.current if late else None)
-        self.check_norm(length, accepted)
+        others = [norm for client, norm in norms if client != update.client]
+        try:
+            self.check_norm(length, others)
+        except NormLimitError as error:
+            error.norms = with_norm(norms, update.client, error.limit, self.norm_window)
+            raise
         if self.min_cosine is not None and cosine < self.min_cosine:
             raise ArgumentError(f"points: expected a cosine with the drift >= {self.min_cosine:g}, got {cosine:g}")
-        limit = self.clip_threshold(accepted)
+        limit = self.clip_threshold(others)
         kept = 1.0 if length <= limit else limit / length
         if kept < 1:
             update = replace(update, points=clip_update(space, update.base, update.points, kept))
-        return update, kept, (*accepted, min(length, limit))[-self.norm_window :]
+        return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
-    def clip_threshold(self, accepted: Sequence[float]) -> float:
-        """Return the norm to which updates are clipped, given the recent accepted norms; infinite without clipping.
+    def clip_threshold(self, others: Sequence[float]) -> float:
+        """Return the norm to which updates are clipped, given the norms of other clients; infinite without clipping.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
             >>> [limits.clip_threshold(norms) for norms in ([1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 3.0, 4.0])]
             [5.0, 4.0, 5.0]
         """
-        fixed = math.inf if self.clip is None else self.clip
-        if self.clip_factor is None or len(accepted) < self.norm_after:
-            return fixed
-        # As in `check_norm`: a median of 0 says nothing.
-        return min(fixed, self.clip_factor * float(np.median(accepted)) or math.inf)
+        return min(math.inf if self.clip is None else self.clip, self._limit_by_median(self.clip_factor, others))
 
-    def check_norm(self, norm: float, accepted: Sequence[float]) -> None:
+    def check_norm(self, norm: float, others: Sequence[float]) -> None:
         """Reject a norm over a limit, or one that is not a number.
+
+        Args:
+            norm: to check.
+            others: the latest norms of other clients; zeros do not count.
 
         Raises:
             ArgumentError: naming the limit.
+            NormLimitError: if the limit is `norm_factor`.
         """
         check_number("points: norm", norm)
         if self.max_norm is not None and norm > self.max_norm:
             raise ArgumentError(f"points: expected a norm <= {self.max_norm:g}, got {norm:g}")
-        if self.norm_factor is None or len(accepted) < self.norm_after:
-            return
-        limit = self.norm_factor * float(np.median(accepted))
-        # A median of 0 says nothing about what an update of another size should be.
-        if norm > limit > 0:
-            why = f"{self.norm_factor:g} x the median of those accepted"
-            raise ArgumentError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}")
+        limit = self._limit_by_median(self.norm_factor, others)
+        if norm > limit:
+            why = f"{self.norm_factor:g} x the median of others"
+            raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
+
+    def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
+        """Return a multiple of the median; infinite without a factor, and for fewer than `norm_after` norms."""
+        if factor is None:
+            return math.inf
+        # An update of length 0 says nothing about the size of other updates.
+        norms = [norm for norm in others if norm > 0]
+        return factor * float(np.median(norms)) if len(norms) >= self.norm_after else math.inf
 
 
 DEFAULT_LIMITS = UpdateLimits()
+
+
+def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms:
+    """Return the latest norms of at most `window` clients with a new one. A zero norm does not count.
+
+    Example:
+        >>> with_norm((("a", 1.0), ("b", 2.0)), "a", 3.0, window=2)
+        (('b', 2.0), ('a', 3.0))
+    """
+    if norm <= 0:
+        return norms
+    return (*[pair for pair in norms if pair[0] != client], (client, norm))[-window:]
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:

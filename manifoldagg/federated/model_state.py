@@ -1,5 +1,6 @@
 """The model state of a server: an immutable value that each step replaces."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
@@ -18,7 +19,7 @@ class ModelState:
         buffers: the model's.
         pending_buffers: the buffers of the updates since the model last moved.
         version: $\tau$, how often the model has moved.
-        norms: the norms of recently accepted updates, if a limit needs them.
+        norms: the latest norm of each recent client, if a limit needs them.
     """
 
     current: Point
@@ -26,4 +27,4 @@ class ModelState:
     buffers: PackedBuffers = field(default_factory=PackedBuffers)
     pending_buffers: PendingBuffers | None = None
     version: int = 0
-    norms: tuple[float, ...] = ()
+    norms: tuple[tuple[Hashable, float], ...] = ()

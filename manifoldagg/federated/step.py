@@ -21,8 +21,8 @@ from manifoldagg.federated.linear_step import measure
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
 from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_tensor_lists
-from manifoldagg.kernels import Row
-from manifoldagg.manifolds import Manifold
+from manifoldagg.kernels import Row, combine
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["StepPlan", "run_rule", "step"]
 
@@ -49,20 +49,33 @@ class StepPlan:
     buffers_label: str = "buffers"
 
     def __post_init__(self) -> None:
-        if getattr(self.rule, "is_private", False):
+        if self.is_private:
             for name, policy in self.policies.items():
                 if policy != "leave":
                     what = "expected 'leave' with Private, which adds no noise to them"
                     raise ArgumentError(f"buffer_policy: {name}: {what}")
-            for name in ("norm_factor", "clip_factor"):
+            reasons = dict.fromkeys(
+                ("norm_factor", "clip_factor"), "updates of some clients would limit those of others"
+            )
+            reasons |= dict.fromkeys(("max_norm", "min_cosine"), "a rejection would reveal the update of a client")
+            for name, what in reasons.items():
                 if getattr(self.update_limits, name) is not None:
-                    what = "updates of some clients would limit those of others"
                     raise ArgumentError(f"limits: update: {name}: expected None with Private: {what}")
+
+    @cached_property
+    def is_private(self) -> bool:
+        """Whether the rule adds differential privacy."""
+        return bool(getattr(self.rule, "is_private", False))
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
         """Whether the rule reads models in place, as lists of tensors, and returns combinations of them."""
         return accepts_tensor_lists(self.rule, self.space)
+
+    @cached_property
+    def narrow_space(self) -> ParameterSpace | None:
+        """The space, if clients receive a narrower dtype than that of the points."""
+        return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
 def step(
@@ -95,7 +108,11 @@ def step(
     norms = before.norms
     kept = 1.0
     if plan.update_limits.needs_norms:
-        update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
+        try:
+            update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
+        except ArgumentError:
+            if not plan.is_private:
+                raise  # A private rule replaces an update whose norm is not finite.
     brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
     state, outcome, numbers = run_rule(plan, before.state, brought, out, compute=not atomic)
     if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more
@@ -112,6 +129,8 @@ def step(
         share = update.weight if update.share is None else update.share
         waiting = accumulate(waiting, buffers, after, share, name=plan.buffers_label)
     if outcome.model is None:
+        if plan.narrow_space is not None:
+            _check_receivable(plan, plan.narrow_space, state, None, before.current)
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
@@ -119,6 +138,8 @@ def step(
     model: Any = outcome.model if plan.uses_tensor_lists else out
     if isinstance(model, Combination):
         model = model.compute(out)
+    if plan.narrow_space is not None:
+        _check_receivable(plan, plan.narrow_space, state, model, before.current)
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 
@@ -195,3 +216,32 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
         out.copy_(model.detach())
     if not is_finite(out):
         raise ArgumentError("points: the new model would not be finite")
+
+
+def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
+    """Check that the new model is finite in the dtypes that clients receive, also after the steps that the state holds.
+
+    A rule with `carried_displacements` stores displacements that later steps add, such as a momentum. If they alone
+    made the model overflow, the server would reject each later update.
+
+    Args:
+        plan: the plan of the step.
+        space: the space of the models.
+        state: the next state of the rule.
+        model: the new model; `None` if the model did not move.
+        current: the model before the step.
+
+    Raises:
+        ArgumentError: naming the leaf that overflows.
+    """
+    start = current if model is None else model
+    if not isinstance(start, Tensor):  # Tensor lists have the dtypes of the leaves, which their rules check.
+        return
+    carried = getattr(plan.rule, "carried_displacements", None)
+    terms = carried(state) if carried is not None and space.flat else ()
+    models = [combine(start, [row for _, row in part], [factor for factor, _ in part]) for part in terms]
+    for point in models if model is None else (model, *models):
+        try:
+            space.check_receivable(point)
+        except ArgumentError as error:
+            raise ArgumentError(f"points: the new model could not be sent to clients: {error}") from None

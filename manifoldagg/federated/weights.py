@@ -15,10 +15,12 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["Weights", "check_client"]
 
 KINDS = ("observed", "uniform")
+EARLY_REPORTS = 64
+"""Up to this number of clients, the first report of each caps the earlier reports again."""
 MAX_SAMPLES = 2**53
 """The largest amount: up to here floats count exactly."""
 MIN_REPORTS = 5
-"""The number of other reports from which their median caps a sample count."""
+"""The number of other reports from which the cap uses their median; below it, the cap uses their lower median."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Weights:
     Attributes:
         cap_factor: the cap of a sample count as a multiple of the median of other reports; `None` for no cap.
         kind: `"given"`, $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`,
-            $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that were ever dispatched to.
+            $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that have contributed or have a ticket.
         sample_counts: the samples that were given up front, by client.
-        reported: every client's latest sample count; 0 until its first update.
+        reported: the latest sample count of each client; minus the number of its tickets until its first update.
         total: the sum of what $w_i$ divides by: of `sample_counts` where they were given, of `reported` else.
         bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
@@ -96,20 +98,33 @@ class Weights:
         return client
 
     def with_client(self, client: Hashable) -> "Weights":
-        """Return the weights with `client` as a participant, because it was dispatched to."""
-        if client in self.reported:
+        """Return the weights with `client` as a participant, because it has received a ticket."""
+        before = self.reported.get(client, 0)
+        if before > 0:
             return self
-        return replace(
-            self,
-            reported=self.reported.set(client, 0),
-            bit_length_histogram=_update_histogram(self.bit_length_histogram, 0),
-        )
+        histogram = self.bit_length_histogram if before else _update_histogram(self.bit_length_histogram, 0)
+        return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
+
+    def without_ticket(self, client: Hashable) -> "Weights":
+        """Return the weights after a ticket ended without an update.
+
+        A client that has not contributed no longer counts if this was its last ticket.
+        """
+        before = self.reported.get(client, 0)
+        if before >= 0:
+            return self
+        if before < -1:
+            return replace(self, reported=self.reported.set(client, before + 1))
+        silent, *others = self.bit_length_histogram
+        return replace(self, reported=self.reported.delete(client), bit_length_histogram=(silent - 1, *others))
 
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
 
-        The count is not capped if fewer than five other clients have reported, without `cap_factor`, and if the weights
-        do not depend on samples. The sixth report caps the earlier ones again.
+        Of fewer than five other clients the lower median counts, so that one of two others does not raise the cap.
+        The count is not capped if no other client has reported, without `cap_factor`, and if the weights do not depend
+        on samples. The first report of each of the first 64 clients caps the earlier reports again, and then that of
+        each client whose number is a power of two.
 
         Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 medians needs one pass over all
         clients.
@@ -117,17 +132,18 @@ class Weights:
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
             return samples
-        before = self.reported.get(client, 0)
+        before = max(self.reported.get(client, 0), 0)
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
-        if known < MIN_REPORTS:
+        if known == 0:
             return samples
         # The median is no smaller than the lower of its two, which has so many digits.
         digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
         if samples <= factor * 2 ** (digits - 1):
             return samples
         told = self.reported.delete(client) if client in self.reported else self.reported
-        amounts = sorted(filter(None, told.values()))
-        twice = amounts[(known - 1) // 2] + amounts[known // 2]
+        amounts = sorted(amount for amount in told.values() if amount > 0)
+        upper = known // 2 if known >= MIN_REPORTS else (known - 1) // 2
+        twice = amounts[(known - 1) // 2] + amounts[upper]
         above, below = factor.as_integer_ratio()
         return min(samples, above * twice // (2 * below))
 
@@ -135,12 +151,14 @@ class Weights:
         """Return $w_i$ for a client that reports `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
-        everybody = len(self.reported)
+        before = max(self.reported.get(client, 0), 0)
+        after = self.with_report(client, samples) if before == 0 else self
+        everybody = len(after.reported)
         if self.kind == "uniform":
             return 1 / everybody
-        before = self.reported.get(client, 0)
-        seen = everybody - self.bit_length_histogram[0] + (before == 0)
-        return samples * seen / (everybody * (self.total - before + samples))
+        seen = everybody - after.bit_length_histogram[0]
+        total = after.total if before == 0 else self.total - before + samples
+        return samples * seen / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
         """Return the number that $w_i$ is proportional to: the given or reported samples, or 1 for uniform weights."""
@@ -150,21 +168,22 @@ class Weights:
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
         """Return the weights with a client's latest sample count, after the cap."""
-        before = self.reported.get(client)
-        if before == samples:
+        found = self.reported.get(client)
+        if found == samples:
             return self
+        before = max(found or 0, 0)
         histogram = self.bit_length_histogram
-        digits, away = samples.bit_length(), None if before is None else before.bit_length()
+        digits, away = samples.bit_length(), None if found is None else before.bit_length()
         if digits != away:
             histogram = _update_histogram(histogram, digits, away)
-        total = self.total if self.kind == "given" else self.total - (before or 0) + samples
+        total = self.total if self.kind == "given" else self.total - before + samples
         reported = self.reported.set(client, samples)
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
-        if not before and self.kind == "observed" and len(reported) - histogram[0] == MIN_REPORTS + 1:
+        if not before and self.kind == "observed" and _is_recap_due(len(reported) - histogram[0]):
             # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
-                after = after.with_report(name, known.capped(name, amount)) if amount else after
+                after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
         return after
 
     def state(self) -> dict[str, Any]:
@@ -192,12 +211,15 @@ class Weights:
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
-            told[weights.check(client)] = check_count(f"weights: reported[{short_repr(client)}]", samples, at_least=0)
-        lengths = Counter(map(int.bit_length, told.values()))
+            told[weights.check(client)] = check_count(
+                f"weights: reported[{short_repr(client)}]", samples, at_least=-MAX_SAMPLES
+            )
+        counts = [max(samples, 0) for samples in told.values()]
+        lengths = Counter(map(int.bit_length, counts))
         return replace(
             weights,
             reported=Map(told),
-            total=weights.total if weights.kind == "given" else sum(told.values()),
+            total=weights.total if weights.kind == "given" else sum(counts),
             bit_length_histogram=tuple(lengths[digits] for digits in range(max(lengths, default=0) + 1)),
         )
 
@@ -236,6 +258,11 @@ def _components(name: Any) -> Iterator[Any]:
     if isinstance(name, tuple | frozenset):
         for part in name:
             yield from _components(part)
+
+
+def _is_recap_due(num_reports: int) -> bool:
+    """Return whether the reports are capped again: at each new one of the first, then at each power of two."""
+    return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:

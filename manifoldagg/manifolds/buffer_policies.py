@@ -4,13 +4,16 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from manifoldagg._validation import check_choice, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.layout import Entry, matches_any
 
-__all__ = ["BufferPolicy", "check_buffer_policy", "named_policies", "resolve_policies"]
+__all__ = ["BufferPolicy", "check_buffer_policy", "is_batch_counter", "named_policies", "resolve_policies"]
 
 POLICIES = ("average", "latest", "leave")
+COUNTER = "num_batches_tracked"
 BufferPolicy = Mapping[str, str] | Sequence[str]
 """A mapping from names or glob patterns to policies, or a sequence of patterns, whose policy is `"average"`."""
 
@@ -34,7 +37,8 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
 
     A name has precedence over a pattern, and an earlier pattern over a later one. The policy of an entry that no
     pattern matches is `"average"`. An entry whose dtype is not a floating dtype of 16 bits or more cannot be averaged.
-    Its policy is `"latest"` instead.
+    Its policy is `"leave"` instead, because a client could otherwise replace the indices or masks of all others. The
+    policy of a counter, an integer named `num_batches_tracked`, is `"latest"` instead; the server never decreases it.
 
     Raises:
         ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches no entry.
@@ -59,9 +63,20 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         if named:  # otherwise hundreds of names without a pattern take a millisecond
             matches = (policy for pattern, policy in named.items() if fnmatch.fnmatchcase(entry.name, pattern))
             policy = named.get(entry.name) or next(matches, "average")
-        averages = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        chosen[entry.name] = "latest" if policy == "average" and not averages else policy
+        if policy == "average" and not (entry.dtype.is_floating_point and entry.dtype.itemsize > 1):
+            policy = "latest" if is_batch_counter(entry.name, entry.dtype) else "leave"
+        chosen[entry.name] = policy
     return chosen
+
+
+def is_batch_counter(name: str, dtype: torch.dtype) -> bool:
+    """Return whether a buffer counts batches, so that its value never decreases.
+
+    Example:
+        >>> is_batch_counter("1.num_batches_tracked", torch.int64), is_batch_counter("position_ids", torch.int64)
+        (True, False)
+    """
+    return name.rpartition(".")[2] == COUNTER and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tuple[str, str], ...]:

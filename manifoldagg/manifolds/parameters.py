@@ -154,7 +154,8 @@ class ParameterSpace(Delegate):
                 from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
                 `num_batches_tracked`, and integer and boolean tensors, are always buffers. A server moves a buffer with
                 the default policy `"average"` linearly by the step of the rule towards the client's value. Integer and
-                boolean tensors are replaced by the client's values, except with `"leave"`.
+                boolean tensors keep the server's values, except with `"latest"`. A counter named `num_batches_tracked`
+                becomes the client's if that is larger.
             dtype: the dtype of points, as in `of`.
             adapters: whether pairs of factors are combined to one leaf each. Otherwise the factors are ordinary leaves,
                 and the average of factors is not a factorisation of the average.
@@ -283,6 +284,20 @@ class ParameterSpace(Delegate):
     def dtype(self) -> torch.dtype:
         """The dtype of points: float32 or float64."""
         return self.layout.dtype
+
+    @cached_property
+    def is_narrow(self) -> bool:
+        """Whether a leaf has a narrower dtype than points."""
+        return any(leaf.dtype.itemsize < self.dtype.itemsize for leaf in self.layout.leaves)
+
+    def check_receivable(self, point: Float[Tensor, " P"]) -> None:
+        """Check that a point remains finite, and on its manifolds, in the dtypes of the leaves.
+
+        Raises:
+            StateDictError: naming a leaf whose dtype overflows.
+            ArgumentError: naming a leaf that leaves its manifold.
+        """
+        self._views(point)
 
     def point(
         self,

@@ -62,7 +62,7 @@ def test_policies_by_name_and_pattern():
         "1.running_mean": "average",
         "1.running_var": "average",
         "1.num_batches_tracked": "latest",
-        "mask": "latest",
+        "mask": "leave",
     }
     given = {"*running*": "latest", "1.*": "leave", "1.running_var": "average", "*": "leave"}
     assert list(resolve_policies(ENTRIES, given).values()) == ["latest", "average", "leave", "leave"]
@@ -70,17 +70,68 @@ def test_policies_by_name_and_pattern():
         "average",
         "average",
         "latest",
-        "latest",
+        "leave",
     ]
+    kinds = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2)
+    odd = [Entry(f"position_ids.{kind}", (3,), kind) for kind in kinds]
+    assert set(resolve_policies(odd, ()).values()) == {"leave"}
+    assert set(resolve_policies(odd, {"*": "average"}).values()) == {"leave"}
+    assert set(resolve_policies(odd, {"*": "latest"}).values()) == {"latest"}
 
 
-def test_averaged_buffers_go_with_the_step_and_integers_keep_the_newest():
+class Positions(nn.Module):
+    """A module whose forward pass needs its integer buffers: of positions and of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=None)
+        self.embedding = nn.Embedding(4, 2)
+        self.register_buffer("position_ids", torch.arange(4))
+
+    def forward(self):
+        return self.norm(self.embedding(self.position_ids))
+
+
+def test_no_client_breaks_the_forward_pass_of_others_by_integers():
+    server = Server.of(Positions(), FedAsync(0.5))
+    hostile = Positions().state_dict() | {"position_ids": torch.tensor([9, -1, 2, 3])}
+    for count in (-1, -(2**63), 0):
+        hostile["norm.num_batches_tracked"] = torch.tensor(count)
+        server.receive_model(server.dispatch("attacker"), hostile, samples=1).check()
+        client = Positions()
+        client.load_state_dict(server.dispatch("ward").state_dict())
+        client()
+        assert client.position_ids.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("policy", [(), {"*tracked": "latest"}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_counters_never_decrease(size, policy):
+    space, server = start(Gathers(size, patient=False), policy)
+    sent = [3, 5, 1, 4, -7, 5, 6, 2, 9, 8]
+    after = [send(space, server, 0.0, count)["1.num_batches_tracked"].item() for count in sent]
+    applied = [max(sent[: i + 1 - (i + 1) % size], default=0) for i in range(len(sent))]
+    assert after == applied
+
+
+def test_counters_have_a_largest_value():
+    """Beyond it the client's next batch would make the counter negative."""
+    model = nn.BatchNorm1d(2)
+    server = Server.of(model, FedAsync(0.5))
+    state = model.state_dict() | {"num_batches_tracked": torch.tensor(2**63 - 1)}
+    receipt = server.receive_model(server.dispatch("a"), state, samples=1)
+    assert receipt.reason == "model: num_batches_tracked: expected a counter <= 2^53"
+    state["num_batches_tracked"] = torch.tensor(2**53)
+    assert server.receive_model(server.dispatch("a"), state, samples=1).accepted
+
+
+def test_averaged_buffers_go_with_the_step_and_counters_keep_the_largest():
     space, server = start()
     after = send(space, server, mean=8.0)
     assert after["1.running_mean"].tolist() == [2.0, 2.0]
     assert after["1.running_var"].tolist() == [1.5, 1.5]
     assert after["1.num_batches_tracked"].item() == 5
-    assert after["mask"].tolist() == [False, True]
+    assert after["mask"].tolist() == [True, False]
 
 
 def test_latest_and_leave():
@@ -103,7 +154,8 @@ def test_a_rule_that_waits_averages_the_buffers_of_all():
 @pytest.mark.parametrize("patient", [True, False])
 def test_buffers_that_wait_are_copies(patient):
     _, server = start(Gathers(2, patient))
-    mine = {name: torch.full_like(t, 3) for name, t in server.dispatch("a").message.buffers.items()}
+    message = server.dispatch("a").message
+    mine = {name: torch.full_like(message.buffers[name], 3) for name in message.requested_buffers}
     server.receive(server.dispatch("a").id, Payload(server.model[None], 1, buffers=mine))
     theirs = {name: tensor.clone() for name, tensor in mine.items()}
     for tensor in mine.values():
@@ -118,12 +170,13 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
     net = nn.Linear(1, 1)
     net.register_buffer("odd", torch.zeros(2).to(dtype))
     space = ParameterSpace.of(net)
-    server = Server(space, FedAsync(0.5), InitialModel(space.point(net), space.buffers(net)))
+    policy = "average" if dtype == torch.float16 else "latest"
+    start = InitialModel(space.point(net), space.buffers(net), {"odd": policy})
+    server = Server(space, FedAsync(0.5), start)
     ticket = server.dispatch("a")
     bad, good = (Payload(server.model[None], 1, buffers={"odd": torch.full((2,), x).to(dtype)}) for x in (NAN, 2.0))
     assert server.receive(ticket.id, bad).reason.startswith("buffers: odd: expected finite values")
     assert server.receive(ticket.id, good).accepted
-    # What has too few bits for a mean, or none, takes the latest.
     expected = 1.0 if dtype == torch.float16 else 2.0
     assert server.state_dict()["odd"].to(torch.complex64).tolist() == [expected] * 2
 

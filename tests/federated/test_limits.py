@@ -1,5 +1,6 @@
 """What the intake scales back, and what it refuses for its direction."""
 
+import itertools
 import math
 
 import pytest
@@ -112,16 +113,99 @@ def test_the_running_median_counts_what_was_left():
     update_limits = UpdateLimits(clip_factor=2.0, norm_after=3, norm_window=5)
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=update_limits)
 
-    def send(length):
-        ticket = server.dispatch("a")
+    clients = itertools.count()
+
+    def move(length):
         before = server.model
-        receipt = server.receive(ticket.id, Payload(ticket.message.start[None] + length, 1))
+        receipt = send(server, next(clients), length)
         return (server.model - before).item(), receipt.clipped
 
-    assert [send(length) for length in (1.0, 2.0, 4.0)] == [(1.0, False), (2.0, False), (4.0, False)]
+    assert [move(length) for length in (1.0, 2.0, 4.0)] == [(1.0, False), (2.0, False), (4.0, False)]
     # Twice the median of {1, 2, 4}; then of {1, 2, 4, 4}, and of {1, 2, 4, 4, 6}, and of {2, 4, 4, 6, 8}.
-    assert [send(100.0) for _ in range(4)] == [(4.0, True), (6.0, True), (8.0, True), (8.0, True)]
+    assert [move(100.0) for _ in range(4)] == [(4.0, True), (6.0, True), (8.0, True), (8.0, True)]
     assert len(server._state.value.model_state.norms) == 5
+
+
+def captured(update_limits, move, honest=9, updates=51):
+    """A server to which nine clients and one attacker have sent updates, the attacker the last 51."""
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(update_limits))
+    for i in range(honest):
+        assert send(server, f"ward-{i}", 1.0).accepted
+    for _ in range(updates):
+        send(server, "attacker", move)
+    return server
+
+
+def send(server, client, move):
+    ticket = server.dispatch(client)
+    receipt = server.receive(ticket, Payload(ticket.message.start[None] + move, 1))
+    if not receipt.accepted:
+        server.drop(ticket)
+    return receipt
+
+
+@pytest.mark.parametrize("move", [0.0, 1e-6, 1e6])
+def test_one_client_moves_the_median_by_one_value(move):
+    server = captured(UpdateLimits(norm_factor=10.0), move)
+    assert all(send(server, f"ward-{i}", 1.0).accepted for i in range(9))
+    assert not send(server, "attacker", 11.0).accepted
+    assert not send(server, "ward-3", 11.0).accepted
+    server = captured(UpdateLimits(clip_factor=2.0), move)
+    assert not any(send(server, f"ward-{i}", 1.0).clipped for i in range(9))
+    for client in ("attacker", "ward-3"):
+        before = server.model
+        assert send(server, client, 1e6).clipped
+        assert (server.model - before).item() == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_client_does_not_set_its_own_limit():
+    limits = UpdateLimits(norm_factor=2.0, norm_after=1)
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
+    assert send(server, "ward", 1.0).accepted
+    moves = [1.5 * 1.5**i for i in range(9)]
+    assert [send(server, "attacker", move).accepted for move in moves] == [True] + [False] * 8
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_the_window_recovers_from_a_majority_of_attackers(size):
+    """Names that are gone had set the limit: each refused update counts as the limit, so that it grows again."""
+    limits = UpdateLimits(norm_factor=10.0, clip_factor=1e9)
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
+    for i in range(11):
+        assert send(server, f"attacker-{i}", size).accepted
+    accepted = [[send(server, f"ward-{i}", 1.0).accepted for i in range(25)] for _ in range(7)]
+    assert all(accepted[-1])
+    assert any(accepted[-2])
+    assert not send(server, "ward-3", 1e3).accepted
+
+
+def test_refused_updates_raise_the_limit_by_no_more_than_the_factor():
+    limits = UpdateLimits(norm_factor=3.0)
+    server = captured(limits, 1.0)
+    for i in range(200):
+        assert not send(server, f"liar-{i % 3}", 1e9).accepted
+    assert not send(server, "ward-1", 3.1).accepted
+    assert send(server, "ward-2", 2.9).accepted
+
+
+def test_zero_updates_do_not_count():
+    limits = UpdateLimits(norm_factor=2.0, norm_after=2)
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
+    for i in range(9):
+        assert send(server, f"idle-{i}", 0.0).accepted
+    assert server._state.value.model_state.norms == ()
+    assert send(server, "a", 1.0).accepted
+    assert send(server, "b", 1e3).accepted
+    assert send(server, "a", 0.0).accepted
+    assert dict(server._state.value.model_state.norms) == {"a": 1.0, "b": 1e3}
+
+
+def test_the_window_forgets_the_oldest_client():
+    limits = UpdateLimits(norm_factor=2.0, norm_window=3, norm_after=1)
+    server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
+    for client, norm in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("a", 4.0), ("d", 5.0)):
+        assert send(server, client, norm).accepted
+    assert server._state.value.model_state.norms == (("c", 3.0), ("a", 4.0), ("d", 5.0))
 
 
 def test_with_a_limit_and_a_factor_the_smaller_one_counts():

@@ -132,14 +132,89 @@ def test_a_claim_from_before_anybody_could_be_compared_freezes_nobody_either():
     assert s.receive(s.dispatch("ward-0"), payload(100)).weight == pytest.approx(100 / (900 + 10_000))
 
 
-def test_whom_nobody_can_compare_is_believed():
+@pytest.mark.parametrize("liar_at", range(5))
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_one_claim_takes_no_more_than_the_factor_in_a_small_federation(count, liar_at):
+    """Whenever the claim comes, each of n others keeps 1 / (factor + n) of their weight, also in its first update."""
     s = server()
-    tickets = [s.dispatch(i) for i in range(6)]
-    for ticket in tickets[:5]:
-        assert not s.receive(ticket.id, payload(1)).clipped
-    # Of five clients that told a number one is itself.
-    assert not s.receive(s.dispatch(0).id, payload(10**9)).clipped
-    assert s.receive(tickets[5].id, payload(10**9)).clipped
+    names = [f"ward-{i}" for i in range(count)]
+    liar = names[min(liar_at, count - 1)]
+    tickets = [(name, s.dispatch(name)) for _ in range(2) for name in names]
+    for i, (name, ticket) in enumerate(tickets):
+        receipt = s.receive(ticket, payload(10**9 if name == liar else 100))
+        assert receipt.clipped == (name == liar and i > 0)
+        if name != liar:
+            seen = min(i + 1, count)  # clients that have reported share their part of the weight
+            if seen > names.index(liar):
+                assert receipt.weight == pytest.approx(seen / count / (100 + seen - 1))
+
+
+def test_one_of_two_others_does_not_raise_the_cap():
+    s = server()
+    for name, samples in (("a", 100), ("liar", 10**9), ("second liar", 10**9)):
+        s.receive(s.dispatch(name), payload(samples))
+    assert s.receive(s.dispatch("a"), payload(100)).weight >= 100 / (100 + 2 * 10_000)
+
+
+@pytest.mark.parametrize("first", ["liars", "honest"])
+def test_colluding_claims_are_capped_while_they_are_fewer_than_half(first):
+    """Also if the colluders are the first to report, so that at first there is no honest count to compare with."""
+    s, count, colluders = server(), 20, 9
+    names = [f"liar-{i}" for i in range(colluders)] + [f"ward-{i}" for i in range(count - colluders)]
+    for name in names if first == "liars" else reversed(names):
+        s.receive(s.dispatch(name), payload(10**9 if name.startswith("liar") else 100)).check()
+    total = 100 * (100 * colluders + count - colluders)
+    assert s.receive(s.dispatch("ward-0"), payload(100)).weight == pytest.approx(100 / total)
+    assert s.receive(s.dispatch("liar-0"), payload(10**9)).weight == pytest.approx(100 * 100 / total)
+
+
+def test_a_client_without_others_is_not_capped():
+    s = server()
+    for _ in range(2):
+        assert not s.receive(s.dispatch("a").id, payload(10**9)).clipped
+
+
+@pytest.mark.parametrize("kind", ["observed", "uniform"])
+@pytest.mark.parametrize("end", ["drop", "expire", "stale"])
+def test_names_that_never_answer_do_not_shrink_the_weights_of_others(kind, end):
+    now = [0.0]
+    s = server(kind, timeout=1.0, clock=lambda: now[0], max_staleness=20)
+    for i in range(4):
+        s.receive(s.dispatch(f"ward-{i}"), payload(100)).check()
+    tickets = [s.dispatch(f"name-{i}") for i in range(50)]
+    assert s.receive(s.dispatch("ward-0"), payload(100)).weight == pytest.approx(1 / 54)
+    if end == "drop":
+        for ticket in tickets:
+            s.drop(ticket)
+    elif end == "expire":
+        now[0] = 2.0
+    else:
+        for i in range(21):
+            s.receive(s.dispatch(f"ward-{i % 4}"), payload(100)).check()
+        for ticket in tickets:
+            assert not s.receive(ticket, payload(100)).accepted
+    assert s.receive(s.dispatch("ward-1"), payload(100)).weight == pytest.approx(1 / 4)
+    # A contributor counts although a later ticket of it is dropped.
+    s.drop(s.dispatch("ward-2"))
+    assert s.receive(s.dispatch("ward-1"), payload(100)).weight == pytest.approx(1 / 4)
+
+
+def test_a_name_counts_as_long_as_it_has_a_ticket():
+    s = server()
+    s.receive(s.dispatch("a"), payload(100)).check()
+
+    def weight():
+        return s.receive(s.dispatch("a"), payload(100)).weight
+
+    tickets = [s.dispatch("b") for _ in range(3)]
+    for ticket in tickets[:2]:
+        s.drop(ticket)
+        assert weight() == pytest.approx(1 / 2)
+    assert Weights.of_state(s._state.value.weights.state(), None, 100.0) == s._state.value.weights
+    s.drop(tickets[2])
+    assert weight() == 1.0
+    assert s.receive(s.dispatch("b"), payload(100)).weight == pytest.approx(1 / 2)
+    assert weight() == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +246,17 @@ def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
 
     def plain(client, samples):
         others = [Fraction(amount) for other, amount in told.items() if other != client]
-        limit = Fraction(factor) * statistics.median(others) if len(others) >= 5 else math.inf
+        middle = statistics.median if len(others) >= 5 else statistics.median_low
+        limit = Fraction(factor) * middle(others) if others else math.inf
         return samples if samples <= limit else math.floor(limit)
 
     for client, amount in script:
         believed = weights.capped(client, amount)
         assert believed == plain(client, amount)
         weights = weights.with_client(client).with_report(client, believed)
-        sixth = client not in told and len(told) == 5
+        is_early = client not in told
         told[client] = believed
-        if sixth:
+        if is_early:
             told = {client: plain(client, amount) for client, amount in told.items()}
     assert dict(weights.reported) == told
     assert weights.total == sum(told.values())

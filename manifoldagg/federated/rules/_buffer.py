@@ -114,6 +114,13 @@ class BufferedRule(TangentRule):
         model, norm = mean.step(rate)
         return model, norm, {}
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what the waiting updates will add to the model, as terms of a sum: a factor and a displacement."""
+        if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
+            return []
+        factor = self.step_size(state) * state["scale"] / (self.divisor(state["total"]) or 1.0)
+        return [[(factor, state["buffer"])]]
+
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0, "total": 0.0}
 

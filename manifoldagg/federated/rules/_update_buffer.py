@@ -61,6 +61,11 @@ class StoredBufferRule(TangentRule):
             out: memory for the new model of a rule that needs whole vectors.
         """
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what each waiting update could add to the model: a factor and a displacement."""
+        rate = rate_at(self.rate, state["version"])
+        return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
+
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"factors": {}, "displacements": {}}
 

@@ -102,6 +102,14 @@ class CA2FL(ServerRule):
                     "clients: expected None with unknown='mean', a mean over the clients that have returned an update"
                 )
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what the next step adds to the model if all later updates are zero, as terms of a sum."""
+        rate = rate_at(self.rate, state["version"])
+        among = max(state["cached"], (self.clients or 0) if self.unknown == "zero" else 0, 1)
+        factors = {"buffer": rate / self.size, "sum": rate / among}
+        terms = [(factors[name], state[name]) for name in factors if state.get(name) is not None]
+        return [terms] if terms else []
+
     def init(self, space: Manifold, start: Tensor) -> State:
         return super().init(space, start) | {"cached": 0} | EMPTY_BUFFER
 

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from manifoldagg._validation import check_count, check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
-from manifoldagg.federated.rules._geometry import check_points, frame_from_update, unit_coefficients
+from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.manifolds import Manifold
@@ -70,6 +73,15 @@ class DelayedNesterov(ServerRule):
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0}
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what later steps add to the model if all later updates are zero."""
+        rate = rate_at(self.rate, state["version"])
+        later = rate * self.beta / (1 - self.beta)
+        waits = max(self.size - 1 - state["count"], 0) * self.activation
+        factors = {"momentum": rate * waits * self.beta + later * self.beta, "buffer": later / self.size}
+        terms = [(factors[name], state[name]) for name in factors if name in state]
+        return [terms] if terms else []
+
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_from_update(space, update)
@@ -90,6 +102,10 @@ class DelayedNesterov(ServerRule):
             after["momentum"] = frame.for_state(m) if full else state["momentum"]
         if not full:
             after["buffer"] = frame.for_state(total)
+        # Otherwise the steps of a huge momentum would make every later update overflow.
+        largest = safe_sqrt(torch.finfo(frame.dtype).max)
+        for row in (m, total):
+            check_number("points: size of the momentum", frame.combination_norm(gram, row), at_most=largest)
         c = 1 - self.activation * (self.size - 1) if full else self.activation
         rate = rate_at(self.rate, state["version"])
         line = rate * (v / self.size + c * self.beta * m)

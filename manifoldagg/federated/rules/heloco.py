@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from manifoldagg._validation import check_decay, check_number
 from manifoldagg.federated.rules._base import ServerRule
@@ -86,6 +88,14 @@ class HeLoCo(ServerRule):
         for name in ("shrink_strength", "rotation_strength", "confidence_scale"):
             check_number(name, getattr(self, name), at_least=0)
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what later steps add to the model if all later updates are zero."""
+        if "momentum" not in state:
+            return []
+        first = 2 * self.beta - 1 if self.look_ahead else self.beta
+        factor = rate_at(self.rate, state["version"]) * self.beta * first / (1 - self.beta)
+        return [[(factor, state["momentum"])]]
+
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)
         frame = frame_from_update(space, update, tensors=True)
@@ -99,6 +109,9 @@ class HeLoCo(ServerRule):
         turned = [self.correction_coefficients(part[0, 0], part[0, 2], part[2, 2]) for part in gram.parts]
         step = np.array([share * (a * v + b * m) for a, b in turned])
         kept = self.beta * m + (1 - self.beta) * step
+        # Otherwise the steps of a huge momentum would make every later update overflow.
+        largest = safe_sqrt(torch.finfo(frame.dtype).max)
+        check_number("points: size of the momentum", safe_sqrt(gram.squared_norm(kept)), at_most=largest)
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))
         numbers = {
             "cosine": gram.cosine,

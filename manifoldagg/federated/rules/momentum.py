@@ -89,6 +89,21 @@ class Momentum(WrapperRule):
         """Whether the wrapped rule is private."""
         return bool(getattr(self.rule, "is_private", False))
 
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what later steps add to the model if all later updates are zero, as terms of sums."""
+        inner = getattr(self.rule, "carried_displacements", None)
+        terms = [] if inner is None else inner(state["rule"])
+        repeated = 1 / (1 - self.beta)
+        own = []
+        if "velocity" in state:
+            own.append((repeated * self.beta ** (2 if self.nesterov else 1), state["velocity"]))
+        return [[(repeated * c, row) for c, row in part] + own for part in terms or [[]] if part or own]
+
+    @property
+    def self_checked(self) -> tuple[str, ...]:
+        """The inputs of a private rule that it checks itself; a rejection of them would reveal them."""
+        return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
+
     @property
     def tensors(self) -> Mapping[str, int | None]:
         """The further tensors of a payload, as the wrapped rule requires them."""

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -44,7 +44,8 @@ class Private(WrapperRule):
     $\sigma / m$ for one with m. The total loss of a client is therefore at most that of a single such mechanism of
     $\sigma / \sqrt n$ with $n = \sum_j m_j^2$ over all buffers j: `numbers["participations"]` is the largest n of all
     clients so far, and [`epsilon`][manifoldagg.integrations.accounting.epsilon] says what that amounts to. What is
-    protected, from whom, and what is not: [Differential privacy](../guide/differential_privacy.md).
+    protected, from whom, and what is not: [Differential privacy](../guide/differential_privacy.md). An update whose
+    displacement is not finite, or too long for the dtype, counts as a zero update instead of being rejected.
 
     Args:
         rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are rejected with the
@@ -103,8 +104,13 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the rule checks itself."""
-        return tuple(getattr(self.rule, "self_checked", ()))
+        """The inputs whose finiteness the rule checks itself: the points, as a rejection of them would reveal them."""
+        return ("points", *getattr(self.rule, "self_checked", ()))
+
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what the waiting updates of the wrapped rule will add to the model."""
+        carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
+        return carried
 
     def init(self, space: Manifold, start: Point) -> State:
         inner = self.rule.init(space, start)
@@ -138,9 +144,22 @@ class Private(WrapperRule):
             raise ArgumentError(f"client: expected at most {most}, got {mine} with this update")
         mechanism = GaussianMechanism(self.clip, self.noise, state["key"])
         rule: Any = self.rule  # a BufferedRule
-        inner, outcome = rule.plan_with_noise(space, state["rule"], update, mechanism, out=out)
+        told: dict[str, float] = {}
+        try:
+            inner, outcome = rule.plan_with_noise(space, state["rule"], update, mechanism, out=out)
+        except ArgumentError:
+            # A rejection would leave its place to the next update, so that all later buffers depended on this update.
+            inner, outcome = rule.plan_with_noise(space, state["rule"], _zero_update(update), mechanism, out=out)
+            told = {"clip": 0.0}
         largest = max(state["participations"], mine)
         kept = {"n": mine, "version": version, "here": here + 1}
-        told = {**outcome.numbers, "participations": float(largest)}
+        told = {**outcome.numbers, "participations": float(largest), **told}
         after = {**state, "rule": inner, "participations": largest}
         return after, Outcome(outcome.model, kept, told, outcome.state_is_finite)
+
+
+def _zero_update(update: Update) -> Update:
+    """Return the update of a client that did not move the current model, whatever the points and base are."""
+    current: Any = update.current
+    points = (current,) if isinstance(update.points, tuple) else current[None]
+    return replace(update, base=current, points=points)

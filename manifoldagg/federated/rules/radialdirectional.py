@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
@@ -53,6 +54,13 @@ class RadialDirectional(FedAvg):
 
     needs_linear_leaves: ClassVar[str] = "lengths of tensors"
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
+
+    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return what the waiting updates will add to the model: at most the largest mean length of a tensor."""
+        total = state["total"]
+        if "buffer" not in state or not total > 0:
+            return []
+        return [[(self.step_size(state) * max(state["lengths"], default=0.0) / total / total, state["buffer"])]]
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)

@@ -63,7 +63,7 @@ class AsyncAggregator:
         rule: such as `FedAsync(0.6)`. A rule whose clients receive or return more than models needs a server.
         model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
         weights: as in a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. An observed sample
-            count is capped at 100 times the median of the other clients' reports, once five others have reported.
+            count is capped at 100 times the median of the other clients' reports.
         space: as in `aggregate`: the space of the models, with buffer policies, manifolds and adapters. Its scaling is
             that of the models that are sent.
 

@@ -137,7 +137,7 @@ def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
 def warn_if_integers_change(
     name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
-    """Warn about integers that change and have no buffer policy, because the server replaces them.
+    """Warn about integers that change and have no buffer policy, because the server ignores the change.
 
     A tensor with a single integer is a counter.
     """
@@ -149,9 +149,7 @@ def warn_if_integers_change(
             continue
         mine = current[entry.name]
         if not torch.equal(update[entry.name].to(mine.device), mine):
-            told = (
-                f"{entry.dtype} is not averaged but becomes the client's; if it is not a parameter, pass {POLICY_HINT}"
-            )
+            told = f"{entry.dtype} is not averaged and stays the server's; to set its policy, pass {POLICY_HINT}"
             warn_caller(f"{name}: {entry.name}: {told}")
 
 

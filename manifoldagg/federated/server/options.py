@@ -27,7 +27,7 @@ class InitialModel(KeywordHints):
         buffers: the initial buffers, as from `space.buffers`. Clients then return their buffers, except those with the
             policy `"leave"`. `None` if the server has no buffers.
         buffer_policy: the policies of the buffers, by name or glob pattern: `"average"` (with the rule's step; the
-            default), `"latest"` or `"leave"`. The latest value of integer and boolean tensors is stored.
+            default), `"latest"` or `"leave"`. Integers and booleans stay the server's by default, but for counters.
 
     Example:
         >>> InitialModel(torch.zeros(2), {"running_mean": torch.zeros(1)}, "latest").buffer_policy

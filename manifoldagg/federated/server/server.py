@@ -74,7 +74,7 @@ class Server:
             [`InitialModel`][manifoldagg.federated.InitialModel] with buffers.
         weights: a client's share of the data $w_i$: a mapping client to samples, for
             $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
-            $|D|$ seen$)$, with N the clients that were ever dispatched to. Means over a cohort weigh by the samples.
+            $|D|$ seen$)$, with N the clients that have contributed or have a ticket. Means weigh by the samples.
         limits: the limits on updates, tickets, the queue and stored records. `UpdateLimits` alone limit only updates.
         durability: the checkpoints and the journal. An existing journal is not modified.
         memory: the memory for older versions and client states.

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -11,6 +12,7 @@ from immutables import Map
 
 from manifoldagg._validation import other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError, BusyError
+from manifoldagg.federated.limits import Norms
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
@@ -416,7 +418,10 @@ class ServerState(NamedTuple):
         key = ticket.base_key
         # The base of a ticket that is too old was released before.
         store = self.store if key is None or key not in self.store else self.store.release(key)
-        return self._replace(store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed)
+        weights = self.weights.without_ticket(ticket.client)
+        return self._replace(
+            store=store, tickets=self.tickets.remove(ticket_id), closed_tickets=closed, weights=weights
+        )
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
         """Return the state without a ticket whose update will not arrive.
@@ -432,7 +437,7 @@ class ServerState(NamedTuple):
         )
 
     def with_rejection(
-        self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False
+        self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
         """Return the state with a counted rejection, by the first field of its reason, and the receipt.
 
@@ -442,6 +447,7 @@ class ServerState(NamedTuple):
             received_at: the time of arrival, in seconds of the clock.
             is_final: whether the ticket is closed. If it is no longer in flight, the state is unchanged, and the
                 receipt is the existing one.
+            norms: the next norms of the clients, if the rejection changes them.
         """
         receipt = Receipt(False, reason, self.model_state.version)
         if is_final and ticket_id not in self.tickets:
@@ -449,6 +455,9 @@ class ServerState(NamedTuple):
             return self, receipt if closed is None else closed.receipt
         field = reason.partition(":")[0].partition("[")[0]
         state = self._replace(rejected=self.rejected.set(field, self.rejected.get(field, 0) + 1))
+        if norms is not None and norms != self.model_state.norms:
+            state = state._replace(model_state=replace(self.model_state, norms=norms))
+            state = state.with_log_record("norm", norm=norms[-1], window=len(norms))
         if is_final:
             state = state.without_ticket(ticket_id, receipt).with_log_record(
                 "ended", tickets=[ticket_id], reason=reason, time=received_at

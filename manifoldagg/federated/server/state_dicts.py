@@ -1,5 +1,6 @@
 """Conversion between the server's points and the state dicts of modules and clients."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifoldagg._validation import is_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.server.input_warnings import warn_if_difference
@@ -128,6 +130,10 @@ def _payload(
         check_names(label, found, leaves, whole.entries)
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
+    if schema.accepts_nonfinite and not all(is_finite(x) for own in models.values() for x in own.values()):
+        # A rejection would reveal the update: the rule replaces it by a zero update.
+        nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
+        return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]
     narrow = any(entry.dtype.itemsize < schema.dtype.itemsize for entry in leaves.values())
     start = load_base() if narrow else None

@@ -287,7 +287,9 @@ class UpdateProcessor:
         reason = rename_argument(str(error), request.names)
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
         receipt = self._state.update(
-            lambda now: now.with_rejection(request.ticket_id, reason, request.received_at, is_final=is_final)
+            lambda now: now.with_rejection(
+                request.ticket_id, reason, request.received_at, is_final=is_final, norms=getattr(error, "norms", None)
+            )
         )
         LOG.warning("rejected, ticket closed: %s" if is_final else "rejected: %s", receipt.reason)
         return receipt

@@ -127,6 +127,7 @@ class PayloadSchema:
         update_limits: the limits on sample counts and control points.
         self_checked: the fields whose finiteness the rule checks itself, as messages name them. The server does not
             read these tensors. If a step fails, `raise_nonfinite` names the field that is not finite.
+        accepts_nonfinite: whether the rule accepts points that are not finite.
     """
 
     space: Manifold
@@ -137,6 +138,7 @@ class PayloadSchema:
     buffers: tuple[Entry, ...]
     update_limits: UpdateLimits
     self_checked: frozenset[str]
+    accepts_nonfinite: bool = False
 
     @classmethod
     def of(
@@ -153,7 +155,10 @@ class PayloadSchema:
         # A Gram matrix and a combination of points that are not finite are not finite either.
         if "points" in names or accepts_tensor_lists(rule, space):
             checked |= {"points", "base"}
-        return cls(space, start.dtype, start.device, tensors, numbers, buffers, update_limits, frozenset(checked))
+        private = bool(getattr(rule, "is_private", False))
+        return cls(
+            space, start.dtype, start.device, tensors, numbers, buffers, update_limits, frozenset(checked), private
+        )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
         """Return `tensor`: finite, unless the rule checks that itself; points of a curved space must lie on it.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Update, UpdateInfo, aggregate
+from manifoldagg.federated import Payload, Server, Update, UpdateInfo, aggregate
 from manifoldagg.federated.rules import ASGD, DelayedNesterov, FedAvg, HeLoCo, Momentum, RadialDirectional
 from manifoldagg.federated.staleness import Polynomial
 from manifoldagg.manifolds import Flat, Sphere
@@ -282,3 +282,20 @@ def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
         momenta.append((state["count"], state["momentum"][0].item() if "momentum" in state else None))
     # (0 + 1 + 2 + 3) / 4, then half of it and (4 + 5) / 2.
     assert momenta == [(1, None), (2, None), (3, None), (0, 1.5), (1, 1.5), (0, 5.25)]
+
+
+@pytest.mark.parametrize("size", [1e18, 1e25, 1e30, 1e38, 3e38, 3.4e38])
+@pytest.mark.parametrize(
+    "rule",
+    [HeLoCo(), HeLoCo(look_ahead=False), DelayedNesterov(), DelayedNesterov(1), DelayedNesterov(3, activation=0.3)],
+    ids=repr,
+)
+def test_a_huge_update_does_not_block_later_ones(rule, size):
+    """The momentum of an accepted update moves the model again and again, and must not make it overflow."""
+    server = Server(Flat(4), rule, torch.zeros(4))
+    late = [server.dispatch(i) for i in range(40)]
+    ticket = server.dispatch("attacker")
+    receipt = server.receive(ticket, Payload(torch.tensor([[size, 0.0, 0.0, 0.0]]), 1))
+    assert receipt.accepted == (size < 1e20)
+    for ticket in late:
+        assert server.receive(ticket, Payload(torch.full((1, 4), 1e-3), 1)).reason == ""

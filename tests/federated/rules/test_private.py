@@ -30,6 +30,7 @@ from tests.federated.mutants import Catalogue
 from tests.federated.rules.registered import RULES, golden
 from tests.support import draw, relative, seeds
 
+NAN = float("nan")
 P = 9
 SPACE = Flat(P)
 SUMS = [
@@ -284,6 +285,21 @@ def descended(rule):
             "update_limits: clip_factor: expected None with Private",
         ),
         (
+            lambda: Server(
+                SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), limits=ServerLimits(UpdateLimits(max_norm=1.0))
+            ),
+            "update_limits: max_norm: expected None with Private: a rejection would reveal the update of a client",
+        ),
+        (
+            lambda: Server(
+                SPACE,
+                Momentum(Private(FedBuff(2), 1.0, 1.0)),
+                torch.zeros(P),
+                limits=ServerLimits(UpdateLimits(min_cosine=0.0)),
+            ),
+            "update_limits: min_cosine: expected None with Private",
+        ),
+        (
             lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
             "buffer_policy: running_mean: expected 'leave' with Private, which adds no noise to them",
         ),
@@ -293,6 +309,81 @@ def descended(rule):
 def test_what_would_break_the_promise_is_refused(make, words):
     with pytest.raises(ArgumentError, match=words):
         make()
+
+
+def world(rule, special, *, noise=0.0, wrap=lambda rule: rule, **options):
+    """The models and receipts of a run of ten updates; the fourth one moves the whole model by `special`."""
+    rule = wrap(Private(rule, 0.5, noise, seed=0))
+    server = Server(SPACE, rule, torch.zeros(P), weights="uniform", **options)
+    models, receipts = [], []
+    for i in range(10):
+        ticket = server.dispatch(i % 4)
+        points = torch.full((1, P), 0.01 * (i + 1) if i != 3 else special)
+        receipts.append(server.receive(ticket, Payload(ticket.message.start + points, 1)))
+        models.append(server.model)
+    return models, receipts
+
+
+TWO_WORLDS = [
+    FedBuff(3),
+    FedBuff(3, normalise=True),
+    FedAvg(3, weighted=False),
+    FADAS(3, 0.1),
+    FedAdam(3, 0.1, weighted=False),
+    DeFedAvg(3),
+]
+
+
+@pytest.mark.parametrize("special", [NAN, math.inf, 3e38, 1e25])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("rule", TWO_WORLDS, ids=repr)
+def test_an_unusable_update_takes_its_place_as_a_zero_one(rule, noise, special):
+    """Two runs that differ in one update: it does not shift the later updates into other buffers."""
+    (odd, told), (zero, receipts) = (world(rule, x, noise=noise) for x in (special, 0.0))
+    assert all(map(torch.equal, odd, zero))
+    assert [receipt.version for receipt in told] == [receipt.version for receipt in receipts]
+    assert all(receipt.accepted for receipt in told)
+    assert told[3].clipped
+
+
+@pytest.mark.parametrize("rule", [FedBuff(3), FedAdam(3, 0.1, weighted=False)], ids=repr)
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_it_does_so_in_a_momentum_and_with_a_clip(rule, clip):
+    limits = UpdateLimits(clip=clip)
+    runs = [world(rule, x, wrap=Momentum, update_limits=limits) for x in (NAN, 0.0)]
+    assert all(map(torch.equal, *(models for models, _ in runs)))
+    assert all(receipt.accepted for receipt in runs[0][1])
+
+
+@pytest.mark.parametrize("special", [1.0, -1.0, 1e3])
+def test_two_runs_that_differ_in_one_update_differ_by_its_bound(special):
+    (odd, _), (zero, _) = (world(FedBuff(3), x) for x in (special, 0.0))
+    away = [(one - other).norm().item() for one, other in zip(odd, zero, strict=True)]
+    assert away[:5] == [0.0] * 5
+    assert away[5:] == pytest.approx([0.5 / 3] * 5, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [FedBuff(2), FedAdam(2, 0.1, weighted=False)], ids=repr)
+def test_a_state_dict_that_is_not_finite_counts_as_a_zero_update(rule):
+    models = []
+    for value in (NAN, 0.0):
+        space = ParameterSpace.of(torch.nn.Linear(2, 2, bias=False))
+        server = Server(space, Private(rule, 1.0, 0.0), torch.zeros(4), weights="uniform")
+        for moved in (value, 0.5, 0.25):
+            ticket = server.dispatch("a")
+            state = {name: tensor + moved for name, tensor in ticket.state_dict().items()}
+            server.receive_model(ticket, state, samples=1).check()
+        models.append(server.model)
+    assert torch.equal(*models)
+    assert server.version == 1
+
+
+def test_a_base_that_is_not_finite_counts_as_a_zero_update():
+    server = Server(SPACE, Private(FedBuff(1), 1.0, 0.0), torch.zeros(P))
+    ticket = server.dispatch("a", retain_base=False)
+    payload = Payload(torch.ones(1, P), 1, base=torch.full((P,), NAN))
+    assert server.receive(ticket, payload).accepted
+    assert not server.model.any()
 
 
 def test_receipts_say_how_much_was_left_of_an_update():

@@ -75,7 +75,7 @@ def test_booleans_are_the_clients_own_and_counters_are_added():
         base,
         brought,
         info=UpdateInfo(difference=True),
-        space=ParameterSpace.of_state_dict(base, buffer_policy=["mask"]),
+        space=ParameterSpace.of_state_dict(base, buffer_policy={"mask": "latest"}),
     )
     assert torch.equal(new["w"], torch.full((3,), 1.5))
     assert torch.equal(new["mask"], brought["mask"])

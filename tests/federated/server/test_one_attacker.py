@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from manifoldagg.federated import Update, UpdateLimits
+from manifoldagg.federated import Payload, Server, ServerLimits, Update, UpdateLimits
 from manifoldagg.federated.rules import (
     ASGD,
     CA2FL,
@@ -21,6 +21,8 @@ from manifoldagg.federated.rules import (
     FedOrtho,
     Krum,
     Median,
+    Momentum,
+    Private,
     TrimmedMean,
 )
 from manifoldagg.manifolds import Flat
@@ -80,6 +82,82 @@ def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
         assert clipped == pytest.approx(bound(min(length, 0.5)), rel=1e-9, abs=1e-12)
     # A clip holds whatever was sent.
     assert moved(rule, direction, 1e9, UpdateLimits(clip=0.5), others) == pytest.approx(bound(0.5), rel=1e-6, abs=1e-12)
+
+
+def serve(rule, honest=9, **options):
+    """A server to which honest clients have sent updates of length 1 and 100 samples."""
+    server = Server(SPACE, rule, torch.zeros(4), **options)
+    for i in range(honest):
+        assert send(server, f"ward-{i}", 1.0, 100).accepted
+    return server
+
+
+def send(server, client, length, samples=100):
+    ticket = server.dispatch(client)
+    return server.receive(ticket, Payload(ticket.message.start + length * ACROSS.float()[None], samples))
+
+
+LIMITS = {
+    "clip": (UpdateLimits(clip=0.5), 0.5, True),
+    "max_norm": (UpdateLimits(max_norm=2.0), 2.0, False),
+    "clip_factor": (UpdateLimits(clip_factor=1.5), 1.5, True),
+    "norm_factor": (UpdateLimits(norm_factor=3.0), 3.0, False),
+}
+
+
+@pytest.mark.parametrize("colluders", [1, 4])
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_bound_each_update_of_a_minority(name, colluders):
+    """The table of the guide: n colluding clients move the model by n times as much as one, and no farther."""
+    limits, bound, clips = LIMITS[name]
+    server = serve(ASGD(1.0), weights="uniform", update_limits=limits)
+    before = server.model
+    for i in range(colluders):
+        assert send(server, f"liar-{i}", 1e9).accepted == clips
+        send(server, f"liar-{i}", 0.999 * bound)
+    steps = [1 / (9 + i + 1) for i in range(colluders)]  # the weight of each
+    moved = (server.model - before).norm().item()
+    assert 0.9 * bound * sum(steps) <= moved <= bound * sum(steps) * (1 + clips)
+
+
+@pytest.mark.parametrize("colluders", [1, 4])
+def test_claims_of_samples_bound_the_weight_of_a_minority(colluders):
+    server = serve(ASGD(1.0))
+    for _ in range(2):
+        receipts = [send(server, f"liar-{i}", 1.0, 10**9) for i in range(colluders)]
+    total = 100 * colluders + 9
+    assert sum(receipt.weight for receipt in receipts) == pytest.approx(100 * colluders / total)
+
+
+@pytest.mark.parametrize("colluders", [1, 3])
+def test_a_buffer_divides_by_its_size(colluders):
+    server = Server(
+        SPACE, FedBuff(4, 0.5), torch.zeros(4), weights="uniform", limits=ServerLimits(UpdateLimits(clip=2.0))
+    )
+    for i in range(colluders):
+        send(server, f"liar-{i}", 1e9)
+    for i in range(4 - colluders):
+        send(server, f"ward-{i}", 0.0)
+    assert server.model.norm().item() == pytest.approx(0.5 * 2.0 * colluders / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("colluders", [1, 2])
+def test_private_bounds_the_part_of_each_client(colluders):
+    server = Server(SPACE, Private(FedBuff(4, 0.5), 2.0, 0.0), torch.zeros(4))
+    for i in range(colluders):
+        send(server, f"liar-{i}", 1e9)
+    for i in range(4 - colluders):
+        send(server, f"ward-{i}", 0.0)
+    assert server.model.norm().item() == pytest.approx(0.5 * 2.0 * colluders / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_momentum_repeats_one_update(nesterov):
+    server = Server(SPACE, Momentum(ASGD(1.0), 0.5, nesterov=nesterov), torch.zeros(4), weights={"a": 1})
+    send(server, "a", 1.0)
+    for _ in range(40):
+        send(server, "a", 0.0)
+    assert server.model.norm().item() == pytest.approx(2.0)
 
 
 def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_stays():

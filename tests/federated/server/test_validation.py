@@ -1,5 +1,6 @@
 """The intake: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
 
+import itertools
 import math
 import re
 import warnings
@@ -322,10 +323,13 @@ def test_a_bad_payload_is_refused_and_changes_nothing(name):
     make, reason = BAD[name]
     s = server(update_limits=UpdateLimits(max_norm=1e6, norm_factor=10.0, norm_after=2))
     late = s.dispatch("b")
-    for _ in range(2):
-        assert s.receive(s.dispatch("a").id, good()).reason == ""
+    for first in [s.dispatch(client) for client in "cd"]:
+        assert s.receive(first.id, good()).reason == ""
     ticket = s.dispatch("a")
     given, before = make(), fingerprint(s)
+    if name == "too far":  # By the median of the others: it counts with the limit, so that the median can follow.
+        norms = before["norms"]
+        before["norms"] = [*norms, ("a", pytest.approx(10 * norms[0][1]))]
     receipt = s.receive(ticket.id, given)
     assert (receipt.accepted, receipt.version) == (False, 2)
     assert receipt.reason.startswith(reason)
@@ -455,17 +459,20 @@ def test_the_running_median():
         Flat(1), Adds(), torch.zeros(1), limits=ServerLimits(UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
     )
 
+    clients = itertools.count()
+
     def send(norm):
-        ticket = s.dispatch("a")
+        ticket = s.dispatch(next(clients))
         receipt = s.receive(ticket.id, Payload(ticket.message.start[None] + norm, 1))
         if not receipt.accepted:
             s.drop(ticket.id)
         return receipt.accepted
 
-    # 7 is over 3 x the median of {1, 2, 100}; 12 is 3 x that of {1, 2, 6, 100}; 18.5 is over that of {1, 2, 6, 12, 100}.
-    sent = (1, 100, 2, 7, 6, 12, 18.5, 18)
-    assert [send(norm) for norm in sent] == [True, True, True, False, True, True, False, True]
-    # 1 and 100 have left the window: {2, 6, 12, 18, 1}, then {6, 12, 18, 1, 1}, then {12, 18, 1, 1, 1}.
+    # 7 is over 3 x the median of {1, 2, 100} and counts as 6; 12 is 3 x that of {1, 2, 6, 100}; 18.5 is over that of
+    # {1, 2, 6, 12, 100} and counts as 18, which is 3 x that of {2, 6, 12, 18, 100} without the 1.
+    sent = (1, 100, 2, 7, 12, 18.5, 18)
+    assert [send(norm) for norm in sent] == [True, True, True, False, True, False, True]
+    # {6, 12, 18, 18, 1}, then {12, 18, 18, 1, 1}, then {18, 18, 1, 1, 1}.
     assert [send(norm) for norm in (1, 1, 1, 3.5, 3)] == [True, True, True, False, True]
     assert s.rejected == {"points": 3}
 

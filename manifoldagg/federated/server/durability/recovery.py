@@ -7,7 +7,7 @@ Any other invalid record is corrupted, and recovery names its log sequence numbe
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manifoldagg._validation import warn_caller
 from manifoldagg.errors import CheckpointError, ManifoldAggError
+from manifoldagg.federated.limits import with_norm
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, os_errors, read_payload, scan
@@ -139,6 +140,10 @@ class JournalReplay:
                     base = models.get(ticket.version) or now.store.find(now.current_key)
                     base = InMemoryTree(round_base(base.load())) if ticket.base_key[0] == "base" else base
                 now = now.with_ticket(content["ticket"], ticket, base)
+            elif record.kind == "norm":
+                client, norm = content["norm"]
+                norms = with_norm(now.model_state.norms, client, norm, content["window"])
+                now = now._replace(model_state=replace(now.model_state, norms=norms))
                 self.time = ticket.issued_at  # Also if the clock went back.
             else:
                 ended = Receipt(False, content["reason"], version) if record.kind == "ended" else None

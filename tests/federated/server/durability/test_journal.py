@@ -650,6 +650,40 @@ def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tm
     assert resumed._durability._options == server._durability._options
 
 
+def test_rejections_by_the_median_are_replayed(tmp_path):
+    """A rejected norm changes the median, and so the clipping norm of later updates."""
+    limits = UpdateLimits(norm_factor=4.0, clip_factor=2.0, norm_after=2, norm_window=4)
+    server = Server(
+        SPACE,
+        FedAsync(0.5),
+        torch.zeros(SIZE),
+        limits=ServerLimits(limits),
+        durability=Durability(journal=tmp_path / LINES),
+    )
+
+    def send(server, client, length):
+        ticket = server.dispatch(client)
+        move = torch.full((1, SIZE), length / SIZE**0.5)
+        return server.receive(ticket, Payload(ticket.message.start[None] + move, 1))
+
+    for client in "abc":
+        assert send(server, client, 1.0).accepted
+    server.save(tmp_path / FILE)
+    for client in "de":
+        assert not send(server, client, 9.0).accepted
+    # Twice the median of {1, 1, 4, 4}; without the rejected updates it would be twice 1.
+    assert send(server, "h", 6.0).clipped
+    assert server._state.value.model_state.norms[-1][1] == pytest.approx(5.0)
+    before = state(server)
+    crash(server)
+    resumed = back(tmp_path, server)
+    assert state(resumed) == before
+    assert torch.equal(resumed.model, server.model)
+    assert not send(resumed, "i", 1e3).accepted
+    crash(resumed)
+    assert state(back(tmp_path, resumed)) == state(resumed)
+
+
 def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
     server = fresh(journal=tmp_path / LINES)
     server.dispatch("a")
