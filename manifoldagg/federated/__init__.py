@@ -5,7 +5,7 @@ from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules._gram_rule import GramRule
 from manifoldagg.federated.server.aggregate import aggregate
 from manifoldagg.federated.server.async_aggregator import AsyncAggregator
-from manifoldagg.federated.server.durability.checkpoint import CheckpointPolicy
+from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointPolicy
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.manager import Durability
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits

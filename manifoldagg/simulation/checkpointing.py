@@ -16,7 +16,8 @@ from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import CheckpointPolicy, Message, Rule, Server, Ticket
 from manifoldagg.federated.pytrees import Tree, copy_tensor
-from manifoldagg.federated.server.durability.checkpoint import CheckpointWriter, LoadedCheckpoint, ServerSnapshot
+from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
+from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointWriter
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.types import ClientState
 from manifoldagg.manifolds import Manifold

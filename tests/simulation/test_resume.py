@@ -18,7 +18,7 @@ from manifoldagg.experiments.registry import RULES, method, methods
 from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.server import server as server_module
-from manifoldagg.federated.server.durability import checkpoint as checkpoints
+from manifoldagg.federated.server.durability import checkpoint_writer
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     AvailabilityChange,
@@ -109,7 +109,7 @@ def killed(monkeypatch):
         writer._queue.clear()
         writer.finish()
 
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "write", kill)
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "write", kill)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -10,7 +10,6 @@ child of `os.fork` does not hold the lock.
 import logging
 import os
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifoldagg import tensor_file
-from manifoldagg._io import close_with
+from manifoldagg._io import FileLock, close_with
 from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.pytrees import Tree
@@ -29,9 +28,6 @@ from manifoldagg.federated.server.durability.persistent_map import AtomicReferen
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
 from manifoldagg.federated.types import Payload
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = ["Journal", "JournalLock", "JournalWriter"]
 
@@ -98,7 +94,7 @@ class Journal(KeywordHints):
         return sorted(int(match[1]) for match in found if match)
 
 
-class JournalLock:
+class JournalLock(FileLock):
     """Exclusive lock of a journal until `close`. A `with` block releases it only if the block raises.
 
     Raises:
@@ -106,21 +102,13 @@ class JournalLock:
     """
 
     def __init__(self, journal: Journal) -> None:
-        path = f"{journal.path}.lock"
+        path = Path(f"{journal.path}.lock")
         with os_errors(f"{path}: cannot be opened"):
-            self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.close = close_with(self, self.file)
-        with suppress(OSError):
-            os.chmod(path, 0o600)  # With another mode, other users could lock it.
-        try:
-            if sys.platform != "win32":
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            told = "is locked by another process, or by another server of this process"
-            raise CheckpointError(f"{journal.path}: {told}") from None
-        except OSError:  # The file system has no locks.
-            pass
+            try:
+                super().__init__(path)
+            except BlockingIOError:
+                told = "is locked by another process, or by another server of this process"
+                raise CheckpointError(f"{journal.path}: {told}") from None
 
     def __enter__(self) -> "JournalLock":
         return self

@@ -8,13 +8,8 @@ from typing import Any
 
 from manifoldagg._validation import KeywordHints, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.server.durability.checkpoint import (
-    CheckpointPolicy,
-    CheckpointWriter,
-    ServerSnapshot,
-    check_storable,
-    check_storable_client,
-)
+from manifoldagg.federated.server.durability.checkpoint import ServerSnapshot, check_storable, check_storable_client
+from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 from manifoldagg.federated.server.durability.fingerprint import import_path
 from manifoldagg.federated.server.durability.journal import Journal, JournalLock, JournalWriter
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference

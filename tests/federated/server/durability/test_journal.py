@@ -69,9 +69,8 @@ def crash(server):
     if close.detach():
         with suppress(OSError):
             os.close(server._durability.journal._position.descriptor)
-    hold = server._durability.journal._journal_lock
-    if hold.close.detach():
-        os.close(hold.file)
+    if released := server._durability.journal._journal_lock._close.detach():
+        os.close(*released[2])
 
 
 def back(folder, server, **options):

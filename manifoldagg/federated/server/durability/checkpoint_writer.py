@@ -1,0 +1,183 @@
+"""Automatic checkpoints: their policy, and the background thread that writes them."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from manifoldagg import tensor_file
+from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.server.lock import OwnedLock
+
+__all__ = ["CheckpointPolicy", "CheckpointWriter", "Checkpointable"]
+
+LOG = logging.getLogger("manifoldagg")
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy(KeywordHints):
+    """Policy for automatic checkpoints: after so many updates or seconds, whichever comes first.
+
+    Args:
+        path: of the file, in a folder that exists; older ones are `path.1`, `path.2`, …
+        every_updates: so many accepted updates after the last one.
+        every_seconds: with the first accepted update so many seconds after the last one.
+        keep: how many files are kept.
+
+    Raises:
+        ArgumentError: naming what does not fit.
+
+    Example:
+        >>> CheckpointPolicy("server.checkpoint", every_updates=100, every_seconds=600.0).keep
+        2
+    """
+
+    path: str | Path
+    every_updates: int | None = None
+    every_seconds: float | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        # The process may change its directory before it writes.
+        object.__setattr__(self, "path", tensor_file.check_path(self.path))
+        if self.every_updates is None and self.every_seconds is None:
+            raise ArgumentError("every_updates, every_seconds: expected at least one of them")
+        if self.every_updates is not None:
+            check_count("every_updates", self.every_updates)
+        if self.every_seconds is not None:
+            check_number("every_seconds", self.every_seconds, above=0)
+        check_count("keep", self.keep)
+
+
+@runtime_checkable
+class Checkpointable(Protocol):
+    """Protocol of the content of a checkpoint. It is immutable, so that it can be written later."""
+
+    @property
+    def updates(self) -> int:
+        """The number of accepted updates."""
+
+    def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
+        """Write the content into a file, with so many old files retained, and record the event."""
+
+
+class CheckpointWriter:
+    """Writer of checkpoints in a background thread, one after another.
+
+    A thread lives as long as there is something to write. What goes wrong is logged, and raised by `finish` unless a
+    later checkpoint was written.
+
+    Args:
+        policy: when, and where to.
+        publish: notes an event.
+
+    Raises:
+        ArgumentError: if `policy` does not say so.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
+        if not isinstance(policy, CheckpointPolicy):
+            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {short_repr(policy)}")
+        self._policy = policy
+        self._publish = publish
+        self.reset(0)
+        # What was not begun when the next one came is not written.
+        self._queue: deque[Checkpointable] = deque(maxlen=1)
+        self._is_idle = True
+        self._write_lock = OwnedLock()
+        self._error: Exception | None = None
+
+    def reset(self, updates: int) -> None:
+        """Restart the count of the policy, after so many accepted updates."""
+        self._last_updates = updates
+        self._last_time = time.monotonic()
+
+    def targets(self, path: str | Path) -> bool:
+        """Return whether this writer writes to the path."""
+        return tensor_file.check_path(path) == tensor_file.check_path(self._policy.path)
+
+    def maybe_write(self, updates: int, make_snapshot: Callable[[], Checkpointable]) -> None:
+        """Start a checkpoint if one is due, after so many accepted updates."""
+        if not self._is_due(updates - self._last_updates):
+            return
+        self._queue.append(make_snapshot())
+        self.reset(updates)
+        # Who is not idle looks once more after it has said that it is.
+        if self._is_idle:
+            try:
+                threading.Thread(target=self._drain, name="manifoldagg-checkpoint").start()
+            except RuntimeError as error:  # the system has no more threads; `finish`, or the next one, writes it
+                LOG.error("checkpoint: %s", error)
+
+    def write(self, snapshot: Checkpointable) -> None:
+        """Write a checkpoint now, after the one that is being written.
+
+        Raises:
+            CheckpointError: as `finish`.
+        """
+        self.enqueue(snapshot)
+        self.finish()
+
+    def enqueue(self, snapshot: Checkpointable) -> None:
+        """Enqueue a checkpoint and replace an earlier queued one; `finish` or the writing thread writes it."""
+        self._queue.append(snapshot)
+        self.reset(snapshot.updates)
+
+    def held_by_me(self) -> bool:
+        """Whether this thread is writing."""
+        return self._write_lock.held_by_me()
+
+    def finish(self) -> None:
+        """Wait until all started checkpoints are written.
+
+        Raises:
+            CheckpointError: if the last one could not be written, or whatever else was in its way.
+        """
+        if self.held_by_me():
+            return  # from a handler or a finaliser within the write, which then continues
+        self._drain()
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def _is_due(self, updates: int) -> bool:
+        every = self._policy
+        if every.every_updates is not None and updates >= every.every_updates:
+            return True
+        return (
+            updates > 0
+            and every.every_seconds is not None
+            and time.monotonic() - self._last_time >= every.every_seconds
+        )
+
+    def _drain(self) -> None:
+        """Write the queued checkpoint, as the only writing thread."""
+        with self._write_lock.lock:
+            while True:
+                try:
+                    moment = self._queue.pop()
+                except IndexError:
+                    if self._is_idle:
+                        return
+                    self._is_idle = True
+                    continue
+                self._is_idle = False
+                self._write(moment)
+
+    def _write(self, snapshot: Checkpointable) -> None:
+        try:
+            snapshot.write(self._policy.path, self._policy.keep, self._publish)
+            self._error = None
+        except Exception as error:
+            self._error = error
+            LOG.error("checkpoint: %s", error)
+        except BaseException:
+            if not self._queue:
+                self._queue.append(snapshot)
+            raise
