@@ -14,7 +14,8 @@ from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.durability.manager import DurabilityManager
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
-from manifoldagg.federated.server.state import PendingTicket, ServerState
+from manifoldagg.federated.server.records import PendingTicket
+from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.types import ClientState, Message, Rule, Ticket
 from manifoldagg.manifolds import Manifold
 

@@ -32,7 +32,8 @@ from manifoldagg.federated.server.durability.subscriptions import EventDispatche
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
-from manifoldagg.federated.server.state import ANY_CLIENT, HistoryRow, ServerState
+from manifoldagg.federated.server.records import HistoryRow
+from manifoldagg.federated.server.state import ANY_CLIENT, ServerState
 from manifoldagg.federated.server.state_dicts import StateDictConverter
 from manifoldagg.federated.server.update_processor import UpdateProcessor
 from manifoldagg.federated.server.validation import PayloadSchema, check_rule, check_start, initial_state

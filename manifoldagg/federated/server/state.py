@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
@@ -19,7 +19,6 @@ from manifoldagg.federated.server.durability.persistent_map import PersistentOrd
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree, StoreKey
 from manifoldagg.federated.server.events import (
     Accepted,
-    Callback,
     Closed,
     Dispatched,
     Dropped,
@@ -28,122 +27,32 @@ from manifoldagg.federated.server.events import (
     Rejected,
 )
 from manifoldagg.federated.server.options import ServerLimits
-from manifoldagg.federated.types import Outcome, Payload, Receipt, Update
+from manifoldagg.federated.server.records import (
+    AppliedUpdate,
+    ClosedTicket,
+    HistoryRow,
+    LogRecord,
+    PendingLog,
+    PendingNotification,
+    PendingTicket,
+    Subscription,
+    history_row,
+    make_receipt,
+)
+from manifoldagg.federated.types import Payload, Receipt, Update
 from manifoldagg.federated.weights import Weights, check_client
 
-__all__ = [
-    "ANY_CLIENT",
-    "AppliedUpdate",
-    "ClosedTicket",
-    "HistoryRow",
-    "LogRecord",
-    "PendingLog",
-    "PendingNotification",
-    "PendingTicket",
-    "ServerState",
-    "StaleTicketError",
-    "Subscription",
-    "history_row",
-    "make_receipt",
-]
+__all__ = ["ANY_CLIENT", "ServerState", "StaleTicketError"]
 
 ANY_CLIENT = object()
 """A placeholder for the client that a ticket was issued to."""
 PAYLOAD_HEAD_BYTES = 64
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
-HistoryRow = dict[str, object]
-"""A line of the history."""
 
 
 class StaleTicketError(ArgumentError):
     """The version of a ticket is too old, so that the ticket can accept no update."""
-
-
-class PendingTicket(NamedTuple):
-    """A ticket in flight: its client, version, base key if the base is stored, and dispatch time in seconds.
-
-    `custom_start` is true if the rule lets the client start from another model than the base.
-    """
-
-    client: Hashable
-    version: int
-    base_key: StoreKey | None
-    issued_at: float
-    custom_start: bool = False
-
-
-class ClosedTicket(NamedTuple):
-    """The receipt of a closed ticket, and its client."""
-
-    client: Hashable
-    receipt: Receipt
-
-
-class AppliedUpdate(NamedTuple):
-    """An update and its result, before it is published.
-
-    Attributes:
-        ticket_id: the id of its ticket.
-        ticket: the ticket.
-        reported_samples: the sample count of the client, before the cap.
-        update: the input of the step.
-        after: the model state after the step.
-        outcome: the outcome of the step.
-        model: the new model; `None` if the model did not move.
-        received_at: the time of arrival, in seconds of the clock; NaN without subscribers and without a journal.
-        seconds: the seconds of the step; NaN without subscribers.
-        payload: the payload, packed for the journal; empty without a journal.
-    """
-
-    ticket_id: str
-    ticket: PendingTicket
-    reported_samples: int
-    update: Update
-    after: ModelState
-    outcome: Outcome
-    model: InMemoryTree | None
-    received_at: float
-    seconds: float
-    payload: bytes | memoryview = b""
-
-
-class PendingNotification(NamedTuple):
-    """A model that the average has not yet received."""
-
-    version: int
-    model: InMemoryTree
-
-
-class LogRecord(NamedTuple):
-    """A journal record: the operation, its inputs, and the packed payload of an update."""
-
-    kind: str
-    content: dict[str, Any]
-    payload: bytes | memoryview
-
-
-class PendingLog(NamedTuple):
-    """The journal records that are not yet written.
-
-    Attributes:
-        name: the name of the journal. Each resume gives it a new one.
-        chain: the checksum over all records so far, each with the checksum before it.
-        records: the records that are not written, by number.
-        rejected: the number of rejected updates by field, as in the last written record.
-    """
-
-    name: str
-    chain: str
-    records: PersistentOrderedMap[int, LogRecord]
-    rejected: Map[str, int]
-
-
-class Subscription(NamedTuple):
-    """A subscriber, and the number of its first event."""
-
-    callback: Callback
-    first_event: int
 
 
 class ServerState(NamedTuple):
@@ -523,35 +432,3 @@ class ServerState(NamedTuple):
             "clients": used["client"],
             "spilled": used["spilled"],
         }
-
-
-def make_receipt(applied: AppliedUpdate) -> Receipt:
-    """Return the receipt of an applied update."""
-    update, numbers = applied.update, applied.outcome.numbers
-    return Receipt(
-        accepted=True,
-        reason="",
-        version=applied.after.version,
-        staleness=update.staleness,
-        weight=update.weight,
-        cosine=numbers.get("cosine", math.nan),
-        step=numbers.get("step", math.nan),
-        norm=numbers.get("norm", math.nan),
-        buffered=applied.model is None,
-        clipped=update.samples < applied.reported_samples or numbers.get("clip", 1.0) < 1,
-    )
-
-
-def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
-    """Return a row of the history: plain Python values by name. A rule's `buffered` is called `waiting`.
-
-    Example:
-        >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
-        2
-    """
-    count = numbers.get("buffered", 0)
-    waiting = int(count) if math.isfinite(count) else 0
-    line = {"client": client, "samples": samples, **vars(receipt), "waiting": waiting}
-    for name, value in numbers.items():
-        line.setdefault(name, value)
-    return line

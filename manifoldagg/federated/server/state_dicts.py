@@ -13,7 +13,8 @@ from manifoldagg._validation import is_finite
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.server.input_warnings import warn_if_difference
-from manifoldagg.federated.server.state import PendingTicket, ServerState
+from manifoldagg.federated.server.records import PendingTicket
+from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
 from manifoldagg.federated.types import Payload, Rule, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import stack

@@ -32,7 +32,8 @@ from manifoldagg.federated.server.durability.persistent_map import PersistentOrd
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoreKey
 from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
-from manifoldagg.federated.server.state import ClosedTicket, HistoryRow, PendingTicket, ServerState
+from manifoldagg.federated.server.records import ClosedTicket, HistoryRow, PendingTicket
+from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.backends import selection

@@ -8,7 +8,8 @@ from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.events import Callback, Event
-from manifoldagg.federated.server.state import ServerState, Subscription
+from manifoldagg.federated.server.records import Subscription
+from manifoldagg.federated.server.state import ServerState
 
 __all__ = ["EventDispatcher"]
 
