@@ -2,13 +2,12 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from immutables import Map
 from torch import Tensor
 
 from manifoldagg import tensor_file
-from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr, suggests_keywords
+from manifoldagg._validation import check_choice, check_count, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PendingBuffers, buffers_from_tree, buffers_to_tree
 from manifoldagg.federated.limits import DEFAULT_LIMITS
@@ -22,10 +21,10 @@ from manifoldagg.federated.server.aggregate import (
     check_rule_needs_models_only,
     inferred_space,
 )
+from manifoldagg.federated.server.aggregator_state import AggregatorState, TaskKey, TaskStart, version_key
 from manifoldagg.federated.server.dispatch import make_message
 from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.spill import SpilledTree
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
@@ -44,8 +43,6 @@ __all__ = ["AsyncAggregator"]
 
 FILE_KIND = "async aggregator"
 """The kind of the file of `save`."""
-TaskKey = tuple[Hashable, Hashable]
-"""A client, and which of its tasks."""
 
 
 class AsyncAggregator:
@@ -109,8 +106,10 @@ class AsyncAggregator:
         self._template = self._build_model(first)
         state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
         self._make_message(ModelState(point, state), None)
-        store = Store().retain(_version_key(0), InMemoryTree(self._template))
-        self._state = AtomicReference(_State(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store))
+        store = Store().retain(version_key(0), InMemoryTree(self._template))
+        self._state = AtomicReference(
+            AggregatorState(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store)
+        )
         self._update_lock = OwnedLock()
         self._warned_unstable = False
 
@@ -139,7 +138,7 @@ class AsyncAggregator:
         check_choice("restart", restart, (True, False))
         now = self._state.value
         began = now.version if version is None else check_count("version", version, at_least=0)
-        kept = now.store.find(_version_key(began))
+        kept = now.store.find(version_key(began))
         if began > now.version:
             raise ArgumentError(
                 f"version: expected at most {now.version}, the current version, got {short_repr(began)}"
@@ -244,7 +243,7 @@ class AsyncAggregator:
             ArgumentError: if there is no such task.
         """
         place = (check_client(client), check_client(task, "task"))
-        self._state.update(lambda now: (now.without_task(place), None))
+        self._state.update(lambda now: (now.with_cancelled_task(place), None))
 
     @property
     def model(self) -> Any:
@@ -398,7 +397,7 @@ class AsyncAggregator:
                 raise ArgumentError("state: expected the result of AsyncAggregator.state()") from error
             self._state.update(lambda _: (fresh, None))
 
-    def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "_State":
+    def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "AggregatorState":
         """Build the state from a tree."""
         models = tree["models"]
         for version, model in models.items():
@@ -413,7 +412,7 @@ class AsyncAggregator:
             raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
         state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
         kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
-        record = _State(current, state, weights, Store().retain(_version_key(current), kept[current]))
+        record = AggregatorState(current, state, weights, Store().retain(version_key(current), kept[current]))
         for client, task, began, apart in tree["in_flight"]:
             weights.check(client)
             place = (client, check_client(task, "task"))
@@ -424,7 +423,7 @@ class AsyncAggregator:
             record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
 
-    def _start_model(self, now: "_State", client: Hashable) -> tuple[Any, bool]:
+    def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
         """Return the start model of a client under the rule, and whether it differs from the current model."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
@@ -463,116 +462,11 @@ class AsyncAggregator:
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
 
 
-class TaskStart(NamedTuple):
-    """The start of a task: its version, and whether the rule let the client start from another model."""
-
-    version: int
-    custom_start: bool
-
-
-class _State(NamedTuple):
-    """The complete immutable state. Every method returns a new one, or raises an error that says why it cannot.
-
-    Attributes:
-        version: of the model.
-        state: as `aggregate` returns it.
-        weights: who takes part.
-        store: the model, and older versions.
-        tasks: how they began.
-    """
-
-    version: int
-    state: State
-    weights: Weights
-    store: Store
-    tasks: Map[TaskKey, TaskStart] = Map()
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions in use by tasks, and the current one."""
-        return sorted({self.version, *(begun.version for begun in self.tasks.values())})
-
-    def model(self, version: int) -> Model:
-        """Return the model of a version in use."""
-        found: Model = self.store.load(_version_key(version))
-        return found
-
-    def task_start(self, task: TaskKey) -> TaskStart:
-        """Return the start of a task.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
-        if task not in self.tasks:
-            client, name = task
-            mine = [other for owner, other in self.tasks if owner == client]
-            given = short_repr(client)
-            if mine:
-                known = f"task: expected the name of a task of client {given} in flight"
-                raise ArgumentError(f"{known}, got {short_repr(name)}{other_type_hint(name, mine)}")
-            hint = other_type_hint(client, {owner for owner, _ in self.tasks})
-            raise ArgumentError(f"client: expected a client with a task in flight, got {given}{hint}")
-        return self.tasks[task]
-
-    def with_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree, restart: bool) -> "_State":
-        """Return the state with a new task of a version, which is `stored`; `restart` replaces an existing task.
-
-        Raises:
-            ArgumentError: if there is such a task.
-        """
-        client, name = task
-        if task not in self.tasks:
-            return self._replace(weights=self.weights.with_client(client)).with_known_task(task, start, stored)
-        if not restart:
-            what = "a task" if name is None else f"a task {short_repr(name)}"
-            raise ArgumentError(
-                f"client: expected a client without {what} in flight, got {short_repr(client)}; cancel the task, pass "
-                "restart=True, or pass another name as task="
-            )
-        return self.without_task(task).with_known_task(task, start, stored)
-
-    def with_known_task(self, task: TaskKey, start: TaskStart, stored: InMemoryTree | SpilledTree) -> "_State":
-        """Return the state with a task that began with a version, which is `stored` if it is not retained yet."""
-        return self._replace(
-            store=self.store.retain(_version_key(start.version), stored), tasks=self.tasks.set(task, start)
-        )
-
-    def without_task(self, task: TaskKey) -> "_State":
-        """Return the state without a task.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
-        return self._replace(
-            store=self.store.release(_version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
-        )
-
-    def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["_State", int]:
-        """Return the state with the update of a task, and the version of the model.
-
-        Raises:
-            ArgumentError: if the task was dropped meanwhile.
-        """
-        after = self.without_task(task)
-        after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
-        if not result.has_moved:
-            return after, after.version
-        version = self.version + 1
-        store = after.store.retain(_version_key(version), InMemoryTree(result.model)).release(
-            _version_key(self.version)
-        )
-        return after._replace(version=version, store=store), version
-
-
 STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
 
 
 def _as_aggregate_state(state: State) -> AggregateState:
     return state if isinstance(state, AggregateState) else AggregateState(state)
-
-
-def _version_key(version: int) -> tuple[str, int]:
-    return ("version", version)
 
 
 def _weights_spec(weights: Weights) -> str | dict[Any, int]:

@@ -102,6 +102,8 @@ def agree(name, seed, weights, script, manifolds=None):
             pairs = [trained(space, seed + 31 * i + j, ticket.message.start, server.state_dict()) for j in range(count)]
             carried = {entry.name: pairs[-1][1][entry.name] for entry in space.layout.buffers}
             models = [space.state_dict(point, carried) for point, _ in pairs]
+            if what == "junk" and getattr(rule, "is_private", False):
+                continue  # An update that is not finite counts as a zero update, so that a rejection reveals nothing.
             if what == "junk":
                 before = versions.state()
                 models[-1]["1.bias"] = torch.full((3,), float("nan"))

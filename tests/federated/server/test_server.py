@@ -57,16 +57,17 @@ def test_staleness_is_the_servers_own_count():
 def test_it_is_the_rule_folded_over_the_updates(seed, script):
     """Against an oracle that keeps every version."""
     s, history, open_ = server(FedOrtho(0.7), weights="uniform"), [torch.zeros(4)], {}
-    registered = set()
+    contributed = set()
     for i, (client, answers) in enumerate(script):
         if client not in open_:
             open_[client] = s.dispatch(client)
-            registered.add(client)
             continue
+        registered = contributed | open_.keys()
         ticket = open_.pop(client)
         if not answers:
             s.drop(ticket.id)
             continue
+        contributed.add(client)
         points = draw(seed + i, 1, 4, dtype=torch.float32)
         receipt = s.receive(ticket.id, Payload(points, 1))
         assert receipt.accepted

@@ -1,0 +1,133 @@
+"""The immutable state of an asynchronous aggregator."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from immutables import Map
+
+from manifoldagg._validation import other_type_hint, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
+from manifoldagg.federated.server.update_info import UpdateInfo
+from manifoldagg.federated.types import State
+from manifoldagg.federated.weights import Weights
+from manifoldagg.manifolds.model_io import Model
+
+__all__ = ["AggregatorState", "TaskKey", "TaskStart", "version_key"]
+
+TaskKey = tuple[Hashable, Hashable]
+"""A client, and the name of its task."""
+
+
+class TaskStart(NamedTuple):
+    """The start of a task: its version, and whether the rule let the client start from another model."""
+
+    version: int
+    custom_start: bool
+
+
+class AggregatorState(NamedTuple):
+    """The complete immutable state. Every method returns a new state, or raises an error and changes nothing.
+
+    Attributes:
+        version: the version of the model.
+        state: the state of the rule, as `aggregate` returns it.
+        weights: the participating clients and their weights.
+        store: the current model, and the older versions with a task in flight.
+        tasks: the starts of the tasks in flight.
+    """
+
+    version: int
+    state: State
+    weights: Weights
+    store: Store
+    tasks: Map[TaskKey, TaskStart] = Map()
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions in use by tasks, and the current one."""
+        return sorted({self.version, *(begun.version for begun in self.tasks.values())})
+
+    def model(self, version: int) -> Model:
+        """Return the model of a version in use."""
+        found: Model = self.store.load(version_key(version))
+        return found
+
+    def task_start(self, task: TaskKey) -> TaskStart:
+        """Return the start of a task.
+
+        Raises:
+            ArgumentError: if there is no such task.
+        """
+        if task not in self.tasks:
+            client, name = task
+            mine = [other for owner, other in self.tasks if owner == client]
+            given = short_repr(client)
+            if mine:
+                known = f"task: expected the name of a task of client {given} in flight"
+                raise ArgumentError(f"{known}, got {short_repr(name)}{other_type_hint(name, mine)}")
+            hint = other_type_hint(client, {owner for owner, _ in self.tasks})
+            raise ArgumentError(f"client: expected a client with a task in flight, got {given}{hint}")
+        return self.tasks[task]
+
+    def with_task(self, task: TaskKey, start: TaskStart, stored: StoredTree, restart: bool) -> "AggregatorState":
+        """Return the state with a new task of a version, which is `stored`; `restart` replaces an existing task.
+
+        Raises:
+            ArgumentError: if there is such a task.
+        """
+        client, name = task
+        state = self
+        if task in self.tasks:
+            if not restart:
+                what = "a task" if name is None else f"a task {short_repr(name)}"
+                raise ArgumentError(
+                    f"client: expected a client without {what} in flight, got {short_repr(client)}; cancel the task, "
+                    "pass restart=True, or pass another name as task="
+                )
+            state = self.with_cancelled_task(task)
+        return state._replace(weights=state.weights.with_client(client)).with_known_task(task, start, stored)
+
+    def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
+        """Return the state without a task whose update will not arrive.
+
+        Raises:
+            ArgumentError: if there is no such task.
+        """
+        state = self.without_task(task)
+        return state._replace(weights=state.weights.without_ticket(task[0]))
+
+    def with_known_task(self, task: TaskKey, start: TaskStart, stored: StoredTree) -> "AggregatorState":
+        """Return the state with a task that began with a version, which is `stored` if it is not retained yet."""
+        return self._replace(
+            store=self.store.retain(version_key(start.version), stored), tasks=self.tasks.set(task, start)
+        )
+
+    def without_task(self, task: TaskKey) -> "AggregatorState":
+        """Return the state without a task.
+
+        Raises:
+            ArgumentError: if there is no such task.
+        """
+        return self._replace(
+            store=self.store.release(version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
+        )
+
+    def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
+        """Return the state with the update of a task, and the version of the model.
+
+        Raises:
+            ArgumentError: if the task was dropped meanwhile.
+        """
+        after = self.without_task(task)
+        after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
+        if not result.has_moved:
+            return after, after.version
+        version = self.version + 1
+        store = after.store.retain(version_key(version), InMemoryTree(result.model)).release(version_key(self.version))
+        return after._replace(version=version, store=store), version
+
+
+def version_key(version: int) -> tuple[str, int]:
+    """Return the store key of a version of the model."""
+    return ("version", version)
