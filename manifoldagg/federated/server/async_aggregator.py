@@ -119,8 +119,8 @@ class AsyncAggregator:
         """Register that a client starts from the current model.
 
         Args:
-            client: any hashable name that equals itself; no tensor.
-            task: a name, where the client has several at a time.
+            client: any hashable name that equals itself, but not a tensor.
+            task: the name of the task, if the client has several tasks at a time.
             version: the version that it started from, if the host learns that late; `None` for the current one. A
                 version is retained while a task of any name has it.
             restart: cancel an existing task of this client and name.
@@ -165,10 +165,10 @@ class AsyncAggregator:
         r"""Apply a client's update to the model. The update is only read.
 
         Args:
-            client: that was sent a model.
-            update: as of `aggregate`: the client's model, or for a curve a sequence of them.
+            client: the client, which has a task in flight.
+            update: as in `aggregate`: the client's model, or for a curve a sequence of them.
             samples: the number of samples that it trained on, at most a billion.
-            task: the name of its task, if it has one.
+            task: the name of its task; `None` for a task without a name.
             difference: whether `update` is new minus old. It must be false if the rule let the client start from
                 another model than the version's.
             scaling: the scaling of the client's adapters, if it differs from that of the models that are sent.
@@ -277,7 +277,7 @@ class AsyncAggregator:
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
 
-        Cost: a copy of everything.
+        Cost: one copy of the complete state.
         """
         now = self._state.value
         held = _as_aggregate_state(now.state)

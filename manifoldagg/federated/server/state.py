@@ -162,7 +162,7 @@ class ServerState(NamedTuple):
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
-        """Return the state without the trees among `keys` of versions on which no ticket can be accepted."""
+        """Return the state without the trees of versions that are too stale, as far as `keys` names them."""
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
         released = [key for key in stale for _ in range(held[key][1])]

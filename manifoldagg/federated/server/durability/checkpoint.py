@@ -51,14 +51,15 @@ class ServerSnapshot(NamedTuple):
     """Snapshot of a server for a checkpoint. It is immutable, so creating it takes no copy.
 
     Attributes:
-        server_state: the state, whose versions the average has received.
-        space: of the models.
-        rule: that steps.
+        server_state: the state of the server. The average has received all its versions.
+        space: the space of the models.
+        rule: the aggregation rule.
         options: the limits, the memory policy and the buffer policies, as plain values.
-        clock: of the server.
-        time: in its seconds.
+        clock: the clock of the server.
+        time: the time of the snapshot, in seconds of the clock.
         averaging: the class of the averaging object, and its state; `None` without one.
-        on_written: called with the place in the journal up to which a checkpoint holds, once it is written.
+        on_written: a function that is called after the checkpoint is written, with the number of the first journal
+            record that it does not contain.
     """
 
     server_state: ServerState
@@ -76,10 +77,11 @@ class ServerSnapshot(NamedTuple):
         return self.server_state.history.next_index
 
     def tree(self) -> Tree:
-        """Return the content in plain values and tensors.
+        """Return the content as plain values and tensors.
 
         Raises:
-            CheckpointError: naming what of the rule or the space, or what is called, has no name.
+            CheckpointError: if the rule, the space or the clock contains a function without an importable name, or a
+                client is neither a string nor an integer.
             SpillError: if the file of a client state was altered.
         """
         state = self.server_state
@@ -122,11 +124,16 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content into a file, and record the event.
+        """Write the content to a file, and record an event.
+
+        Args:
+            path: the path of the file.
+            keep: the number of files to keep, as in `tensor_file.save`.
+            publish: records and delivers an event.
 
         Raises:
-            ArgumentError: if there is no such folder.
-            CheckpointError: naming what cannot be saved, or with what the system says.
+            ArgumentError: if the folder does not exist.
+            CheckpointError: if a value cannot be stored, or the file cannot be written.
         """
         begun = time.perf_counter()
         try:
@@ -144,17 +151,19 @@ class LoadedCheckpoint:
     """A checkpoint that was read from a file.
 
     Args:
-        path: of the file.
-        tree: of a [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], where the file
-            holds more than that and was read already.
+        path: the path of the file.
+        tree: the tree of a
+            [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], if the caller has
+            read it from a larger file; `None` to read the file.
 
     Attributes:
         time: the time of the snapshot, in seconds of the clock.
-        position: the journal, the number of its first record after the checkpoint, and the checksum over those before
-            it; without a journal, a name of the checkpoint, 0 and an empty string.
+        position: the name of the journal, the number of its first record after the checkpoint, and the checksum over
+            the records before it. Without a journal: a name of the checkpoint, 0 and an empty string.
 
     Raises:
-        CheckpointError: if the file is truncated, altered, or no checkpoint of a server; an older one is named.
+        CheckpointError: if the file is truncated, altered, or not a checkpoint of a server. The message names an older
+            file if there is one.
     """
 
     def __init__(self, path: str | Path, tree: Tree = None) -> None:
@@ -180,7 +189,10 @@ class LoadedCheckpoint:
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits that accept each journaled update: another processor may round its norm or cosine otherwise."""
+        """The limits of a replay, which accept each journaled update.
+
+        Another processor may round the norm or the cosine of an update differently.
+        """
         limits = self.limits
         update = replace(
             limits.update,
@@ -256,9 +268,9 @@ class LoadedCheckpoint:
         """Return the server state.
 
         Args:
-            fresh: of a server that was made of these options and has done nothing yet.
-            time: in seconds of the clock. Tickets keep their ages.
-            weights: as given; `None` for what was saved.
+            fresh: the state of a new server with these options.
+            time: the current time, in seconds of the clock. Tickets keep their ages.
+            weights: the weights that the caller passed; `None` for the saved weights.
             on_free: a function that receives the memory of models without references.
 
         Raises:
@@ -306,7 +318,7 @@ class LoadedCheckpoint:
         """Restore the state of the averaging object.
 
         Raises:
-            ArgumentError: if it is not what was saved.
+            ArgumentError: if its class is not that of the saved object.
         """
         saved = self._tree["averaging"]
         if saved is None:
@@ -330,7 +342,7 @@ class LoadedCheckpoint:
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
     ) -> Store:
         current = ("version", self._tree["version"])
-        # The same that the other state has: with the last reference to it, the memory of the model is used again.
+        # The same object as in the new server, so that its memory is reused after the last reference.
         store = Store().retain(current, fresh.store.find(fresh.current_key))
         holders = Counter(ticket.base_key for ticket in tickets.values())
         for _ in range(holders[current]):
@@ -381,7 +393,7 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored trees, the oldest first, and the tickets whose trees are lost."""
+    """Return the stored trees, the oldest first, and the keys of the trees that cannot be read any more."""
     store = state.store
     kept = []
     lost = set()
@@ -393,7 +405,7 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise
-            # No update can be taken on these tickets any more.
+            # These tickets cannot accept an update any more.
             LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost

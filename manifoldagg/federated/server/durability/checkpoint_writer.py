@@ -24,13 +24,13 @@ class CheckpointPolicy(KeywordHints):
     """Policy for automatic checkpoints: after so many updates or seconds, whichever comes first.
 
     Args:
-        path: of the file, in a folder that exists; older ones are `path.1`, `path.2`, …
-        every_updates: so many accepted updates after the last one.
-        every_seconds: with the first accepted update so many seconds after the last one.
-        keep: how many files are kept.
+        path: the path of the file, in an existing folder. Older files are `path.1`, `path.2`, …
+        every_updates: the number of accepted updates between two checkpoints.
+        every_seconds: the seconds after a checkpoint, from which the next accepted update starts another one.
+        keep: the number of files to keep.
 
     Raises:
-        ArgumentError: naming what does not fit.
+        ArgumentError: if a number is out of range, both intervals are missing, or the folder does not exist.
 
     Example:
         >>> CheckpointPolicy("server.checkpoint", every_updates=100, every_seconds=600.0).keep
@@ -63,21 +63,21 @@ class Checkpointable(Protocol):
         """The number of accepted updates."""
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content into a file, with so many old files retained, and record the event."""
+        """Write the content to a file, keep this number of files, and record an event."""
 
 
 class CheckpointWriter:
     """Writer of checkpoints in a background thread, one after another.
 
-    A thread lives as long as there is something to write. What goes wrong is logged, and raised by `finish` unless a
-    later checkpoint was written.
+    The thread ends when the queue is empty. An error is logged, and `finish` raises it unless a later checkpoint was
+    written.
 
     Args:
-        policy: when, and where to.
-        publish: notes an event.
+        policy: the path and the frequency of the checkpoints.
+        publish: records and delivers an event.
 
     Raises:
-        ArgumentError: if `policy` does not say so.
+        ArgumentError: if `policy` is not a `CheckpointPolicy`.
     """
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
@@ -86,14 +86,14 @@ class CheckpointWriter:
         self._policy = policy
         self._publish = publish
         self.reset(0)
-        # What was not begun when the next one came is not written.
+        # A newer checkpoint replaces a queued one.
         self._queue: deque[Checkpointable] = deque(maxlen=1)
         self._is_idle = True
         self._write_lock = OwnedLock()
         self._error: Exception | None = None
 
     def reset(self, updates: int) -> None:
-        """Restart the count of the policy, after so many accepted updates."""
+        """Restart the interval of the policy at this number of accepted updates."""
         self._last_updates = updates
         self._last_time = time.monotonic()
 
@@ -102,16 +102,16 @@ class CheckpointWriter:
         return tensor_file.check_path(path) == tensor_file.check_path(self._policy.path)
 
     def maybe_write(self, updates: int, make_snapshot: Callable[[], Checkpointable]) -> None:
-        """Start a checkpoint if one is due, after so many accepted updates."""
+        """Start a checkpoint if one is due at this number of accepted updates."""
         if not self._is_due(updates - self._last_updates):
             return
         self._queue.append(make_snapshot())
         self.reset(updates)
-        # Who is not idle looks once more after it has said that it is.
+        # A thread that is not idle checks the queue again after it sets `_is_idle`.
         if self._is_idle:
             try:
                 threading.Thread(target=self._drain, name="manifoldagg-checkpoint").start()
-            except RuntimeError as error:  # the system has no more threads; `finish`, or the next one, writes it
+            except RuntimeError as error:  # no thread can start; `finish` or the next checkpoint writes it
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
@@ -136,10 +136,10 @@ class CheckpointWriter:
         """Wait until all started checkpoints are written.
 
         Raises:
-            CheckpointError: if the last one could not be written, or whatever else was in its way.
+            Exception: the error of the last checkpoint, such as a `CheckpointError`.
         """
         if self.held_by_me():
-            return  # from a handler or a finaliser within the write, which then continues
+            return  # a signal handler or a finaliser interrupted the write, which then continues
         self._drain()
         error = self._error
         self._error = None

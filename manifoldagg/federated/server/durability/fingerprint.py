@@ -34,11 +34,11 @@ def fingerprint(name: str, value: Any) -> Tree:
     digest of their content.
 
     Args:
-        name: of the value, for messages.
-        value: a rule, a space, a schedule, or what is in one.
+        name: the name of the value in messages.
+        value: a rule, a space, a schedule, or a part of one.
 
     Raises:
-        CheckpointError: naming a lambda, or a function within another one: many share such a name.
+        CheckpointError: if the value contains a lambda or a nested function, because several of them can share a name.
 
     Example:
         >>> from manifoldagg.federated.schedules import Cosine
@@ -59,11 +59,11 @@ def qualified_name(name: str, function: Any) -> str | None:
     """Return the qualified name of a callable, independent of the object it is bound to; `None` for `None`.
 
     Args:
-        name: of the function, for messages.
-        function: to name.
+        name: the name of the function in messages.
+        function: the callable.
 
     Raises:
-        CheckpointError: naming a lambda, or a function within another one.
+        CheckpointError: if it is a lambda or a nested function.
 
     Example:
         >>> import time
@@ -97,7 +97,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
         found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
         longer = None if len(saved) == len(current) else f"{name}: was {len(saved)} entries, got {len(current)}"
         return next((told for told in found if told is not None), longer)
-    # Written out, what is no number is equal too.
+    # NaN does not equal itself, but its representation does.
     return (
         None
         if saved == current or repr(saved) == repr(current)

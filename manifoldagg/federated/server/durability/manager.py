@@ -161,7 +161,10 @@ class DurabilityManager:
         )
 
     def maybe_write_checkpoint(self) -> None:
-        """Start a checkpoint in the background if one is due, unless the average has not received every version."""
+        """Start a checkpoint in the background if one is due.
+
+        A checkpoint contains the state of the average, so it waits until the average has received every version.
+        """
         state = self._state.value
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:
             self.checkpoints.maybe_write(state.history.next_index, self.make_snapshot)

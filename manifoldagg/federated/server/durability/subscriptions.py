@@ -29,7 +29,7 @@ class EventDispatcher:
       callback that raises one of them at every event blocks later events until it is unsubscribed.
 
     Args:
-        state: of the server.
+        state: the state of the server.
     """
 
     def __init__(self, state: AtomicReference[ServerState]) -> None:
