@@ -53,7 +53,7 @@ class Evictor:
         try:
             filed = self._spill.write(kept.tree)
         except SpillError as error:
-            LOG.warning("memory_limit: %s stays in memory: %s", key, error)
+            LOG.warning("memory: %s stays in memory: %s", key, error)
             if error.temporary:
                 return 0
             self._state.update(lambda now: (now._replace(store=now.store.pinned(key, kept)), None))
