@@ -225,3 +225,23 @@ def test_the_search_knows_a_page_by_its_word(site, word, page):
     assert any(entry["location"].startswith(page) for entry in found), [entry["location"] for entry in found]
     # By its title too, where words weigh most: a section or an entry of the reference.
     assert any(word in entry["title"].lower() for entry in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("differential privacy", "guide/differential_privacy/"),
+        ("gpu", "guide/gpu/"),
+        ("tensorboard", "guide/monitoring/"),
+        ("resume", "guide/fault_tolerance/"),
+        ("concurrency", "guide/rate_and_concurrency/"),
+        ("batchnorm", "guide/training_loop/"),
+        ("lora", "guide/adapters/"),
+        ("dropout of clients", "guide/fault_tolerance/"),
+    ],
+)
+def test_a_title_of_the_page_contains_the_words_of_the_search(site, words, page):
+    """The search weighs a word in a title a thousand times as much as one in the text."""
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titles = [entry["title"].lower() for entry in index if entry["location"].startswith(page)]
+    assert any(words in title for title in titles), titles

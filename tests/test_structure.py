@@ -305,8 +305,18 @@ def test_public_names_import_as_written_and_are_documented(name):
     assert ">>>" in value.__doc__ or name.endswith(("Tangent", "Embedding", "Update", "Payload"))
 
 
+def sides(diff):
+    """Return the code before and the code after a diff block."""
+    lines = diff.splitlines()
+    return ["\n".join(line[1:] for line in lines if not line.startswith(other)) for other in "+-"]
+
+
 def snippets():
-    """Return each snippet of the README alone, and the snippets of other pages together."""
+    """Return each snippet and each side of a diff of the README alone, and the snippets of other pages together."""
+    diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    for number, diff in enumerate(diffs):
+        for side, code in zip(("before", "after"), sides(diff), strict=True):
+            yield pytest.param(code, id=f"README.md-diff-{number}-{side}")
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
         name = str(page.relative_to(ROOT))
