@@ -61,7 +61,7 @@ def test_means_come_in_batches_and_one_model_with_all_the_weight_keeps_its_bits(
     for i in range(4):
         assert torch.equal(found.point[i], karcher_mean(MIXED, points[i], torch.tensor([1.0, 2.0, 3.0])).point)
     assert torch.equal(karcher_mean(MIXED, points, torch.tensor([0.0, 1.0, 0.0])).point, points[:, 1])
-    with pytest.raises(ArgumentError, match="points: expected no derivative"):
+    with pytest.raises(ArgumentError, match="points: expected tensors without gradients"):
         karcher_mean(MIXED, points.requires_grad_())
 
 

@@ -448,14 +448,20 @@ def test_a_sum_that_overflows_is_rejected_and_the_state_continues(dtypes):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_long_sum_of_small_entries_is_taken():
-    """Its length is beyond float32, but no entry is: it is formed and looked at."""
+def test_a_momentum_that_would_overflow_later_is_rejected():
+    """No entry is beyond float32, but later steps multiply the length of the momentum by others of this size."""
     p = nn.Parameter(torch.zeros(9))
     outer = Outer([p], DelayedNesterov(4, 0.1))
-    for _ in range(2):
-        p.grad = torch.full((9,), 1.5e38)
+    p.grad = torch.full((9,), 1e18)
+    outer.step()
+    before = outer.state[p]["buffer"].clone()
+    p.grad = torch.full((9,), 1.5e38)
+    with pytest.raises(ArgumentError, match="points: size of the momentum: expected a finite number <="):
         outer.step()
-    assert torch.equal(outer.state[p]["buffer"], torch.full((9,), 3e38))
+    assert torch.equal(outer.state[p]["buffer"], before)
+    p.grad = torch.full((9,), 1e18)
+    outer.step()
+    assert torch.equal(outer.state[p]["buffer"], 2 * before)
 
 
 def views():
