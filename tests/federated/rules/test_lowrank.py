@@ -342,10 +342,10 @@ def test_equal_values_at_the_cut_are_told(seed):
         (AsyncBezier(threshold="auto"), "space: AutoThreshold, .* needs flat leaves"),
         (AsyncCorrected(correction=DelayCompensated()), "space: DelayCompensated, .* needs flat leaves"),
         (AsyncCorrected(correction=Pairwise(torch.ones(1, 52))), "space: Pairwise, .* needs flat leaves"),
-        (OrthoFL(protocol="client"), "protocol: expected 'server' where leaves are of low rank, got 'client'"),
+        (OrthoFL(protocol="client"), "protocol: expected 'server' for low-rank leaves, got 'client'"),
         (
             ASGD(transport="parallel"),
-            "transport: expected None or 'projection' where leaves are of low rank, got 'parallel'",
+            "transport: expected None or 'projection' for low-rank leaves, got 'parallel'",
         ),
     ],
     ids=lambda x: type(x).__name__ if not isinstance(x, str) else "",

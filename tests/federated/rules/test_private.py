@@ -259,7 +259,7 @@ def descended(rule):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Private(FedAvg(2), 1.0, 1.0), r"rule: expected FedAvg\(weighted=False\): sample counts"),
+        (lambda: Private(FedAvg(2), 1.0, 1.0), r"rule: expected FedAvg\(weighted=False\), as sample counts"),
         (lambda: Private(FedBuff(2), 0.0, 1.0), "clip: expected a finite number > 0, got 0.0"),
         (lambda: Private(FedBuff(2), math.inf, 1.0), "clip: expected a finite number > 0, got inf"),
         (lambda: Private(FedBuff(2), 1.0, -1.0), "noise: expected a finite number >= 0, got -1.0"),
