@@ -300,7 +300,7 @@ def test_bytes_come_in_any_view(as_shipped):
 
 
 def test_no_points_are_refused_where_they_have_names():
-    with pytest.raises(ArgumentError, match="^points: expected one or more"):
+    with pytest.raises(ArgumentError, match="^points: expected at least one point"):
         pack(Payload(torch.ones(0, P), 1), spec=SPACE)
     assert unpack(pack(Payload(torch.ones(0, P), 1))).points.shape == (0, P)
 
@@ -312,7 +312,7 @@ def test_arguments_that_do_not_fit_are_named(as_shipped):
         "ticket: expected a Ticket or the id of a ticket": lambda: pack(value, ticket=3),
         "compress: expected one of True, False; got 'x'": lambda: pack(value, compress="x"),
         "error: expected a finite": lambda: pack(value, error=-1),
-        "spec: expected what": lambda: pack(value, spec=3),
+        "spec: expected a result of": lambda: pack(value, spec=3),
         "start: expected points of": lambda: pack(value, spec=SPACE),
         "data: expected bytes": lambda: unpack("text"),
     }.items():

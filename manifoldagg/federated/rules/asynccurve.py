@@ -39,7 +39,7 @@ class AsyncCurve(ServerRule):
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right).$$
 
-    $s$ is a parameter of the curve. It depends neither on $w_i$ nor on the staleness, and there is no pull-back of a
+    $s$ is a parameter of the curve. It depends neither on $w_i$ nor on the staleness, and the rule does not pull back a
     distance. $p_i$ is the fraction of all updates that come from the client, as in
     [`Dominance`][manifoldagg.federated.rules.Dominance].
 

@@ -30,10 +30,10 @@ class FADAS(BufferedRule):
       \Delta, \qquad \hat v \leftarrow \max(\hat v, v)$$
 
     where $\Delta = \frac1M \sum_i \Delta_i$ is the mean and $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement
-    from the client's own base. There is no bias correction. Let $\tau_{\max}$ be the largest staleness in the buffer.
-    Then $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$ otherwise. With
-    $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the maximum over all
-    buffers so far.
+    from the client's own base. The moments are not bias-corrected. Let $\tau_{\max}$ be the largest staleness in the
+    buffer. Then $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$
+    otherwise. With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the
+    maximum over all buffers so far.
 
     The rule stores no client states, so clients can join, leave or fail at any time. An update on an old ticket lowers
     the rate of its whole buffer.
