@@ -272,7 +272,7 @@ def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
     new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, space=space)
     assert torch.equal(new["mask"], mask)
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(ArgumentError, match="update: mask: expected finite values, or those of the current"):
+        with pytest.raises(ArgumentError, match="update: mask: expected finite values, or the values of the current"):
             aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, space=space)
 
 

@@ -303,7 +303,7 @@ BAD = {
     "a float counter": (lambda: buffers(num_batches_tracked=torch.tensor(3.0)), "buffers: 1.num_batches_tracked: expected a tensor of torch.int64"),
     "a buffer too long": (lambda: buffers(running_mean=torch.ones(3)), "buffers: 1.running_mean: expected shape (2,), got (3,)"),
     "a double buffer": (lambda: buffers(running_mean=torch.ones(2).double()), "buffers: 1.running_mean: expected a tensor of torch.float32"),
-    "a NaN buffer": (lambda: buffers(running_var=torch.tensor([1.0, NAN])), "buffers: 1.running_var: expected finite values >= 0, or those"),
+    "a NaN buffer": (lambda: buffers(running_var=torch.tensor([1.0, NAN])), "buffers: 1.running_var: expected finite values >= 0, or the values"),
     "an infinite buffer": (lambda: buffers(running_mean=torch.tensor([INF, 0.0])), "buffers: 1.running_mean: expected finite values"),
     "a buffer without values": (lambda: buffers(running_mean=torch.ones(2, device="meta")), "buffers: 1.running_mean: expected a dense tensor"),
     "a base nobody asked for": (lambda: good(base=torch.ones(P)), "base: expected no base, as the server has stored it"),
