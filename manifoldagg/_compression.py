@@ -1,4 +1,4 @@
-"""Compression of tensors: the bytes of numbers sorted by their significance, and rounding within an error bound."""
+"""Compression of tensors: byte planes, which group bytes by significance, and rounding within an error bound."""
 
 import math
 from typing import Any
@@ -16,13 +16,13 @@ MAX_COMPRESSION_RATIO = 100
 CHUNK_BYTES = 2**20
 """The number of bytes that are decompressed at a time."""
 MAX_ZSTD_WINDOW = 2**23
-"""The memory of the decompressor for earlier bytes."""
+"""The largest window of the decompressor in bytes, which limits its memory."""
 COMPRESSION_LEVEL = 1
-"""Higher levels of zstandard take longer and do not make weights smaller."""
+"""The level of zstandard. Higher levels take longer and do not compress weights better."""
 
 
 def round_to_grid(x: Tensor, error: float) -> Tensor:
-    """Round to multiples of a power of two: exact in floating point, so that the bound holds to the last bit."""
+    """Round to multiples of a power of two. The scaling is exact in floating point, so the error bound is strict."""
     if not x.is_floating_point() or x.itemsize == 1:
         return x
     step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
@@ -32,14 +32,14 @@ def round_to_grid(x: Tensor, error: float) -> Tensor:
 
 
 def compress_planes(data: memoryview, width: int) -> bytes:
-    """Compress the bytes by their position in a number, padded if that saves a minimum share of them."""
+    """Compress the bytes, grouped by their position in a number. Pad the result to satisfy `MAX_COMPRESSION_RATIO`."""
     planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
     made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
     return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
 
 
 def decompress_planes(data: np.ndarray, out: np.ndarray, width: int) -> None:
-    """Undo `compress_planes` in pieces, after checking the announced number of bytes."""
+    """Decompress the result of `compress_planes` in pieces, after checking the declared number of bytes."""
     zstandard = _import_zstandard(WireError, "wire: ")
     if zstandard.frame_content_size(data.data) != len(out):
         raise ValueError("a compressed entry of another size")

@@ -1,4 +1,4 @@
-"""Files that are written atomically or locked, and figures without pyplot's global state."""
+"""Atomic writes, file locks, and figures without pyplot's global state."""
 
 import errno
 import glob
@@ -31,29 +31,29 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 2**20
-"""Bytes that are summed and written at a time. They are still in the cache when they are written."""
+"""The number of bytes per checksum and write, so that the bytes are in the cache when they are written."""
 DRAFT_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".replaced"
 NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Error numbers of file systems without hard links."""
 FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
-"""The functions that `close_with` returned last, by descriptor."""
+"""The latest function that `close_with` returned for each descriptor."""
 
 
 @contextmanager
 def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
     """Yield the path of a draft, a new file or folder, which replaces `path` if the block ends without an error.
 
-    The draft is synced to the disk and renamed, and the folder of `path` is synced. A reader of `path`, also after a
-    crash, finds the older or the new content. An error removes the draft. If the process is killed, the next call for
-    this path removes the draft, and if a folder was being replaced, returns it to its place.
+    The draft is synced to the disk and renamed, and the folder of `path` is synced. A reader of `path` finds either the
+    old or the new content, even after a crash. An error removes the draft. If the process is killed, the next call for
+    this path removes the draft. If a folder was being replaced, this call also restores it.
 
     Args:
-        path: of the file or folder to replace.
-        keep: the number of files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
-        is_synced: whether the block itself syncs the draft, by the descriptor that has written it. An error of an
-            earlier write may be reported to that descriptor only.
+        path: the path of the file or folder to replace.
+        keep: the number of files to keep: the latest as `path`, and older ones as `path.1`, `path.2`, …
+        is_synced: whether the block itself syncs the draft with the descriptor that has written it. The system may
+            report an earlier write error only to that descriptor.
 
     Raises:
         OSError: if the draft cannot be created, synced or renamed.
@@ -102,32 +102,32 @@ def sync(path: Path) -> None:
 
 
 def older_files(path: Path) -> list[Path]:
-    """Return the older files next to `path` that `atomic_write` has kept, the latest one first."""
+    """Return the older files next to `path` that `atomic_write` has kept, in order from newest to oldest."""
     found = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return sorted(found, key=lambda name: int(name.suffix[1:]))
 
 
 def check_path(path: str | Path) -> Path:
-    """Return the path of a file as an absolute path without links, in an existing folder.
+    """Return an absolute path without links, after checking that a file can have this path.
 
     Raises:
-        ArgumentError: if a file cannot have this path.
+        ArgumentError: if the folder does not exist, or if the path is that of a folder.
     """
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir() or place.is_dir():
-        raise ArgumentError(f"path: expected that of a file in a folder that exists, got {short_repr(str(path))}")
+        raise ArgumentError(f"path: expected the path of a file in an existing folder, got {short_repr(str(path))}")
     return place
 
 
 def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
-    """Write all of `data`, also if a system call writes only a part.
+    """Write all of `data`, even if each system call writes only a part.
 
     Args:
-        write: of a file: writes bytes, and returns how many it has written.
-        data: to write.
-        checksum: of the bytes that precede `data`.
+        write: the write function of a file, which returns the number of bytes that it has written.
+        data: the bytes to write.
+        checksum: the checksum of the bytes that precede `data`.
 
     Returns:
         The checksum including `data`.
@@ -146,10 +146,10 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 
 
 class FileLock:
-    """Exclusive lock of a file, until it is closed or deleted.
+    """Exclusive lock of a file, until the lock is closed or deleted.
 
-    The file has mode 0600 and remains. The system releases the lock of a killed process, and a child of `os.fork` does
-    not hold it. Where the file system has no locks, nothing is locked.
+    The file has mode 0600 and is not removed. The system releases the lock of a killed process, and a child of
+    `os.fork` does not hold it. If the file system does not support locks, the class has no effect.
 
     Raises:
         BlockingIOError: if another process or another lock of this process has locked the file.
@@ -172,11 +172,11 @@ class FileLock:
 def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
     """Return a function that closes a descriptor, and call it when `owner` is deleted.
 
-    At the end of the process it stays open, because threads and `atexit` functions may still write to it, and the next
-    file that is opened would get its number.
+    The descriptor remains open at the end of the process, because threads and `atexit` functions may still write to it.
+    If it were closed, the next opened file would get its number.
 
-    A child of `os.fork` gets the null device in its place, because a lock is held until each copy of its descriptor is
-    closed. The number stays in use, so that no write of the child can reach another file.
+    In a child of `os.fork`, the descriptor refers to the null device, because a lock is held until each copy of its
+    descriptor is closed. The number remains in use, so that writes of the child cannot reach another file.
     """
     close = weakref.finalize(owner, _close, file)
     close.atexit = False
@@ -188,12 +188,14 @@ def check_matplotlib() -> None:
     """Raise early if matplotlib is missing.
 
     Raises:
-        ArgumentError: saying what to install.
+        ArgumentError: if matplotlib is missing. The message contains the command to install it.
     """
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise ArgumentError("plots: plots require matplotlib: pip install 'manifoldagg[experiments]'") from None
+        raise ArgumentError(
+            "plots: expected matplotlib to be installed: pip install 'manifoldagg[experiments]'"
+        ) from None
 
 
 def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
@@ -251,9 +253,9 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the drafts of killed processes, after returning a folder that was being replaced to its place."""
+    """Restore a folder that a killed process was replacing, and remove the drafts of killed processes."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
-        # Another process may remove the draft first, or use it, or not permit access.
+        # Another process may have removed the draft, may be using it, or may not permit access.
         with suppress(OSError):
             file = os.open(folder, FOLDER_FLAGS)
             try:
@@ -265,7 +267,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _restore(replaced: Path, path: Path) -> None:
-    """Return a folder to its place, if nothing has replaced it."""
+    """Restore a folder to its original path if that path does not exist."""
     if replaced.exists() and not path.exists():
         os.replace(replaced, path)
 
@@ -273,7 +275,7 @@ def _restore(replaced: Path, path: Path) -> None:
 def _remove(folder: Path) -> None:
     try:
         os.rmdir(folder)
-    except OSError:  # After an error it is not empty.
+    except OSError:  # The folder is not empty after an error.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -295,7 +297,7 @@ def _flock(file: int, *, blocking: bool = False) -> bool:
 
 
 def _rotate(path: Path, keep: int, folder: Path) -> None:
-    """Rotate older files: link the file at `path` to the next older name; `path` exists at all times."""
+    """Rotate older files and link the file at `path` to the first older name. `path` exists at all times."""
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return

@@ -1,8 +1,12 @@
 """Trees of plain values and tensors as standard JSON.
 
-A value that JSON does not have is an object with one name that begins with `$`. The names are `$tuple`, `$bytes` (in
-base64), `$float` (not finite), `$dict` (pairs of keys and values, if keys are integers or begin with `$`) and `$tensor`
-(a reference, which the caller chooses).
+A value that JSON cannot represent is an object with one name that begins with `$`. The names are:
+
+- `$tuple`: a list.
+- `$bytes`: base64 text.
+- `$float`: a non-finite number.
+- `$dict`: pairs of keys and values, if keys are integers or begin with `$`.
+- `$tensor`: a reference, which the caller chooses.
 """
 
 import json
@@ -22,7 +26,7 @@ __all__ = ["TreePath", "check_bounds", "decode", "encode", "parse_json"]
 MAX_DIMENSIONS = 64
 """The largest number of dimensions of a tensor, as in torch."""
 MAX_BLOCKING_VALUES = 2**12
-"""The largest number of values that are written by one call of `json.dumps`."""
+"""The largest number of values that one call of `json.dumps` writes."""
 
 # Limits of data from an untrusted source (`is_bounded`).
 MAX_HEADER_BYTES = 2**24
@@ -30,12 +34,12 @@ MAX_HEADER_VALUES = 2**20
 """The largest number of brackets and commas in JSON, and therefore of values."""
 MAX_DEPTH = 64
 MAX_KEY = 2**60
-"""Larger integers are not their own hashes, and converting many digits takes quadratic time."""
+"""The bound on integer keys. Larger integers may not equal their hashes, and parsing many digits is quadratic."""
 MAX_INT_KEYS = 2**12
-"""The largest number of integer keys of one dict. Integers can be chosen to collide, which takes quadratic time."""
+"""The largest number of integer keys of one dict. Keys with colliding hashes would take quadratic time."""
 
 TreePath = tuple[str | int, ...]
-"""The keys and indices on the way from the root of a tree to a value."""
+"""The keys and indices from the root of a tree to a value."""
 
 
 def encode(
@@ -65,7 +69,7 @@ def encode(
 
 
 def _write_json(node: Any, large: set[int]) -> str:
-    """Write a value as JSON, in pieces if it is large: `json.dumps` blocks all other threads until it returns."""
+    """Return a value as JSON. A large value is written in pieces, as `json.dumps` blocks all other threads."""
     if id(node) not in large:
         return json.dumps(node)
     if isinstance(node, list):
@@ -163,7 +167,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
         node: the value that `json` has parsed.
         load_tensor: returns the tensor of a reference.
         is_bounded: reject deep nesting, and large or many integer keys, as an untrusted source may send.
-        depth: of the node in the tree.
+        depth: the depth of the node in the tree.
     """
     kind = type(node)
     if kind is not dict and kind is not list:
@@ -198,7 +202,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
 
 
 def parse_json(text: str, *, is_bounded: bool = False) -> Any:
-    """Return a JSON value without duplicate names and non-finite numbers; other text raises an exception."""
+    """Parse JSON without duplicate names and non-finite numbers. Other text raises an exception."""
     if is_bounded:
         check_bounds(text)
     return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)

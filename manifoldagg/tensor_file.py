@@ -1,8 +1,14 @@
 """Tensor files: trees of plain values and tensors, as safetensors files with JSON metadata.
 
-The entries of a file are its tensors, under their paths in the tree. The metadata are the version of this format, the
-kind of the tree, the tree as JSON, the encodings of entries that a safetensors reader may not know, and in a file a
-checksum of all its bytes. Reading a file never executes anything.
+The entries of a file are the tensors, named by their paths in the tree. The metadata contain:
+
+- the version of this format
+- the kind of the tree
+- the tree as JSON
+- the encodings of entries with dtypes that safetensors readers may not support
+- in a file, a checksum of all its bytes
+
+Reading a file does not execute code.
 """
 
 import json
@@ -43,12 +49,12 @@ __all__ = [
 FORMAT = "manifoldagg"
 VERSION = "1"
 HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
-"""How the header of a file begins. Eight hexadecimal digits follow. They are zeros while the checksum is computed."""
+"""The start of the header of a file. Eight hexadecimal digits follow. They are zeros while the checksum is computed."""
 BLANK_CHECKSUM = b"00000000"
 CHECKSUM = slice(len(HEADER_PREFIX), len(HEADER_PREFIX) + len(BLANK_CHECKSUM))
 DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""The dtypes that every safetensors reader knows. Other dtypes are stored as bytes."""
+"""The dtypes that every safetensors reader supports. Other dtypes are stored as bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -74,22 +80,22 @@ class TensorEntry(NamedTuple):
 
 
 def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
-    """Write a tree to a file, which only the user of the process can read, and replace an existing file.
+    """Write a tree to a file and replace an existing file. Only the user of the process can read the file.
 
     The file is renamed after it is complete and synced to the disk. If the process is killed or the machine stops,
-    either the older or the new file exists. An error leaves the older file and no other; if only the sync of the folder
+    either the old or the new file exists. After an error, only the old file exists. If only the sync of the folder
     fails, the new file remains.
 
     Args:
-        path: of the file, in a folder that exists. A link is followed.
-        kind: what the tree is; `load` checks it.
+        path: the path of the file, in an existing folder. Links are followed.
+        kind: the kind of the tree, which `load` checks.
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
-            It must not change meanwhile. Tensors that share memory are written one by one.
-        keep: how many files to keep: the last one under `path`, older ones under `path.1`, `path.2`, …
+            It must not change during the call. Tensors that share memory are written separately.
+        keep: the number of files to keep: the latest as `path`, and older ones as `path.1`, `path.2`, …
 
     Raises:
-        ArgumentError: if there is no such folder.
-        CheckpointError: naming a value of another type in the tree, or with the system error.
+        ArgumentError: if the folder does not exist.
+        CheckpointError: if the tree contains a value of another type (the message names it), or after a system error.
 
     Cost: one pass over the tensors, no second copy of them in memory.
 
@@ -110,18 +116,18 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any) -> bytearray:
-    """Return the bytes of the file that `save` would write, for `load_from`; raises errors as `save` does."""
+    """Return the bytes of the file that `save` would write, for `load_from`. Raises the same errors as `save`."""
     data = bytearray().join(_serialize(kind, tree))
     data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % zlib.crc32(data)
     return data
 
 
 def load(path: str | Path, kind: str) -> Any:
-    """Return the tree that `save` wrote. Tensors return to their devices if these are available, else to the CPU.
+    """Read the tree that `save` wrote. Tensors are loaded to their original devices if available, else to the CPU.
 
     Raises:
         CheckpointError: if the file does not exist, is truncated or altered, was not written by `save`, has another
-            version of the format, or holds another kind. The message names an older file next to it, which is not read.
+            version of the format, or contains another kind. The message names an older file next to it if there is one.
     """
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
@@ -137,20 +143,20 @@ def load(path: str | Path, kind: str) -> Any:
 
 
 def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Any:
-    """Return the tree that starts at the position of an open file, and advance the file past it.
+    """Read a tree from the current position of an open file, and advance the file past it.
 
     Args:
-        file: to read.
-        kind: what it must hold.
+        file: the file to read.
+        kind: the expected kind of the tree.
         size: the number of bytes from this position on.
-        allow_trailing: whether other bytes may follow.
+        allow_trailing: whether other bytes may follow the tree.
 
     Raises:
-        CheckpointError: as `load`.
+        CheckpointError: for the same reasons as in `load`.
     """
     metadata, found = _read(file, size, allow_trailing)
     if metadata.get("kind") != kind:
-        raise CheckpointError(f"holds a {metadata.get('kind')}, expected a {kind}")
+        raise CheckpointError(f"contains a {metadata.get('kind')}, expected a {kind}")
 
     def tensor(reference: Any) -> Tensor:
         name, device = reference if type(reference) is list else (reference, "cpu")
@@ -161,14 +167,14 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
 
 
 def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
-    """Return the metadata and the tree of a file in constant memory, with dtypes and shapes in place of tensors.
+    """Read the metadata and the tree of a file in constant memory, with dtypes and shapes instead of tensors.
 
     Args:
-        file: to read. It is advanced past the tree.
+        file: the file to read, which is advanced past the tree.
         size: the number of bytes from its position on. Other bytes may follow the tree.
 
     Raises:
-        CheckpointError: as `load`, for a file of any kind.
+        CheckpointError: for the same reasons as in `load`, except for the kind.
     """
     metadata, found = _read(file, size, allow_trailing=True, retains_data=False)
 
@@ -180,7 +186,7 @@ def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the values of a tensor as contiguous bytes: a copy only if they are not contiguous in CPU memory.
+    """Return the values of a tensor as contiguous bytes. They are copied only if they are not contiguous on the CPU.
 
     Example:
         >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)).hex()
@@ -192,7 +198,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def unique_name(path: TreePath, used: Container[str]) -> str:
-    """Return an unused name of an entry, for the tensor at a path."""
+    """Return an unused entry name for the tensor at a path."""
     name = "/".join(map(str, path))
     while name in used or name == "__metadata__":
         name += "'"
@@ -200,7 +206,7 @@ def unique_name(path: TreePath, used: Container[str]) -> str:
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
-    """Return the header of a file, after its length. The bytes of the entries follow it in their order.
+    """Return the length and the header of a file. The bytes of the entries must follow in the same order.
 
     Raises:
         ValueError: if `is_bounded` and `parse_header` would reject the header from an untrusted source.
@@ -233,8 +239,8 @@ def with_length(header: bytes) -> bytes:
 def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
     """Return the metadata of a header, and its entries in the order of their bytes.
 
-    An invalid header raises an exception. The bytes of an entry begin where those of the entry before end, and their
-    number is that of the dtype and the shape, unless they are compressed.
+    An invalid header raises an exception. Entries are contiguous. The number of bytes of an entry matches its dtype and
+    shape, unless it is compressed.
 
     Example:
         >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})
@@ -275,7 +281,7 @@ def _check_length(entry: TensorEntry) -> None:
 
 
 def parse_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape in JSON as a tuple; an invalid shape raises a `ValueError`."""
+    """Convert a shape from JSON to a tuple. An invalid shape raises a `ValueError`."""
     if type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 2**62 for n in shape):
         return tuple(shape)
     raise ValueError("an invalid shape")
@@ -349,10 +355,10 @@ def _read(
             checksum = zlib.crc32(data.numpy().data, checksum)
         found[entry.name] = entry, data
     if b"%08x" % checksum != header[CHECKSUM]:
-        raise CheckpointError("is altered: its checksum is another one")
+        raise CheckpointError("is altered: its checksum does not match")
     version = metadata.get("version")
     if version != VERSION:
-        raise CheckpointError(f"has version {version} of the format, and this version of the package reads {VERSION}")
+        raise CheckpointError(f"has format version {version}, and this version of the package reads {VERSION}")
     return metadata, found
 
 
@@ -367,7 +373,7 @@ def _read_exactly(file: BufferedReader, count: int) -> Tensor:
     """Read exactly this number of bytes into new memory."""
     data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
-        raise CheckpointError("is altered: it ends before its header says")
+        raise CheckpointError("is altered: it is shorter than its header declares")
     return data
 
 

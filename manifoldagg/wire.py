@@ -1,13 +1,14 @@
 """Serialization of messages, payloads, tickets and receipts to bytes.
 
-The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. Its entries have the parameter names of a
-given `spec` (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). Its metadata also contain the ticket of
-the value and a digest of the model's layout. Nothing in it is executed. For invalid bytes `unpack` raises a
+The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. With a `spec`, the entries have the parameter
+names of the model (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). The metadata also contain the
+ticket of the value and a digest of the model's layout.
+
+`unpack` does not execute code from the bytes. For invalid bytes, it raises a
 [`WireError`][manifoldagg.errors.WireError]. It checks all sizes before it allocates a tensor, and tensors are at most
 `MAX_COMPRESSION_RATIO` times as large as their bytes.
 
-A NaN outside of tensors, as in `numbers`, in `client_state` or in a receipt, is serialized as one NaN, without its sign
-and payload bits.
+A NaN outside of tensors, such as in `numbers`, in `client_state` or in a receipt, loses its sign and payload bits.
 """
 
 import json
@@ -36,7 +37,7 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
 MIN_COMPRESSED_BYTES = 512
-"""Smaller tensors are not compressed."""
+"""The minimum number of bytes for compression. Smaller tensors are not compressed."""
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in (Message, Payload, Receipt, Ticket)}
 Spec = ParameterSpace | Mapping[str, Any]
 SPLIT_FIELDS = ("start", "points", "base")
@@ -53,24 +54,24 @@ def pack(
 ) -> bytes:
     r"""Serialize a value to bytes.
 
-    Tensors keep their dtypes and bits; plain NaNs become one NaN. With `spec`, entries have the names of the model. A
-    ticket uses the names of its own space, which is not serialized.
+    Tensors keep their dtypes and bits. With `spec`, entries have the parameter names of the model. A ticket uses the
+    names of its own space, which is not serialized.
 
     Args:
-        value: the value to send.
+        value: the value to serialize.
         spec: the result of the server's `spec()`, or its space.
-        ticket: the ticket of the value; see [`ticket_of`][manifoldagg.wire.ticket_of].
-        compress: whether to compress tensors without loss, by zstandard (`pip install 'manifoldagg[wire]'`).
+        ticket: the ticket of the value, which [`ticket_of`][manifoldagg.wire.ticket_of] reads.
+        compress: whether to compress tensors without loss with zstandard (`pip install 'manifoldagg[wire]'`).
         error: the largest rounding error of each number of `points` and `tensors` of a payload,
             $|\hat x_i - x_i| \le$ `error`. Numbers are rounded to multiples of the largest power of two that satisfies
-            this, and compressed. Non-finite numbers, and the leaves of `points` that are curved in `spec`, are exact.
+            this bound, and compressed. Non-finite numbers and curved leaves of `points` are exact.
 
     Raises:
-        ArgumentError: naming the argument that does not fit. A message cannot be rounded, because the client would
-            start from another model than the server's base.
-        WireError: naming a value that cannot be serialized.
+        ArgumentError: if an argument is invalid (the message names it). A message cannot be rounded, because the client
+            would start from a different model than the server's base.
+        WireError: if a value cannot be serialized. The message names it.
 
-    Cost: one pass over the tensors, which reads them and writes the bytes; with `compress`, more.
+    Cost: one pass over the tensors, which reads them and writes the bytes. `compress` needs more time.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -94,7 +95,7 @@ def pack(
     if error and not isinstance(value, Payload):
         raise ArgumentError(f"error: expected 0 for a {type(value).__name__}: only payloads are rounded")
     if not isinstance(ticket, str | Ticket | None):
-        raise ArgumentError(f"ticket: expected one, or its id, got {type(ticket).__name__}")
+        raise ArgumentError(f"ticket: expected a Ticket or the id of a ticket, got {type(ticket).__name__}")
     writer = _TensorWriter(space.layout if space else None)
     text = encode(_to_fields(kind, value), writer.add_tensor, _wire_error, is_bounded=True)
     metadata = {"kind": kind, "tree": text}
@@ -119,17 +120,17 @@ def pack(
 
 
 def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) -> Any:
-    """Deserialize a value: a message, a payload, a receipt or a ticket, with its tensors on the CPU.
+    """Deserialize a message, a payload, a receipt or a ticket. Its tensors are on the CPU.
 
     Args:
         data: the bytes.
-        spec: of the space that the value must belong to. A ticket gets this space, for its `state_dict`.
+        spec: the spec of the expected space. A ticket gets this space, for its `state_dict`.
 
     Raises:
-        WireError: if `pack` did not return these bytes, has another version, or if they do not belong to the space.
-        ArgumentError: if `data` or `spec` have another type.
+        WireError: if the bytes were not returned by `pack`, have another format version, or do not match the space.
+        ArgumentError: if `data` or `spec` has an invalid type.
 
-    Cost: one pass over the tensors, each of which gets memory of its own.
+    Cost: one pass over the tensors, each of which is allocated separately.
 
     Example:
         >>> unpack(pack(Receipt(True, "", version=3))).version
@@ -150,7 +151,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the ticket id in packed bytes, or `None` without one; only the header is read.
+    """Return the ticket id in packed bytes, or `None` without a ticket. Only the header is read.
 
     Raises:
         WireError: if the header is invalid.
@@ -187,9 +188,9 @@ class _TensorWriter:
         rows = tensor[None] if field != "points" else tensor
         got = f"got {tuple(tensor.shape)}"
         if rows.ndim != 2 or rows.shape[1] != size or not self._layout.leaves:
-            raise ArgumentError(f"{field}: expected points of {size} numbers, as `spec` says, {got}")
+            raise ArgumentError(f"{field}: expected points of {size} numbers because of `spec`, {got}")
         if not len(rows):
-            raise ArgumentError(f"{field}: expected one or more, {got}")
+            raise ArgumentError(f"{field}: expected at least one point, {got}")
         for i, row in enumerate(rows.detach()):
             before = f"points/{i}" if field == "points" else field
             for leaf, piece in zip(self._layout.leaves, row.split(self._layout.sizes), strict=True):
@@ -208,7 +209,7 @@ class _TensorReader:
         self.metadata, entries = tensor_file.parse_header(view[8 : 8 + length], is_bounded=True)
         if self.metadata["version"] != tensor_file.VERSION:
             found = self.metadata["version"][:20]
-            raise _wire_error(f"is of version {found!r}, and this package reads {tensor_file.VERSION}")
+            raise _wire_error(f"expected format version {tensor_file.VERSION!r}, got {found!r}")
         self.kind = self.metadata["kind"]
         self._body = np.frombuffer(view, np.uint8)[8 + length :]
         if sum(entry.num_bytes for entry in entries) != len(self._body):
@@ -224,18 +225,18 @@ class _TensorReader:
             _check_layout(self.metadata.get("layout"), self.leaves, space)
 
     def json_value(self, name: str) -> Any:
-        """Return the metadata of a name, parsed as JSON."""
+        """Return the metadata entry of a name, parsed as JSON."""
         return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
-        """Return a referenced tensor, or points whose leaves are referenced."""
+        """Return a referenced tensor, or points that are assembled from their leaves."""
         if isinstance(reference, str):
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
         field, shape = reference
         sizes = tensor_file.parse_shape(shape)
         count = sizes[0] if field == "points" else 1
-        # Without names of leaves any count of points would have its entries.
+        # Without leaf names, a huge number of points would need no entries.
         if field not in SPLIT_FIELDS or not self.leaves or count * len(self.leaves) > len(self.unread_entries):
             raise ValueError("points without entries")
         before = [f"points/{i}" for i in range(count)] if field == "points" else [field]
@@ -248,7 +249,7 @@ class _TensorReader:
         return self._assemble(rows, sizes)
 
     def _assemble(self, rows: list[tensor_file.TensorEntry], shape: Sequence[int]) -> Tensor:
-        """Assemble a tensor from these entries."""
+        """Return a tensor with the data of these entries."""
         raw = in_huge_pages(torch.empty(sum(entry.memory for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
@@ -280,7 +281,7 @@ def _encode_tensor(
 
 
 def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
-    """Return the fields by name, as plain values; a ticket includes the fields of its message."""
+    """Return the fields by name, as plain values. A ticket includes the fields of its message."""
     source = value.message if isinstance(value, Ticket) else value
     found = {field.name: getattr(source, field.name) for field in fields(source)}
     if isinstance(value, Ticket):
@@ -302,7 +303,7 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
-    """Return the value with these fields, each of which must be of its type."""
+    """Return the value with these fields, after checking their types."""
     made = _check_fields(kind, content)
     for name in SPLIT_FIELDS:
         given = made.get(name)
@@ -359,7 +360,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
-    """Check that the layout equals the other side's, as far as it is stated."""
+    """Check the layout of the bytes against the space, as far as the metadata contain it."""
     names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
         raise _wire_error(f"layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")

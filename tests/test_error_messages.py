@@ -183,7 +183,7 @@ def test_a_rule_by_its_name_gets_the_closest_class():
         ("Krum", "manifoldagg.federated.rules.Krum"),
         ("FedMedian", "manifoldagg.federated.rules.Median"),
         ("FedAvgM", "manifoldagg.federated.rules.Momentum"),
-        ("FedXgbBagging", "a rule of the table in docs/guide/rules.md"),
+        ("FedXgbBagging", "a rule from the table in docs/guide/rules.md"),
     ],
 )
 def test_a_strategy_of_flower_gets_the_rule_to_use(name, instead):

@@ -285,10 +285,10 @@ def load_bytes(path, content, kind):
 def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
     path = tmp_path / "x"
     save(path, "clock", OLD)
-    with pytest.raises(CheckpointError, match=r"x: holds a clock, expected a server$"):
+    with pytest.raises(CheckpointError, match=r"x: contains a clock, expected a server$"):
         load(path, "server")
     assert alike(load_bytes(path, forged(path.read_bytes(), lambda header, metadata: None), "clock"), OLD)
-    with pytest.raises(CheckpointError, match="has version 2 of the format, and this version of the package reads 1"):
+    with pytest.raises(CheckpointError, match="has format version 2, and this version of the package reads 1"):
         load_bytes(path, forged(path.read_bytes(), lambda header, metadata: metadata.update(version="2")), "clock")
     torch.save({"x": torch.ones(2)}, path)
     with pytest.raises(CheckpointError, match="was not written by this package"):

@@ -300,7 +300,7 @@ def test_bytes_come_in_any_view(as_shipped):
 
 
 def test_no_points_are_refused_where_they_have_names():
-    with pytest.raises(ArgumentError, match="^points: expected one or more"):
+    with pytest.raises(ArgumentError, match="^points: expected at least one point"):
         pack(Payload(torch.ones(0, P), 1), spec=SPACE)
     assert unpack(pack(Payload(torch.ones(0, P), 1))).points.shape == (0, P)
 
@@ -309,7 +309,7 @@ def test_arguments_that_do_not_fit_are_named(as_shipped):
     value = Message(torch.ones(2))
     for told, call in {
         "value: expected a Message": lambda: pack({}),
-        "ticket: expected one": lambda: pack(value, ticket=3),
+        "ticket: expected a Ticket or the id of a ticket": lambda: pack(value, ticket=3),
         "compress: expected one of True, False; got 'x'": lambda: pack(value, compress="x"),
         "error: expected a finite": lambda: pack(value, error=-1),
         "spec: expected a result of `spec()`": lambda: pack(value, spec=3),
@@ -477,7 +477,7 @@ HOSTILE = {
     "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
     "utf-16": (with_length(b"x") + PLAIN, "wire"),
     "another format": (altered(PLAIN, format="pt"), "not those of this package"),
-    "a newer version": (altered(PLAIN, version="2"), "is of version '2', and this package reads 1"),
+    "a newer version": (altered(PLAIN, version="2"), "expected format version '1', got '2'"),
     "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
     "a key twice": (
         altered(PLAIN, tree='{"$dict": [["start", 1], ["start", 2]]}'),

@@ -1,3 +1,3 @@
-"""The command line: `manifoldagg compare`, `report`, `route` and `doctor`, one file each."""
+"""The command line: `manifoldagg compare`, `report`, `route`, `inspect` and `doctor`, one file each."""
 
 __all__: list[str] = []

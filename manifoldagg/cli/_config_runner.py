@@ -26,24 +26,24 @@ from manifoldagg.simulation.spec_parser import Spec, error_context, parse_litera
 from manifoldagg.simulation.stable_repr import stable_repr
 
 EXCLUDED_OPTIONS = ("config", "only", "name")
-"""Options that have no place in a file."""
+"""Options that a file must not contain."""
 SHARED_SETTINGS = (
     *("clients", "num_updates", "partition", "holdout", "validation", "batch"),
     *("scheduler", "delays", "availability", "task_cost", "concurrency", "eval_every"),
 )
-"""Options that are settings of a comparison by the same name and value."""
+"""Options that are settings of a comparison with the same name and value."""
 FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
-"""Options whose words may name a file."""
+"""Options whose values may name a file."""
 
 
 def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
-    """Run the command once for each table of a file; options on the command line override those of the table.
+    """Run the command once for each table of a file. Options on the command line override those of the table.
 
-    All tables are checked before the first one runs. Paths in the file are relative to the file, and paths on the
-    command line to the working directory.
+    All tables are checked before the first one runs. Paths in the file are relative to the file. Paths on the command
+    line are relative to the working directory.
 
     Raises:
-        ArgumentError: with the table and its fault.
+        ArgumentError: if a table is invalid. The message names the table and the fault.
     """
     command = context.command
     typed = {
@@ -52,7 +52,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
         if option.name not in (None, "config", "only") and _is_typed(context, option.name)
     }
     if "name" in typed:
-        raise ArgumentError("name: expected no name with --config: reports are named after its tables")
+        raise ArgumentError("name: expected --config without --name, as reports are named after the tables")
     lines = command_lines(path, options_by_name(command.params, EXCLUDED_OPTIONS), only)
     here, there = Path.cwd(), path.parent.absolute()
     for name in FILE_OPTIONS if here != there else ():
@@ -60,7 +60,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
             typed[name] = _rebase_paths(there, name, typed[name])
     if typed.keys() & {"data", "methods"}:
         sys.path.insert(0, str(here))
-    # A module of the user may be in the working directory, as for `python -m`.
+    # A user module may be in the working directory, as for `python -m`.
     sys.path.insert(0, "")
     runs = {}
     with chdir(there):
@@ -95,7 +95,7 @@ def _is_typed(context: Any, name: str) -> bool:
 def _rebase_paths(folder: Path, option: str, text: str) -> str:
     """Return a spec in which paths relative to the working directory are relative to `folder`.
 
-    A path that exists only relative to `folder` is rebased, too, because the file that the user meant is missing.
+    A path that exists only relative to `folder` is also rebased, so that the command reports a missing file.
     """
     spec = parse_spec(option, text)
     exists = Path.exists if spec.name in DATASETS else Path.is_file
@@ -116,7 +116,7 @@ def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
 
 
 def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
-    """Load the report of a comparison if it exists with these settings, files and versions, and none is in progress."""
+    """Load the report of a finished comparison with the same settings, files and versions, or return `None`."""
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
         return None
@@ -147,7 +147,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _methods(params: dict[str, Any]) -> list[Method]:
-    """Build the methods as the command does: with scaled default rates unless it searches for rates."""
+    """Build the methods like the command: with scaled default rates, unless it tunes the rates."""
     names, rates = params["methods"], list(params["rate"] or ())
     if params["tune"]:
         return methods(names, rates)

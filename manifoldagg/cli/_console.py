@@ -11,4 +11,4 @@ console = Console()
 error_console = Console(stderr=True, highlight=False)
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
-"""What typer raises for arguments that it does not take: of its own, or of click where it was built on that."""
+"""The exception that typer raises for invalid arguments. Depending on the version, it is defined by typer or click."""

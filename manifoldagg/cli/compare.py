@@ -39,7 +39,7 @@ from manifoldagg.simulation.stable_repr import stable_repr
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 
 OPTION_NAMES = {"num_updates": "updates", "eval_every": "eval-every", "task_cost": "task-cost"}
-"""The options whose names differ from those of the arguments of `compare`."""
+"""The command-line names of arguments of `compare`, where they differ."""
 
 
 def compare_command(
@@ -47,48 +47,55 @@ def compare_command(
     data: Annotated[
         str,
         typer.Option(
-            help="The data set: `digits` (1,797 handwritten digits, in scikit-learn), `idx:FOLDER` (MNIST and its "
-            "kin), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name`, a LabelledDataset of your own."
+            help="The data set: `digits` (1,797 handwritten digits from scikit-learn), `idx:FOLDER` (MNIST and data "
+            "sets with its file names), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name` (your own "
+            "LabelledDataset)."
         ),
     ] = "digits",
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  [default: the data set's]",
+            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  "
+            "[default: the model of the data set]",
             show_default=False,
         ),
     ] = None,
-    clients: Annotated[int, typer.Option(help="Clients that share the data (see --partition).")] = 30,
+    clients: Annotated[int, typer.Option(help="The number of clients that share the data (see --partition).")] = 30,
     num_updates: Annotated[
-        int, typer.Option("--updates", help="Updates that the server receives in each run, one client's each.")
+        int, typer.Option("--updates", help="The number of client updates that the server receives in each run.")
     ] = 200,
-    seeds: Annotated[int, typer.Option(help="Repetitions with another split, initial model and order of events.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(help="The number of repetitions with different splits, initial models and orders of events.")
+    ] = 3,
     methods: Annotated[
         str,
         typer.Option(
-            help="What to compare, separated by commas: rules in lower case, with options, such as "
-            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value`, a rule of your own. An "
-            "object of your own is the value of an option: `asynccorrected:correction=my_module:MyCorrection`."
+            help="The methods, separated by commas: names of rules in lower case with options, such as "
+            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value` for your own rule. The "
+            "value of an option may be your own object: `asynccorrected:correction=my_module:MyCorrection`."
         ),
     ] = "fedasync:weighted=True,fedortho,asynckrylov,asyncbezier",
     rate: Annotated[
         list[str] | None,
-        typer.Option(help="Global learning rate for all methods (`0.5`) or one (`fedasync=0.5`); may be repeated."),
+        typer.Option(
+            help="The global learning rate of all methods (`0.5`) or of one method (`fedasync=0.5`). May be repeated."
+        ),
     ] = None,
     partition: Annotated[
-        str, typer.Option(help="How the data are split: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`, `disjoint`.")
+        str, typer.Option(help="The split of the data: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`, `disjoint`.")
     ] = "dirichlet:concentration=0.5",
     holdout: Annotated[
         float | None,
         typer.Option(
-            help="The part of each client's samples in the test set.  [default: the data's test split, or 0.2]",
+            help="The fraction of each client's samples in the test set.  "
+            "[default: the test split of the data set, or 0.2]",
             show_default=False,
         ),
     ] = None,
     validation: Annotated[
         float,
         typer.Option(
-            help="Test on this part of the training samples instead, to choose settings without the test set."
+            help="Test on this fraction of the training samples instead, to choose settings without the test set."
         ),
     ] = 0.0,
     batch: Annotated[int, typer.Option(help="The number of samples in a minibatch.")] = 16,
@@ -102,7 +109,9 @@ def compare_command(
     ] = None,
     delays: Annotated[
         str | None,
-        typer.Option(help="Clients that work alone, each for so long: `exponential:mean=10`, `csv:measured.csv`, ..."),
+        typer.Option(
+            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, ..."
+        ),
     ] = None,
     availability: Annotated[
         str | None,
@@ -111,14 +120,14 @@ def compare_command(
     task_cost: Annotated[
         str,
         typer.Option(
-            help="The cost of a task: `fixed`, all minibatches of its client for every method, or `trainer`, the "
-            "steps that the trainer of the method takes."
+            help="The cost of a task: `fixed` (the number of minibatches of its client, for every method) or `trainer` "
+            "(the number of steps of the method's trainer)."
         ),
     ] = "fixed",
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="The number of clients that train at the same time.  [default: all of them]", show_default=False
+            help="The number of clients that train at the same time.  [default: all clients]", show_default=False
         ),
     ] = None,
     tune: Annotated[
@@ -129,15 +138,13 @@ def compare_command(
             "samples. Finished runs are stored in --out, in `.tuned`.",
         ),
     ] = False,
-    tune_seeds: Annotated[int, typer.Option(help="Repetitions of each rate that --tune tries.")] = 3,
+    tune_seeds: Annotated[int, typer.Option(help="The number of repetitions of each rate that --tune tries.")] = 3,
     jobs: Annotated[int, typer.Option(help="The number of processes that train. The results do not depend on it.")] = 1,
-    eval_every: Annotated[
-        int, typer.Option(help="Evaluate the model after this many updates, and after the last.")
-    ] = 1,
+    eval_every: Annotated[int, typer.Option(help="The number of updates between evaluations of the model.")] = 1,
     target: Annotated[
         float | None,
         typer.Option(
-            help="The accuracy in [0, 1] up to which updates are counted.  [default: the data set's]",
+            help="The accuracy in [0, 1] up to which updates are counted.  [default: the target of the data set]",
             show_default=False,
         ),
     ] = None,
@@ -145,7 +152,7 @@ def compare_command(
     name: Annotated[
         str | None,
         typer.Option(
-            help="The report's folder in --out; one of that name is replaced.  [default: from the settings]",
+            help="The folder of the report in --out. An existing report is replaced.  [default: from the settings]",
             show_default=False,
         ),
     ] = None,
@@ -163,13 +170,13 @@ def compare_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A TOML file with a table for each comparison, and `[defaults]`: options by their long names. Options "
-            "on the command line override the file. Reports are named after the tables.",
+            help="A TOML file with a table for each comparison and a table `[defaults]`. Tables contain options by "
+            "their long names. Options on the command line override the file. Reports are named after the tables.",
             show_default=False,
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="The tables of --config to run, separated by commas; may be repeated.")
+        list[str] | None, typer.Option(help="The tables of --config to run, separated by commas. May be repeated.")
     ] = None,
     duration: Annotated[
         float | None,
@@ -179,33 +186,38 @@ def compare_command(
         ),
     ] = None,
 ) -> None:
-    """Compare methods in virtual time, on equal terms.
+    """Compare methods in virtual time under equal conditions.
 
     Every method has the same split and the same initial model. Methods with the same sampler have the same order of
     events. By default, two workers train the clients' models, from a queue that favours clients with little data. A
-    client gets the server's model again as soon as it has returned its update. Its new task waits in the queue, which
-    causes staleness.
+    client receives the server's model again as soon as it has returned its update. Its new task waits in the queue,
+    which causes staleness.
 
-    Names accept options, `name:option=value,option=value`. The error for an unknown name suggests the nearest one.
+    Names accept options: `name:option=value,option=value`. The error for an unknown name suggests the nearest one.
 
-    A value that has a name may also be an object of your own, `module:name`: a rule, a correction (`correction=`), a
-    trainer (`trainer=`), delays, a scheduler, an availability trace, a partition or a data set.
+    Named values may also be your own objects, `module:name`: a rule, a correction (`correction=`), a trainer
+    (`trainer=`), delays, a scheduler, an availability trace, a partition or a data set.
 
     Default rates were tuned with 30 clients in flight. For other numbers, the command scales them in proportion to the
-    stability limit and prints the scaled rates. It does not scale rates that --rate or --methods set, and --tune begins
-    at the unscaled rates.
+    stability limit and prints the scaled rates. It does not scale rates that --rate or --methods set. --tune starts
+    with the unscaled rates.
 
-    Prints a table and writes `results.json` and `log.jsonl`, a line for each evaluation (equal settings give equal
-    bits), `timing.json`, `accuracy.png`, `clients.png` (their accuracies from the worst to the best), `gantt.png` (who
-    trained when) and `plane.png` (the loss over the plane of one learned curve).
+    The command prints a table and writes these files:
+
+    - `results.json` and `log.jsonl` (a line for each evaluation), which are bit-identical for equal settings
+    - `timing.json`
+    - `accuracy.png`
+    - `clients.png` (the accuracies of the clients, from the worst to the best)
+    - `gantt.png` (the tasks of each client over time)
+    - `plane.png` (the loss over the plane of one learned curve)
 
     Example: `manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3`
     """
     if config is not None:
         return run_config(context, config, only or [])
     if only:
-        raise ArgumentError("only: expected --config, whose tables it selects")
-    # A module of the user may be in the working directory, as for `python -m`.
+        raise ArgumentError("only: expected --config, because --only selects its tables")
+    # A user module may be in the working directory, as for `python -m`.
     sys.path.insert(0, "")
     scaled: list[str] = []
     if tune:
@@ -241,7 +253,8 @@ def compare_command(
     def on_interrupt() -> str:
         if unfinished.exists():
             return f"interrupted: finished runs are stored in {unfinished}; --resume continues them"
-        return "interrupted: nothing was written" + (f" but what was tried, in {out / '.tuned'}" if tune else "")
+        tuned = f", except for finished runs of the search in {out / '.tuned'}" if tune else ""
+        return f"interrupted: nothing was written{tuned}"
 
     with graceful_shutdown(on_interrupt):
         check_destination(folder)
@@ -249,10 +262,10 @@ def compare_command(
             say(
                 f"Resuming from {unfinished}"
                 if unfinished.exists()
-                else f"{unfinished} is not there: from the beginning"
+                else f"{unfinished} does not exist: starting from the beginning"
             )
         elif unfinished.exists():
-            say(f"{unfinished} is started anew; --resume would continue it")
+            say(f"Replacing the unfinished {unfinished}; use --resume to continue it")
         with _stability_warnings(), renamed_arguments(OPTION_NAMES), ExitStack() as stack:
             comparison = compare(
                 problem,
@@ -302,8 +315,8 @@ def _progress_bars(
 ) -> Callable[[str, int], None]:
     """Return a callback that advances the bar of a method and a seed.
 
-    The first call prints the notices and shows the bars, until `stack` closes: an invalid setting prints its error
-    alone.
+    The first call prints the notices and shows the bars until `stack` closes. So the error for an invalid setting is
+    printed without bars.
     """
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
@@ -364,14 +377,14 @@ def rejection_lines(comparison: Comparison) -> list[str]:
 
 
 def rate_lines(comparison: Comparison) -> list[str]:
-    """Return a line for each tuned method with the rates that were tried and the best accuracy."""
+    """Return a line for each tuned method with the tried rates and the best accuracy."""
     tuning = comparison.settings["tuning"] or {"methods": {}}
     return [f"{name}: {_format_search(result)}" for name, result in tuning["methods"].items()]
 
 
 def _format_search(search: dict[str, Any] | str | None) -> str:
     if not isinstance(search, dict):
-        return "has no rate to search" if search is None else "its rate was given by hand"
+        return "the method has no rate to tune" if search is None else "the rate was set explicitly"
     scores = {one["rate"]: statistics.fmean(one["tail_accuracy"]) for one in search["tried"]}
     chosen = search["chosen"]
     end = ", at the end of the search" if chosen in (min(scores), max(scores)) else ""

@@ -28,9 +28,9 @@ def doctor_command() -> None:
 
 
 def flower_status() -> str | None:
-    """Return a line about simulation in Flower, which needs Ray; `None` if Flower is not installed.
+    """Return a line about simulation in Flower, or `None` if Flower is not installed.
 
-    Without Ray, Flower stops a simulation before it imports the app, so no code of an app can report it.
+    Simulation needs Ray. Without Ray, Flower stops before it imports the app, so an app cannot report the error.
     """
     if find_spec("flwr") is None:
         return None

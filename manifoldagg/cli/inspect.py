@@ -26,7 +26,7 @@ from manifoldagg.federated.server.durability.log_format import Segment, StoredRe
 __all__ = ["Summary", "inspect_command"]
 
 MAX_LISTED = 5
-"""The number of rejections and of client names that are listed."""
+"""The maximum number of listed rejections and client names."""
 
 
 def inspect_command(
@@ -68,19 +68,19 @@ def inspect_command(
 
 @dataclass
 class Summary:
-    """The numbers that `inspect` reports.
+    """Numbers that `inspect` reports.
 
     Attributes:
-        path: the path that was passed.
+        path: the given path.
         kind: `"checkpoint"` or `"journal"`.
         formats: the format versions of the files.
         num_bytes: the size of the files.
         version: the version of the model after the last record.
-        num_updates: the number of accepted updates; `None` if a checkpoint contains it.
+        num_updates: the number of accepted updates, or `None` if only a checkpoint contains it.
         clients: the clients with a ticket, an update or a weight.
         staleness: the number of accepted updates by staleness.
         rejections: the client or ticket and the reason of each final rejection, in order.
-        counts: the number of rejections by the invalid field.
+        counts: the number of rejections by invalid field.
         records: the number of records by kind.
         notes: messages about harmless findings.
         damage: the message about a corrupted file.
@@ -157,10 +157,10 @@ class Summary:
 
 
 def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
-    """Read a checkpoint or a journal into a summary, and yield its records; the history of a checkpoint.
+    """Read a checkpoint or a journal into a summary, and yield the rows of its history or its records.
 
     Raises:
-        ArgumentError: if the path is neither.
+        ArgumentError: if the path is neither a checkpoint nor a journal.
         CheckpointError: if a file is corrupted.
     """
     segments = [] if path.is_file() else [*map(Journal(path).segment_path, Journal(path).segments())]
@@ -186,7 +186,7 @@ def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def _records(segments: Sequence[Segment], summary: Summary) -> Iterator[StoredRecord]:
-    """Yield the records of a journal, and check them as recovery does."""
+    """Yield the records of a journal, with the same checks as recovery."""
     for segment, after in zip(segments, [*segments[1:], None], strict=True):
         if segment.header["snapshot"] is not None:
             for _ in summary.add_snapshot(segment.header["snapshot"]):
@@ -231,7 +231,7 @@ def _table(first: str, second: str, lines: Any) -> Table:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that JSON can express: `null` for numbers that are not finite."""
+    """Convert a value for JSON. Non-finite numbers become `null`."""
     if isinstance(value, dict):
         return {key: _json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -24,29 +24,30 @@ def report_command(
     axis: Annotated[
         str,
         typer.Option(
-            help="Along what accuracy is drawn, and on which equal terms methods are compared: `updates`, `time`, "
-            "`gradients`, `bytes`."
+            help="The cost axis of the plots and of the comparison at equal cost: `updates`, `time`, `gradients`, "
+            "`bytes`."
         ),
     ] = "updates",
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="A method by its name in the reports: all others are put beside it, seed by seed and on all axes.",
+            help="The name of a method in the reports with which all other methods are compared, by seed and on all "
+            "axes.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder to write; a joined report there is replaced.")] = Path(
-        "combined"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The folder of the combined report. An existing combined report is replaced.")
+    ] = Path("combined"),
 ) -> None:
-    """Join comparisons into one table, with confidence intervals of the differences.
+    """Combine comparisons into one report, with confidence intervals of the differences.
 
-    Runs are read at their end and, on equal terms, at the largest cost that all methods of the problem reached: in
-    virtual time, in gradients computed and in bytes sent. With 15 pairs of problem and seed or more, methods are
-    compared by Wilcoxon's signed-rank test with Holm's correction.
+    The report contains the accuracy at the end of the runs, and at equal cost: the largest cost that all methods of the
+    problem reached, in virtual time, in computed gradients and in sent bytes. With at least 15 pairs of problem and
+    seed, methods are compared by Wilcoxon's signed-rank test with Holm's correction.
 
-    Prints a table for each problem and writes `report.md`, `report.tex`, `table.csv`, `pairs.csv`, with --baseline
-    `baseline.csv`, and plots of accuracy and of clients.
+    The command prints a table for each problem and writes `report.md`, `report.tex`, `table.csv`, `pairs.csv`,
+    `baseline.csv` (with --baseline), and plots of accuracy and of clients.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
     """
@@ -64,7 +65,7 @@ def report_command(
 
 
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
-    """Format a table for each problem: the accuracy at the end and at equal cost."""
+    """Format a table for each problem, with the accuracy at the end and at equal cost."""
     for problem in combined.runs:
         frame = combined.table(problem).iloc[:, [0, *range(2, 7)]]
         heads = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in frame.columns]

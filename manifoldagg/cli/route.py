@@ -21,28 +21,32 @@ __all__ = ["objective_bound", "route_command", "routing_tables"]
 def route_command(
     rates: Annotated[
         Path,
-        typer.Option(help="A CSV file with a column `rate`, tasks per unit of time; `client` and `group` may follow."),
+        typer.Option(
+            help="A CSV file with a column `rate` (tasks per unit of time) and optional columns `client` and `group`."
+        ),
     ],
-    concurrency: Annotated[int, typer.Option(help="Tasks at the clients at any time, queued or in service.")] = 100,
+    concurrency: Annotated[
+        int, typer.Option(help="The number of tasks at the clients at any time, queued or in service.")
+    ] = 100,
     objective: Annotated[
         str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --updates updates.")
     ] = "time",
     rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
-    smoothness: Annotated[float, typer.Option(help="L, the Lipschitz constant of the gradients.")] = 1.0,
-    noise: Annotated[float, typer.Option(help="B = 2M² + σ²: clients that differ, and noisy gradients.")] = 209.0,
-    gap: Annotated[float, typer.Option(help="A: the first loss less the lowest.")] = 15.0,
+    smoothness: Annotated[float, typer.Option(help="The Lipschitz constant L of the gradients.")] = 1.0,
+    noise: Annotated[float, typer.Option(help="B = 2M² + σ², with heterogeneity M and σ² gradient noise.")] = 209.0,
+    gap: Annotated[float, typer.Option(help="The gap A between the initial loss and the lowest loss.")] = 15.0,
     num_updates: Annotated[
-        int, typer.Option("--updates", help="T, the updates that there will be; for `update`.")
+        int, typer.Option("--updates", help="The total number T of updates, for the objective `update`.")
     ] = 3000,
     out: Annotated[
-        Path, typer.Option(help="The CSV file of the routing; the plot is written next to it as .png.")
+        Path, typer.Option(help="The CSV file of the routing. The plot is written next to it as .png.")
     ] = Path("routing.csv"),
 ) -> None:
-    """Compute the best routing of tasks to clients, by queueing theory.
+    """Compute the optimal routing of tasks to clients with queueing theory.
 
-    Clients are queues of a closed network. Prints what share of the tasks each group of clients should get, how long
-    its queues are and how stale its updates, and the throughput and the bound beside those of uniform routing and of
-    routing in proportion to speed. Writes routing.csv and routing.png.
+    Clients are queues of a closed network. For each group of clients, the command prints the share of the tasks, the
+    mean queue length and the staleness of the updates. It also prints the throughput and the bound of the optimal
+    routing, of uniform routing and of routing in proportion to speed. It writes routing.csv and routing.png.
 
     Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
     """
@@ -64,7 +68,7 @@ def route_command(
 def objective_bound(
     objective: str, rates: np.ndarray, concurrency: int, *, num_updates: int, **constants: float
 ) -> Bound:
-    """Return the bound of an objective: "time" is H, "update" is G."""
+    """Return the bound of an objective: H for "time" and G for "update"."""
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, concurrency, **constants)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
@@ -75,7 +79,7 @@ def routing_tables(plan: Plan) -> tuple[Table, Table]:
     title = f"{len(plan.clients.names)} clients, {plan.bound.concurrency} tasks"
     groups = new_table("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
     for g in plan.groups():
-        # A name is not a markup.
+        # `Text` prevents rich from interpreting a name as markup.
         groups.add_row(
             Text(g.name), str(g.clients), f"{g.rate:.4g}", f"{g.share:.5f}", f"{g.queue:.3f}", f"{g.delay:.3f}"
         )

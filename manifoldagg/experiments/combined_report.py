@@ -1,4 +1,4 @@
-"""Combined reports: the runs of several comparisons, compared at equal cost, as data frames and as files."""
+"""Combined reports: the runs of several comparisons at equal cost, as data frames and as files."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,20 +24,20 @@ FILES = ("report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "a
 BUDGET_AXES = ("time", "gradients", "bytes")
 """The axes of the columns with the accuracy at equal cost."""
 MEANS = ("final", *(f"at_{axis}" for axis in AXES), "updates_to_target", "time_to_target", "loss", "gini", "theil")
-"""The columns of a run of which `CombinedReport.frame` has the means with their intervals."""
+"""The columns of a run for which `CombinedReport.frame` contains means with intervals."""
 BUDGET_NAMES = {axis: f"equal {axis}" for axis in AXES} | {"time": "equal virtual time"}
 TABLE_NOTE = """\
-Accuracies are those of the server's model on the held-out samples of all clients together, in percent. They are means
-over the seeds with their 95 % intervals (Student's t). *At* a cost, each run counts with its last evaluation that had
-spent at most this cost, without interpolation. The cost is the largest that every run of the problem reached. *To* a
-target are means over the runs that reached it. The last two columns are the mean costs of whole runs."""
+Accuracies are those of the server's model on the held-out samples of all clients, in percent. They are means over the
+seeds with 95 % intervals (Student's t). The columns *at* a cost use the last evaluation of each run within this cost,
+without interpolation. The cost is the largest cost that every run of the problem reached. The columns *to* a target are
+means over the runs that reached it. The last two columns are the mean costs of whole runs."""
 TEST_NOTE = """\
-Each pair of methods by Wilcoxon's two-sided signed-rank test on the common pairs of problem and seed, at {axis};
-p-values after Holm's correction over all {count} tests. Differences are medians, in percentage points. Seeds of one
-problem share its samples, so results over them may not hold on other data."""
+The table compares each pair of methods with Wilcoxon's two-sided signed-rank test on the common pairs of problem and
+seed, at {axis}. The p-values include Holm's correction over all {count} tests. Differences are medians, in percentage
+points. The seeds of one problem share its samples, so the results may not generalise to other data."""
 BASELINE_NOTE = """\
-Accuracy less that of {baseline}, in percentage points: means of the differences seed by seed with their 95 % intervals
-(Student's t), where the runs of the two methods had spent equally much."""
+The table shows the difference to the accuracy of {baseline} at equal cost, in percentage points. Values are means of
+the differences by seed with 95 % intervals (Student's t)."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class CombinedReport:
     def run_frame(self) -> pd.DataFrame:
         """Return a row for each run.
 
-        `final` is the accuracy at the end, and `at_time` that at the `budget` of the problem, and so on for each axis.
-        `updates_to_target` and `time_to_target` are NaN if the run did not reach the target. `spent_time` and its like
-        are the costs of the run.
+        `final` is the accuracy at the end. `at_time` is the accuracy at the `budget` of the problem, and there is such
+        a column for each axis. `updates_to_target` and `time_to_target` are NaN if the run did not reach the target.
+        `spent_time` and the corresponding columns of the other axes are the costs of the run.
         """
         return pd.DataFrame(
             {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
@@ -92,7 +92,7 @@ class CombinedReport:
     def frame(self) -> pd.DataFrame:
         """Return a row for each problem and method.
 
-        Each mean has its 95 % interval in two more columns, such as `final_low` and `final_high`. The means of
+        Two further columns contain the 95 % interval of each mean, such as `final_low` and `final_high`. The means of
         `updates_to_target` and `time_to_target` are over the `num_reached` runs that reached the target.
         """
         rows = []
@@ -105,7 +105,7 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
-        """Test every pair of methods on the accuracies at equal cost on an axis; see `statistics.compare_pairs`."""
+        """Test every pair of methods on the accuracies at equal cost on an axis, with `statistics.compare_pairs`."""
         runs = self.run_frame()
         scores = runs.pivot(
             index=["problem", "seed"], columns="method", values=f"at_{check_choice('axis', axis, AXES)}"
@@ -113,13 +113,13 @@ class CombinedReport:
         return compare_pairs(scores[list(dict.fromkeys(runs["method"]))])
 
     def differences(self, baseline: str) -> pd.DataFrame:
-        """Return the difference of the accuracies of every method and `baseline`, paired by seed, on each problem.
+        """Return the mean difference in accuracy between every method and `baseline`, paired by seed, on each problem.
 
-        The columns `at_updates` and so on have their 95 % intervals in two more columns. At the cost, all runs of these
-        two methods count, but not those of other methods.
+        Two further columns contain the 95 % interval of each column such as `at_updates`. The cost is the largest cost
+        that all common runs of the two methods reached. Runs of other methods do not affect it.
 
         Raises:
-            ArgumentError: if no problem has the method, or none has another method with a common seed.
+            ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
         """
         choose(
             "baseline", "method", baseline, dict.fromkeys(name for methods in self.runs.values() for name in methods)
@@ -140,12 +140,12 @@ class CombinedReport:
                 rows.append(row | _intervals(found))
         if not rows:
             raise ArgumentError(
-                f"baseline: expected a method that has a problem and a seed in common with another; got {baseline}"
+                f"baseline: expected a method with a problem and a seed in common with another method, got {baseline}"
             )
         return pd.DataFrame(rows)
 
     def table(self, problem: str) -> pd.DataFrame:
-        """Return the rows of a problem as text, as reports show them."""
+        """Return the rows of a problem as text for reports."""
         frame = self.frame()
         frame = frame[frame["problem"] == problem]
         at = {f"at {_format_amount(axis, self.budget(problem, axis))}, %": f"at_{axis}" for axis in BUDGET_AXES}
@@ -181,12 +181,12 @@ class CombinedReport:
 def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
     """Read the reports of `manifoldagg compare` in these folders, and combine their runs.
 
-    Reports of one problem may have other methods and seeds. If they differ in other settings, such as the number of
-    updates, the report has a note.
+    Reports of one problem may have different methods and seeds. If they differ in other settings, such as the number of
+    updates, the result contains a note.
 
     Raises:
-        ArgumentError: if a folder is not a report, with the file and the fault; or if two reports have a run of one
-            problem, method and seed.
+        ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of
+            the same problem, method and seed.
     """
     return CombinedReport(*read_reports(folders))
 
@@ -196,20 +196,20 @@ def write_combined_report(
 ) -> list[Path]:
     """Write the tables as Markdown, LaTeX and CSV, and plots of accuracy and of clients for each problem.
 
-    `report.md` and `report.tex` have the tables as text, `table.csv` is `CombinedReport.frame`, `pairs.csv`
-    `CombinedReport.tests`, and `baseline.csv` `CombinedReport.differences`.
+    `report.md` and `report.tex` contain the tables as text. `table.csv` contains `CombinedReport.frame`, `pairs.csv`
+    contains `CombinedReport.tests`, and `baseline.csv` contains `CombinedReport.differences`.
 
     Args:
-        combined: the runs.
-        folder: the folder; an existing combined report is replaced as a whole.
-        axis: the x axis of the plots, and the equal cost of the tests.
-        baseline: the method with which all others are compared on every axis.
+        combined: the combined report.
+        folder: the folder. An existing combined report is replaced as a whole.
+        axis: the x axis of the plots, and the cost axis of the tests.
+        baseline: the method with which all other methods are compared on every axis.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        ArgumentError: if `folder` holds something else or cannot be written, `axis` is invalid, or no problem has
+        ArgumentError: if `folder` contains other files or cannot be written, `axis` is invalid, or no problem contains
             the method `baseline`.
     """
     folder = Path(folder)
@@ -236,7 +236,7 @@ def write_combined_report(
 
 
 def markdown_table(frame: pd.DataFrame) -> str:
-    """Format a data frame of texts as a table of Markdown, with only the first column left-aligned.
+    """Format a data frame of texts as a Markdown table. Only the first column is left-aligned.
 
     Example:
         >>> print(markdown_table(pd.DataFrame({"method": ["A|B"], "final": ["57.0"]})))
@@ -250,7 +250,7 @@ def markdown_table(frame: pd.DataFrame) -> str:
 
 
 def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
-    """Return three columns for each name: the mean, and the ends of its interval."""
+    """Return three columns for each name: the mean and both ends of its interval."""
     flat: dict[str, object] = {}
     for name, values in columns.items():
         mean = mean_ci(values.to_list()) if len(values) else None
@@ -261,7 +261,7 @@ def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
 
 
 def _format(frame: pd.DataFrame, name: str, value: str, width: str = "", *, scale: float = 1.0) -> list[str]:
-    """Format the means of a column with half the lengths of their intervals; empty where there is no mean."""
+    """Format the means of a column with half the lengths of their intervals. Missing means are empty strings."""
     cells = []
     for mean, high in zip(frame[name] * scale, frame[f"{name}_high"].astype(float) * scale, strict=True):
         interval = "" if np.isnan(high) else f" ± {high - mean:{width or value.removeprefix('+')}}"

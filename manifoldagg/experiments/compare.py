@@ -41,14 +41,14 @@ from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["Comparison", "Landscape", "compare"]
 LANDSCAPE_AFTER = 0.5
-"""The plane is that of the first curve that arrives after this part of the updates."""
+"""The fraction of the updates after which the first curve that arrives is used for the plane."""
 MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
 """The maximum numbers of samples and of labels on which the loss of a plane is computed."""
 
 
 @dataclass(frozen=True)
 class Landscape:
-    """The planes of one learned curve: the loss on the client's own data, and on all held-out data."""
+    """Planes of one learned curve: the loss on the client's own data, and on all held-out data."""
 
     method: str
     update_index: int
@@ -64,7 +64,7 @@ class Comparison:
     Attributes:
         settings: all settings that determine the results.
         runs: the runs of each method, one for each seed.
-        landscape: the loss over the planes of a curve, for the first method that learns curves; else `None`.
+        landscape: the loss over the planes of a curve, for the first method that learns curves. Otherwise, `None`.
     """
 
     settings: dict[str, Any]
@@ -93,7 +93,7 @@ class Comparison:
         return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
 
     def results(self) -> dict[str, object]:
-        """Return all results but the log as a JSON-compatible tree, which the settings determine bit for bit."""
+        """Return all results except the log as a JSON-compatible tree. Equal settings give bit-identical results."""
         methods = {
             name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
             for name, summary in self.summary().items()
@@ -101,7 +101,7 @@ class Comparison:
         return {"settings": self.settings, "methods": methods}
 
     def log(self) -> list[dict[str, object]]:
-        """Return a row for each evaluation with its method and seed, which the settings determine bit for bit."""
+        """Return a row for each evaluation with its method and seed. Equal settings give bit-identical rows."""
         return [
             {"method": name, "seed": seed} | asdict(row)
             for name, runs in self.runs.items()
@@ -144,43 +144,45 @@ def compare(
     resume: bool = False,
     duration: float | None = None,
 ) -> Comparison:
-    """Run every method on every seed's federation, with one torch thread so that results repeat bit for bit.
+    """Run every method on the federation of every seed.
 
-    Partitions, schedulers, delays and availability may be names, as on the command line.
+    The runs use one torch thread, so that equal settings give bit-identical results. Partitions, schedulers, delays and
+    availability may be names, as on the command line.
 
     Args:
         dataset: the data set.
         methods: the methods, with distinct names.
         clients: the number of clients that share the data.
         num_updates: the number of updates in each run.
-        seeds: the number of repetitions; the seeds are 0, 1, ...
-        partition: as in `FederatedDataset.split`.
-        holdout: the part of the data in the test set, as in `FederatedDataset.split`.
-        validation: test on this part of the training data instead.
+        seeds: the number of repetitions. The seeds are 0, 1, ...
+        partition: the partition, as in `FederatedDataset.split`.
+        holdout: the fraction of the data in the test set, as in `FederatedDataset.split`.
+        validation: the fraction of the training data that replaces the test set, as in `FederatedDataset.split`.
         batch: the number of samples in a minibatch.
-        target: the accuracy up to which updates are counted; by default that of the data set.
-        scheduler: as in [`run`][manifoldagg.simulation.run]: a function that makes a scheduler for each run.
-        delays: of clients that work independently, instead of a scheduler.
-        availability: which clients are available, and when.
+        target: the target accuracy up to which updates are counted. The default is that of the data set.
+        scheduler: a function that returns a scheduler for each run, as in [`run`][manifoldagg.simulation.run].
+        delays: the delays of clients that work independently, instead of a scheduler.
+        availability: the changes of the clients' availability.
         task_cost: the cost of a task: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
         eval_every: the number of updates between evaluations.
-        executor: what trains. An executor that a function makes serves all runs. The results do not depend on it.
-        progress: called with the method's name and the seed after each update.
+        executor: the executor that trains, or a function that returns an executor for all runs. The results do not
+            depend on it.
+        progress: a function that is called with the method's name and the seed after each update.
         tuning: a search for the methods' rates before the comparison.
         folder: a folder for finished runs, the state of the current run and the log so far. The state is stored every
-            half minute, and when an exception ends the run. The caller removes the folder. Without `resume`, progress
-            in it is removed.
+            30 seconds, and when an exception ends the run. The caller removes the folder. Without `resume`, existing
+            progress in the folder is removed.
         resume: resume from `folder`, with bit-identical results.
         duration: the virtual time in seconds after which each run ends, if it has fewer than `num_updates` updates.
 
     Raises:
         ArgumentError: if an argument is invalid, or a run cannot start.
-        CheckpointError: if `folder` has the progress of another comparison or of other versions, with the first
-            difference, or a damaged file.
+        CheckpointError: if `folder` contains a damaged file, or the progress of another comparison or of other
+            versions. The message contains the first difference.
 
     Warns:
-        StabilityWarning: once for each run with a step above the stability limit, but not with `tuning`.
+        StabilityWarning: once for each run with a step above the stability limit, except with `tuning`.
     """
     check_count("seeds", seeds)
     check_count("num_updates", num_updates)
@@ -195,7 +197,8 @@ def compare(
         raise ArgumentError("resume: expected a `folder` to resume from")
     if isinstance(scheduler, Scheduler):
         raise ArgumentError(
-            "scheduler: expected a function that makes one for each run, got one, which the first run would use up"
+            "scheduler: expected a function that returns a scheduler for each run, got a scheduler, which only one run "
+            "can use"
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
@@ -297,13 +300,13 @@ def _check_methods(methods: Any) -> None:
     if isinstance(methods, str):
         raise ArgumentError(f"methods: expected a list of Methods, got {methods!r}; write methods({methods!r})")
     if isinstance(methods, Method):
-        raise ArgumentError(f"methods: expected a list of Methods, got one, {methods.name!r}; write [method]")
+        raise ArgumentError(f"methods: expected a list of Methods, got the Method {methods.name!r}; write [method]")
     if not isinstance(methods, Collection):
         raise ArgumentError(f"methods: expected a list of Methods, got {type(methods).__name__}")
     for place, method in enumerate(methods):
         check_method(f"methods[{place}]", method)
     if len({method.name for method in methods}) < len(methods) or not methods:
-        raise ArgumentError("methods: expected at least one, with distinct names")
+        raise ArgumentError("methods: expected at least one method, and distinct names")
 
 
 def _check_startable(
@@ -326,7 +329,7 @@ def _check_startable(
 
 
 def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
-    """Compute the loss over the plane of a curve that a client sent."""
+    """Compute the loss over the plane of a client's curve."""
     model, dataset = federation.model(), federation.dataset
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)

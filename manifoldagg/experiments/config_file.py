@@ -1,4 +1,4 @@
-"""Configuration files: comparisons in a TOML file, each of which is translated into a command line."""
+"""Configuration files: a TOML file with comparisons, each of which is converted to a command line."""
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -12,13 +12,13 @@ from manifoldagg.simulation.spec_parser import choose
 __all__ = ["DEFAULTS", "Option", "command_lines", "options_by_name"]
 
 DEFAULTS = "defaults"
-"""The table of the options that all comparisons share."""
+"""The name of the table with the options that all comparisons share."""
 VALUE_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("an integer", (int,)),
     "float": ("a number", (int, float)),
     "boolean": ("true or false", (bool,)),
 }
-"""The expected values by the type of an option, and their classes. The values of other types are words."""
+"""The description and the classes of the values of each option type. Other option types expect words."""
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class Option(Protocol):
 
 
 def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
-    """Return the options of a command by their long names without leading dashes, without those in `exclude`."""
+    """Return the options of a command, except those in `exclude`, by their long names without leading dashes."""
     found = {option.opts[0].removeprefix("--"): option for option in options if option.opts[0].startswith("--")}
     return {name: option for name, option in found.items() if name not in exclude}
 
@@ -39,18 +39,18 @@ def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return the command line of each table of a file, by the table's name and in the file's order.
 
-    A table has options of the command by their long names; the table `[defaults]` has the others. Values have the
-    option's type. Words may be a list, which is joined by commas. An option that may be repeated has one value or a
-    list of values, and `{fedasync = 0.5}` is `fedasync=0.5`.
+    A table contains options of the command by their long names. The table `[defaults]` contains options that all
+    comparisons share. Values have the type of the option. Words may be a list, which is joined by commas. A repeatable
+    option has one value or a list of values, and `{fedasync = 0.5}` means `fedasync=0.5`.
 
     Args:
-        path: the file.
+        path: the path of the file.
         options: the options by name.
-        only: names of tables, separated by commas; all tables by default.
+        only: the names of tables, separated by commas. The default is all tables.
 
     Raises:
-        ArgumentError: if the file cannot be read; if a table or a key is unknown, with the nearest known one; or if a
-            value has another type.
+        ArgumentError: if the file cannot be read, a table or a key is unknown (the message suggests the nearest one),
+            or a value has another type.
     """
     tree = _read(path)
     for name, table in tree.items():
@@ -62,7 +62,7 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
             choose(f"config: {path}: {name}", "option", key, options)
     shared = tree.pop(DEFAULTS, {})
     if not tree:
-        raise ArgumentError(f"config: {path}: expected a table for each comparison, got none")
+        raise ArgumentError(f"config: {path}: expected a table for each comparison, got a file without such tables")
     wanted = [name.strip() for names in only for name in names.split(",")] or [*tree]
     for name in wanted:
         choose(f"only: {path}", "comparison", name, tree)

@@ -1,4 +1,4 @@
-"""Registry of data sets, each with a suitable model; they are read from local files and never downloaded."""
+"""Registry of data sets, each with a suitable model. Data are read from local files and never downloaded."""
 
 import json
 import pickle
@@ -50,7 +50,7 @@ MAX_CLASSES = 2**31
 
 
 def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None = None) -> LabelledDataset:
-    """Load the data set of that name, or the one that a function builds.
+    """Load a data set by name or with a function.
 
     | name | data |
     | --- | --- |
@@ -59,19 +59,19 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare] |
     | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
-    | `module:name` | a `LabelledDataset` in your own module, or a function that makes one |
+    | `module:name` | a `LabelledDataset` in your own module, or a function that returns one |
 
     Worker processes receive the name or the function instead of the data. So the function must return equal data in
     each call, and it must be picklable.
 
     Args:
-        source: the name, or the function.
-        model: `mlp`, `cnn`, `gru` or `transformer` with the options of `manifoldagg.experiments.models`, such as
-            `"cnn:norm=batch"`; by default the data set's own model.
+        source: the name of the data set, or a function that returns it.
+        model: the model: `mlp`, `cnn`, `gru` or `transformer` with the options of `manifoldagg.experiments.models`,
+            such as `"cnn:norm=batch"`. The default is the model of the data set.
 
     Raises:
-        ArgumentError: if the name is unknown, a package or a file is missing, a file is invalid, the function returns
-            something else, or the model does not fit the data set.
+        ArgumentError: if the name is unknown, a package or a file is missing, a file is invalid, the function does not
+            return a `LabelledDataset`, or the model does not support the data set.
 
     Example:
         >>> load_dataset("digits").inputs.shape
@@ -81,7 +81,10 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     with single_threaded():  # Worker processes have one thread, and sums must have the same bits.
         made = make()
     if not isinstance(made, LabelledDataset):
-        raise ArgumentError(f"source: expected a function that makes a LabelledDataset, it made {type(made).__name__}")
+        raise ArgumentError(
+            f"source: expected a function that returns a LabelledDataset, got a function that returns "
+            f"{type(made).__name__}"
+        )
     if model is not None:
         return replace(made, model=_model_factory(model, made.signature))
     try:
@@ -97,7 +100,7 @@ class _ModelOfDataset:
     def __init__(self, source: str | Callable[[], LabelledDataset], model: Callable[[], nn.Module]) -> None:
         self._source = source
         self._model = model
-        # The name in the metadata of a run.
+        # The metadata of a run use this name.
         self.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
 
     def __call__(self) -> nn.Module:
@@ -116,7 +119,7 @@ def digits() -> LabelledDataset:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise ArgumentError("they come with scikit-learn: pip install 'manifoldagg[experiments]'") from None
+        raise ArgumentError("expected scikit-learn to be installed: pip install 'manifoldagg[experiments]'") from None
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return _with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
@@ -126,10 +129,10 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Load images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
 
     Args:
-        folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. Its name is that
-            of the data set.
-        part: `"train"` or `"t10k"`, the test images. By default the available parts, with the test images as the test
-            split.
+        folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. The data set has
+            the name of the folder.
+        part: `"train"` or `"t10k"` (the test images). The default is all available parts, with the test images as the
+            test split.
     """
     folder = Path(folder)
     wanted = PARTS if part is None else (part,)
@@ -144,13 +147,13 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
     """Load a text of plays by speaker, with gated recurrent units that predict the next character.
 
     A speech begins with the speaker's name and a colon on one line, and ends at an empty line. The speeches of a
-    speaker are joined and cut into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
+    speaker are joined and split into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
 
     Args:
-        path: the text, or a folder with `input.txt` or `shakespeare.txt`.
+        path: the path of the text, or of a folder with `input.txt` or `shakespeare.txt`.
         length: the number of characters in a sequence.
 
-    Source: the text of char-rnn, "tiny Shakespeare"; by speaker as McMahan et al. 2017.
+    Source: the text of char-rnn, "tiny Shakespeare"; split by speaker as in McMahan et al. 2017.
     """
     check_count("length", length)
     place = Path(path)
@@ -172,7 +175,7 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
         tokens = torch.tensor([number[character] for character in "\n".join(speeches)], dtype=torch.int64)
         count = (len(tokens) - 1) // length
         if count > 0:
-            # One token more than a sequence: the last one is only a label.
+            # A row has one token more than a sequence, because the last token is only a label.
             pieces.append(torch.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)]))
             owners += [len(pieces) - 1] * count
     if not pieces:
@@ -207,7 +210,7 @@ def leaf(folder: Path | str) -> LabelledDataset:
             owners += [who] * len(y)
             test += [tested] * len(y)
     if not xs:
-        raise ArgumentError(f"folder: {folder}: expected samples in it, it contains no samples")
+        raise ArgumentError(f"folder: {folder}: expected samples, got files without samples")
     characters = sorted({c for text in (*xs, *ys) if isinstance(text, str) for c in text})
     number = {character: i for i, character in enumerate(characters)}
     inputs = _leaf_inputs(folder, xs, number)
@@ -215,7 +218,7 @@ def leaf(folder: Path | str) -> LabelledDataset:
         ys = [number[y] for y in ys]
     if not all(type(y) is int and 0 <= y < MAX_CLASSES for y in ys):
         raise ArgumentError(
-            f"folder: {folder}: expected each y to be a whole number >= 0 and below 2**31, or each a character"
+            f"folder: {folder}: expected all y to be integers >= 0 and below 2**31, or all y to be characters"
         )
     suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
     given = torch.tensor(test) if any(test) and len(parts) > 1 else None
@@ -239,11 +242,11 @@ def npz(path: Path | str) -> LabelledDataset:
     except OSError as error:
         raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError):
-        raise ArgumentError(f"path: {path}: expected a file of numpy.savez, whole and without objects") from None
+        raise ArgumentError(f"path: {path}: expected a complete file of numpy.savez without objects") from None
     for name in arrays:
         choose(f"path: {path}", "array", name, NPZ_ARRAYS)
     if missing := [name for name in NPZ_ARRAYS[:2] if name not in arrays]:
-        raise ArgumentError(f"path: {path}: expected an array {missing[0]!r} in it; there are {', '.join(arrays)}")
+        raise ArgumentError(f"path: {path}: expected an array {missing[0]!r}, got {', '.join(arrays)}")
     with error_context(f"path: {path}"):
         return _from_arrays(path.stem, **arrays)
 
@@ -255,13 +258,13 @@ def _from_arrays(
     user_ids: np.ndarray | None = None,
     test_mask: np.ndarray | None = None,
 ) -> LabelledDataset:
-    """Build a data set of NumPy arrays."""
+    """Build a data set from NumPy arrays."""
     if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
         raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
     sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
     if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MAX_CLASSES:
-        given = f", the largest {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
-        raise ArgumentError(f"labels: expected whole numbers >= 0 and below 2**31, got {labels.dtype}{given}")
+        given = f" with the maximum {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
+        raise ArgumentError(f"labels: expected integers >= 0 and below 2**31, got {labels.dtype}{given}")
     if test_mask is not None and test_mask.dtype.kind != "b":
         raise ArgumentError(f"test_mask: expected booleans, got {test_mask.dtype}")
     if sequence and inputs.max() >= MAX_CLASSES:
@@ -269,7 +272,7 @@ def _from_arrays(
     with np.errstate(over="ignore"):
         numbers = inputs.astype(np.int64 if sequence else np.float32)
     if not np.isfinite(numbers).all():
-        raise ArgumentError("inputs: expected finite numbers, also in float32")
+        raise ArgumentError("inputs: expected numbers that are finite in float32")
     suits = models.gru if sequence else models.cnn if inputs.ndim == 4 else models.mlp
     return _with_model(
         name,
@@ -296,19 +299,19 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Yield the users of the JSON files of a folder, in the order of the files' names, with their samples."""
     files = sorted(place.glob("*.json"))
     if not files:
-        raise ArgumentError(f"folder: {place}: expected JSON files in it; it contains no such file")
+        raise ArgumentError(f"folder: {place}: expected JSON files, got a folder without JSON files")
     for file in files:
         try:
             content = json.loads(_read_text(file))
             for user in content["users"]:
                 x, y = content["user_data"][user]["x"], content["user_data"][user]["y"]
                 if not (isinstance(x, list) and isinstance(y, list) and len(x) == len(y)):
-                    raise ArgumentError(f"folder: {file}: {user}: expected lists x and y of one length")
+                    raise ArgumentError(f"folder: {file}: {user}: expected lists x and y of equal length")
                 yield str(user), x, y
         except ArgumentError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            missing = f"no {error}" if isinstance(error, KeyError) else str(error)
+            missing = f"missing key {error}" if isinstance(error, KeyError) else str(error)
             raise ArgumentError(
                 f"folder: {file}: expected JSON with users and, by user, x and y in user_data; {missing}"
             ) from None
@@ -317,20 +320,16 @@ def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
 def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> Tensor:
     """Return the inputs, floats or tokens."""
     if len({(type(x), len(x)) if isinstance(x, list | str) else None for x in xs}) > 1:
-        raise ArgumentError(
-            f"folder: {folder}: expected each x to be a list of numbers, or a string, all of one length"
-        )
+        raise ArgumentError(f"folder: {folder}: expected all x to be lists of numbers, or strings, of equal length")
     try:
         if isinstance(xs[0], str):
             inputs = torch.tensor([[number[character] for character in x] for x in xs], dtype=torch.int64)
         else:
             inputs = torch.tensor(xs, dtype=torch.float32)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArgumentError(
-            f"folder: {folder}: expected each x to be a list of numbers, or a string; {error}"
-        ) from None
+        raise ArgumentError(f"folder: {folder}: expected all x to be lists of numbers, or strings; {error}") from None
     if inputs.ndim < 2 or not inputs.numel() or not inputs.isfinite().all():
-        raise ArgumentError(f"folder: {folder}: expected each x to be a list of finite numbers, or a string, not empty")
+        raise ArgumentError(f"folder: {folder}: expected all x to be non-empty lists of finite numbers, or strings")
     if not inputs.is_floating_point():
         return inputs
     return inputs.view(-1, 1, 28, 28) if inputs.shape[1:] == (784,) else inputs
@@ -346,12 +345,12 @@ def _read_text(path: Path) -> str:
 
 
 def _name(folder: Path) -> str:
-    """Return the name of a folder, also of `.`."""
+    """Return the name of a folder, including a relative path such as `.`."""
     return folder.resolve().name or "data"
 
 
 def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
-    """Return the factory of the named data set."""
+    """Return a function that loads the named data set."""
     chosen = parse_spec("data", source, DATASETS)
     name = chosen.name.lower()
     if chosen.name in USAGE and not chosen.options.keys() & {"", "folder", "path"}:
@@ -363,7 +362,7 @@ def _dataset_factory(source: str) -> Callable[[], LabelledDataset]:
 
 
 def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
-    """Return the factory of the named model for a data set."""
+    """Return a function that builds the named model for a data set."""
     chosen = parse_spec("model", text)
     make = getattr(models, choose("model", "model", chosen.name, MODELS))
     made = partial(

@@ -14,8 +14,9 @@ __all__ = ["methods_with_scaled_rates"]
 TUNED_CLIENTS = 30
 """The number of clients, and the concurrency, with which the rates in `defaults.toml` were tuned."""
 MAX_STEP_SIZE = 0.5
-"""The largest scaled step size. Without staleness the stability limit is 2, but a step size of 1 replaces the model by
-that of one client. In `benchmarks/stability.py`, with two clients in flight, this costs 2 to 16 percentage points."""
+"""The largest scaled step size. Without staleness, the stability limit is 2, but a step size of 1 replaces the model by
+the model of one client. In `benchmarks/stability.py`, with two clients in flight, this costs 2 to 16 percentage points
+of accuracy."""
 
 
 def methods_with_scaled_rates(
@@ -23,21 +24,22 @@ def methods_with_scaled_rates(
 ) -> tuple[list[Method], list[str]]:
     r"""Build the named methods with default rates scaled to the clients, and return a line for each scaled rate.
 
-    The default rates were tuned with 30 clients in flight. A rule whose rate is multiplied by the weight of a client
-    has the step size $\rho = \text{rate} / N$. The scaled step size is the same part of
-    [`stability_limit`][manifoldagg.federated.stability_limit] as the tuned one, and at most 0.5. The rate of a rule
-    with a buffer is its step size. It is scaled to the same part of the limit if the tuned rate is a larger part.
+    The default rates were tuned with 30 clients in flight. If the rate of a rule is multiplied by the weight of a
+    client, the step size is $\rho = \text{rate} / N$. The scaled step size is the same fraction of
+    [`stability_limit`][manifoldagg.federated.stability_limit] as the tuned step size, and at most 0.5. The rate of a
+    rule with a buffer is its step size. It is reduced to the tuned fraction of the limit if it would exceed this
+    fraction.
 
-    These rates are unchanged: rates that `names` or `rates` set, rates of other units, and the rates of user modules.
+    Rates that `names` or `rates` set, rates of other units, and the rates of user modules are unchanged.
 
     Args:
-        names: as in [`methods`][manifoldagg.experiments.registry.methods].
-        rates: as in `methods`.
-        clients: $N$, the number of clients.
-        concurrency: the number of clients that train at the same time; `None` for all.
+        names: the methods, as in [`methods`][manifoldagg.experiments.registry.methods].
+        rates: the explicit rates, as in `methods`.
+        clients: the number $N$ of clients.
+        concurrency: the number of clients that train at the same time. `None` means all clients.
 
     Raises:
-        ArgumentError: as `methods`; if `clients` or `concurrency` is not a positive integer.
+        ArgumentError: for the same reasons as in `methods`, or if `clients` or `concurrency` is not a positive integer.
 
     Example:
         >>> chosen, lines = methods_with_scaled_rates("fedortho,fedavg", clients=10)
@@ -51,7 +53,7 @@ def methods_with_scaled_rates(
     in_flight = clients if concurrency is None else min(check_count("concurrency", concurrency), clients)
     lines = []
     for place, (spec, made) in enumerate(zip(parse_methods(names), chosen, strict=True)):
-        # A name with a colon is a rule in a module of the user, whose rate is the user's choice.
+        # A name with a colon is a rule in a user module, whose rate is not a tuned default.
         found = None if ":" in spec.name else _scale_rate(made, clients, in_flight)
         if found is not None and found[0] != found[1]:
             chosen[place] = with_rate(made, found[1])
@@ -63,7 +65,7 @@ def methods_with_scaled_rates(
 
 
 def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, float] | None:
-    """Return the default and the scaled rate of a method; `None` if its rate is not a multiple of an update."""
+    """Return the default and the scaled rate of a method, or `None` if its rate is not a multiple of an update."""
     rule: Any = method.bind(range(clients)).rule
     rate = find_rate(rule, method.rate_field)
     while hasattr(rule, "rule"):
@@ -76,7 +78,7 @@ def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, 
         return rate, _round(clients * min(part * stability_limit(concurrency), MAX_STEP_SIZE))
     if kind == "mean" and not is_synchronous(rule):
         size = updates_per_step(rule)
-        # A rate of 1 is the mean of the buffer, so a higher limit is no reason for a higher rate.
+        # A rate of 1 steps to the mean of the buffer, so a higher limit does not justify a higher rate.
         part = rate / stability_limit(TUNED_CLIENTS, size)
         return rate, min(rate, _round(part * stability_limit(concurrency, size)))
     return None

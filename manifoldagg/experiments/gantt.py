@@ -17,24 +17,24 @@ MAX_LABELS = 30
 MAX_OUTLINED_BARS = 2000
 """The maximum number of tasks whose bars have outlines."""
 MIN_OUTLINED_WIDTH = 0.01
-"""The minimum median length of bars with outlines, as a part of the time axis."""
+"""The minimum median length of bars with outlines, as a fraction of the time axis."""
 
 
 def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: str = "") -> Any:
-    """Draw a Gantt chart: one row for each client, a bar for each task, coloured by staleness.
+    """Draw a Gantt chart with a row for each client and a bar for each task, coloured by staleness.
 
     A thin line connects a task's dispatch and its start. Rows are sorted by the clients' names, in natural order.
 
     Args:
-        records: at least one record.
-        axes: axes of matplotlib; by default those of a new figure.
+        records: the records, of which there must be at least one.
+        axes: matplotlib axes. The default is the axes of a new figure.
         title: the title of the axes.
 
     Returns:
         The axes, whose `figure` can be saved.
 
     Raises:
-        ArgumentError: if there is no record, or matplotlib is missing.
+        ArgumentError: if `records` is empty, or matplotlib is missing.
     """
     check_matplotlib()
     from matplotlib.collections import LineCollection, PolyCollection
@@ -42,7 +42,7 @@ def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: s
 
     check_records(records)
     if not records:
-        raise ArgumentError("records: expected at least one, got none")
+        raise ArgumentError("records: expected at least one record, got an empty sequence")
     clients = sorted({record.client for record in records}, key=_client_sort_key)
     row = {client: i for i, client in enumerate(clients)}
     if axes is None:
@@ -82,5 +82,5 @@ def _client_sort_key(client: int | str) -> tuple[Any, ...]:
     """Return a sort key with integers before strings, and `pi-2` before `pi-10`."""
     if isinstance(client, int):
         return False, client
-    # Text and digits alternate, so that a number only ever meets a number.
+    # Text and digits alternate, so that numbers are only compared with numbers.
     return True, [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", client))], client

@@ -34,8 +34,8 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 4 x 4 pixels.
-        width: the channels of the first convolution; the second has twice as many.
-        dense: the units of the first dense layer.
+        width: the number of channels of the first convolution. The second convolution has twice as many.
+        dense: the number of units of the first dense layer.
         norm: the normalisation after each convolution: `"none"`, `"batch"`, or `"group"` with at most 8 groups.
 
     Example:
@@ -109,7 +109,10 @@ def transformer(
 
 
 class _Classifier(nn.Module):
-    """Map features (samples, length, width) to scores (samples, classes, length), or to those of the last position."""
+    """Linear layer that maps features (samples, length, width) to scores.
+
+    The scores are (samples, classes, length), or (samples, classes) if a sequence has one label.
+    """
 
     def __init__(self, signature: Signature, width: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ LABEL_WIDTH = 32
 WIDTH = 6.4
 """The width of a figure in inches. At 80 % of a page's width, letters have the size of footnotes."""
 MAX_PANELS = 3
-"""The maximal number of traces in one plot."""
+"""The maximum number of traces in one plot."""
 UNITS = {
     "updates": ("updates", ((1, ""),)),
     "time": ("virtual time", ((1, "s"),)),
@@ -52,7 +52,7 @@ def axis_unit(axis: str, maximum: float) -> tuple[float, str, str]:
 
 
 def format_percent(fraction: float) -> str:
-    """Format a share as a percentage with all its digits.
+    """Format a fraction as a percentage with all its digits.
 
     Example:
         >>> [format_percent(share) for share in (0.85, 0.925, 0.999)]
@@ -76,7 +76,7 @@ def draw_accuracy(
     evaluations, a run has the accuracy of the earlier one.
 
     Args:
-        path: the file.
+        path: the path of the plot.
         runs: the evaluations of each seed, by method.
         target: an accuracy to mark.
         title: the title, to which the number of seeds is added.
@@ -106,7 +106,7 @@ def draw_accuracy(
         axes.axvline(budget / size, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
         said = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": "small"}
         paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-        axes.text(budget / size, 0.03, "all come so far", ha="right", va="bottom", zorder=99, bbox=paper, **said)
+        axes.text(budget / size, 0.03, "reached by all runs", ha="right", va="bottom", zorder=99, bbox=paper, **said)
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
     axes.set_ylabel("accuracy on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
@@ -120,10 +120,10 @@ def draw_accuracy(
 
 
 def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
-    """Draw the sorted accuracies of the clients: for each method the mean of each position over its seeds.
+    """Draw the sorted accuracies of the clients. Each position is the mean over the seeds of a method.
 
     Args:
-        path: the file.
+        path: the path of the plot.
         clients: the accuracies of each seed, by method. A seed with fewer clients is resampled.
         title: the title.
     """
@@ -154,7 +154,7 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
 
 
 def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, title: str) -> None:
-    """Draw the Gantt charts of traces by method; methods with equal traces share a panel."""
+    """Draw the Gantt charts of traces by method. Methods with equal traces share a panel."""
     panels: list[tuple[list[str], Sequence[TaskRecord[Any]]]] = []
     for name, trace in traces.items():
         same = next((names for names, other in panels if other == trace), None)
@@ -183,7 +183,7 @@ def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
         drawn.plot(axes, label="cross-entropy", legend=i == len(planes) - 1)
         axes.set_title(f"({chr(97 + i)}) {_escape_math(said)}", fontsize="medium")
     figure.suptitle(_label(title, 2 * LABEL_WIDTH), fontsize="medium")
-    # The layout does not know the width of a plot with equal axes.
+    # The layout does not account for the width of a plot with equal axes.
     figure.savefig(path, bbox_inches="tight")
 
 
@@ -250,5 +250,5 @@ def _label(name: str, width: int = LABEL_WIDTH) -> str:
 
 
 def _escape_math(text: str) -> str:
-    """Escape `$`, between which matplotlib would read a formula."""
+    """Escape `$`, because matplotlib would parse text between two `$` as a formula."""
     return text.replace("$", r"\$")

@@ -33,7 +33,7 @@ OWN_FILES = re.compile(
 
 
 class LearnedCurve(NamedTuple):
-    """A curve that a client returned for a method, with the control points `phi` (n + 1, P); its plane is plotted."""
+    """A curve of a client for the plot of a plane, with the control points `phi` (n + 1, P)."""
 
     method: str
     update_index: int
@@ -42,16 +42,17 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """The stored progress of a running comparison. Leaving its context releases the folder and retains the files.
+    """Stored progress of a running comparison. The end of a `with` block unlocks the folder and keeps its files.
 
     Args:
-        folder: the folder, which is made if it is missing.
+        folder: the folder, which is created if it is missing.
         settings: the settings that determine the results.
-        resume: resume from the stored progress; otherwise remove it.
+        resume: whether to resume from the stored progress. Otherwise, it is removed.
 
     Raises:
-        ArgumentError: if the folder holds something else, cannot be written, or another process uses it.
-        CheckpointError: if the progress belongs to other settings, with the first difference, or is damaged.
+        ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.
+        CheckpointError: if the progress is damaged or belongs to other settings. The message contains the first
+            difference.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -83,7 +84,7 @@ class ComparisonProgress:
         self._resources.close()
 
     def log_evaluation(self, method: str, seed: int, evaluation: Evaluation) -> None:
-        """Append a line to the log; a resumed comparison rewrites the log."""
+        """Append a line to the log. A resumed comparison rewrites the log."""
         self._log.write(json.dumps({"method": method, "seed": seed} | asdict(evaluation), allow_nan=False) + "\n")
 
     def checkpoint_policy(self, method: str, seed: int) -> CheckpointPolicy:
@@ -142,7 +143,7 @@ class ComparisonProgress:
 
 
 def remove(folder: Path) -> None:
-    """Remove the progress directory of a comparison; raise an `ArgumentError` if it holds something else."""
+    """Remove the progress directory of a comparison. Raise an `ArgumentError` if it contains other files."""
     _check_own_files(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -157,7 +158,7 @@ def _check_own_files(folder: Path) -> None:
         raise ArgumentError(f"folder: {folder} exists and is not a folder")
     others = [path.name for path in folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
     if others:
-        raise ArgumentError(f"folder: {folder} exists and is not that of a comparison: it has {min(others)!r}")
+        raise ArgumentError(f"folder: expected the folder of a comparison, got {folder} with {min(others)!r}")
 
 
 def _clear(folder: Path) -> None:
@@ -172,4 +173,4 @@ def _lock_folder(folder: Path) -> FileLock:
     try:
         return FileLock(folder / "lock")
     except BlockingIOError:
-        raise ArgumentError(f"folder: another process is at the comparison in {folder}") from None
+        raise ArgumentError(f"folder: another process uses {folder}") from None

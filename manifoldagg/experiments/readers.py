@@ -30,18 +30,19 @@ MAX_GZIP_RATIO = 1032
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
     r"""Read the array of an IDX file, gzipped or not.
 
-    The format has two zero bytes, a byte for the type of the numbers, and a byte for the number of dimensions. The
-    dimensions follow as unsigned 32-bit integers, and then the numbers in row-major order. All are big-endian.
+    The format starts with two zero bytes, a byte for the type of the numbers, and a byte for the number of dimensions.
+    The dimensions follow as unsigned 32-bit integers, and then the numbers in row-major order. All values are
+    big-endian.
 
     Args:
-        path: the file. The first bytes, not the name, determine whether it is gzipped.
+        path: the path of the file. The first bytes, not the name, determine whether it is gzipped.
 
     Returns:
         A tensor in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
         ArgumentError: if the file cannot be read, has another magic number, is truncated, has further bytes, or
-            declares more numbers than a file of its size can hold. The size is checked before numbers are read.
+            declares more numbers than a file of its size can contain. The size is checked before numbers are read.
 
     Source: LeCun, Cortes, Burges, The MNIST database, file formats.
 
@@ -78,13 +79,13 @@ def read_images(
     Args:
         folder: the folder with `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, gzipped (`.gz`) or not. The names
             may have a dot instead of the dash before `idx`.
-        part: `"train"` or `"t10k"`, the test images.
+        part: the part of the data set: `"train"` or `"t10k"` (the test images).
 
     Returns:
-        Inputs (samples, 1, 28, 28) in [0, 1] and targets (samples,).
+        The inputs (samples, 1, 28, 28) in [0, 1] and the targets (samples,).
 
     Raises:
-        ArgumentError: if a file is missing, damaged, or does not hold bytes of the expected shape.
+        ArgumentError: if a file is missing, is damaged, or does not contain bytes of the expected shape.
     """
     check_choice("part", part, PARTS)
     pixels, source = _find(Path(folder), f"{part}-images", 3)
@@ -94,7 +95,7 @@ def read_images(
         raise ArgumentError(f"folder: {source}: expected bytes of shape (any, {IMAGE_SIZE}, {IMAGE_SIZE}), got {given}")
     if labels.dtype != torch.uint8 or labels.shape != pixels.shape[:1]:
         given = f"{labels.dtype} of shape {tuple(labels.shape)}"
-        raise ArgumentError(f"folder: {origin}: expected bytes of shape ({len(pixels)},), one an image, got {given}")
+        raise ArgumentError(f"folder: {origin}: expected bytes of shape ({len(pixels)},), got {given}")
     return pixels.unsqueeze(1).to(torch.float32).div_(255), labels.to(torch.int64)
 
 
@@ -104,16 +105,18 @@ def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
     for name in names:
         if (folder / name).is_file():
             return read_idx(folder / name), folder / name
-    raise ArgumentError(f"folder: {folder}: expected one of the files {', '.join(names)} in it")
+    raise ArgumentError(f"folder: {folder}: expected one of the files {', '.join(names)}")
 
 
 def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:
-    """Read the array of an unpacked stream that can hold at most `max_bytes` bytes."""
+    """Read the array of an unpacked stream of at most `max_bytes` bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
         types = ", ".join(f"{code:02x}" for code in DTYPES)
         expected = f"00 00, a type ({types}) and 1 to {MAX_DIMENSIONS:02x} dimensions"
-        raise ArgumentError(f"path: {path}: expected to begin with {expected}; got {magic.hex(' ') or 'nothing'}")
+        raise ArgumentError(
+            f"path: {path}: expected a file that starts with {expected}, got {magic.hex(' ') or 'an empty file'}"
+        )
     header = stream.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise ArgumentError(f"path: {path}: expected {magic[3]} dimensions, but the file ends before they do")

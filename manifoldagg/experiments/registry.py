@@ -90,7 +90,7 @@ def _load_defaults(table: str) -> dict[str, Mapping[str, str]]:
 
 
 RULES = _load_defaults("rules")
-"""The default options of each rule in a comparison. `trainer` is the name of its trainer, by default `local`."""
+"""The default options of each rule in a comparison. `trainer` is the name of its trainer (default: `local`)."""
 TRAINERS = _load_defaults("trainers")
 """The default options of each trainer in a comparison."""
 RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate", "adamasfl": "gamma"}
@@ -105,15 +105,16 @@ def method(text: str, rate: float | None = None) -> Method:
     object have a dot: `staleness=hinge,staleness.a=5`, `rate=cosine,rate.start=3`, `correction=orthodyn`,
     `optimizer=sgd,optimizer.momentum=0.9`, `sharpness=sam`, `dominance=true`, `routing=uniform`.
 
-    `module:name` is an object in a Python module of your own. As a method, it is a rule, a class or a function that
-    makes a rule, or a [`Method`][manifoldagg.simulation.Method]; its options come after another colon, and its default
-    trainer is that of `fedasync`. As the value of an option, it is an instance, a class, or a function that makes an
-    instance: `correction=my_module:MyCorrection,correction.strength=2`. A function of one required argument is itself
-    the value of `staleness`, `rate` and `steps`.
+    `module:name` is an object in your own Python module. As a method, it is a rule, a class or function that returns a
+    rule, or a [`Method`][manifoldagg.simulation.Method]. Its options follow another colon, and its default trainer is
+    that of `fedasync`. As the value of an option, it is an instance, or a class or function that returns an instance:
+    `correction=my_module:MyCorrection,correction.strength=2`. For the options `staleness`, `rate` and `steps`, a
+    function with one required argument is the value itself.
 
     Args:
-        text: such as `"fedortho"`, `"asyncbezier:threshold=auto,degree=3"` or `"my_module:Signs:rate=0.1"`.
-        rate: the global rate, if `text` does not set one.
+        text: the name and its options, such as `"fedortho"`, `"asyncbezier:threshold=auto,degree=3"` or
+            `"my_module:Signs:rate=0.1"`.
+        rate: the global rate, if `text` does not set a rate.
 
     Raises:
         ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
@@ -132,12 +133,13 @@ def method(text: str, rate: float | None = None) -> Method:
 
 
 def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Method]:
-    """Build the named methods; each of `rates` is `"0.5"`, for all, or `"fedasync=0.5"`, for one.
+    """Build the named methods.
 
     Args:
-        names: a list of names for [`method`][manifoldagg.experiments.registry.method], or one text with the names
-            separated by commas.
-        rates: global rates, for methods whose options have none.
+        names: a list of names for [`method`][manifoldagg.experiments.registry.method], or a string of names separated
+            by commas.
+        rates: the global rates of methods whose options do not set a rate. `"0.5"` applies to all methods, and
+            `"fedasync=0.5"` to one method.
 
     Raises:
         ArgumentError: if a name is unknown, a method is given twice, or a rate is not positive.
@@ -216,20 +218,20 @@ def _template(name: str) -> _Template:
 
 
 def _remake(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Return a function and its arguments that make an equal value; the arguments are the fields of a dataclass."""
+    """Return a function and arguments that build an equal value. For a dataclass, the arguments are its fields."""
     if isinstance(value, Factory):
         return value.make, value.options
     return (type(value), field_values(value)) if is_dataclass(value) else (lambda: value, {})
 
 
 def _merge(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options with defaults for the rest; another value of an option discards the options of the default."""
+    """Merge options with defaults. If an option has a new value, the options of the default value are discarded."""
     replaced = {name for name, text in options.items() if text != defaults.get(name)}
     return {name: text for name, text in defaults.items() if name.partition(".")[0] not in replaced} | dict(options)
 
 
 def _subset(prefix: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that begin with a prefix and a dot, without them."""
+    """Return the options that start with a prefix and a dot, with the prefix and the dot removed."""
     return {name.removeprefix(f"{prefix}."): text for name, text in options.items() if name.startswith(f"{prefix}.")}
 
 
@@ -253,16 +255,16 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
             owner = "rule" if choose(where, "option", head, dict.fromkeys(known)) in accepted else "trainer"
             given[owner][option] = text
         elif option != head and not tail:
-            raise ArgumentError(f"{where}: expected an option of the trainer behind the dot, got {option!r}")
+            raise ArgumentError(f"{where}: expected an option of the trainer after the dot, got {option!r}")
     base = dict(template.defaults)
     if "weighted" in base and given["rule"].get("weighted", base["weighted"]).lower() != base["weighted"]:
-        # The tuned rate belongs to the tuned weighting: without weights it would be N times too large.
+        # The tuned rate is valid for the tuned weighting only. Without weights, it would be N times too large.
         base.pop(rate, None)
     defaults = _merge(base, {**given["rule"], "trainer": trainer_name})
     rule_options = {name: text for name, text in defaults.items() if name.partition(".")[0] != "trainer"}
     fixed = any(f"{option}.".startswith(f"{rate}.") for option in given["rule"])
     if given["rule"].get(rate) == "cosine" and f"{rate}.start" not in options:
-        # A schedule without a start: a search varies the start, beginning at the default rate.
+        # The schedule has no explicit start, so a search varies the start, from the default rate.
         before = _merge(base, {name: text for name, text in given["rule"].items() if name != rate}).get(rate)
         default = template.fields.get(rate, getattr(accepted.get(rate), "default", None)) if before is None else before
         start = parse_literal(str(default))
@@ -287,7 +289,7 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
 
 
 def _trainer_name(template: _Template, options: Mapping[str, str]) -> str:
-    """Return the name of the default trainer; empty for the trainer of a user's method."""
+    """Return the name of the default trainer, or an empty string for the trainer of a user's method."""
     if template.trainer is not None:
         return ""
     if "rule" in options:
@@ -296,7 +298,7 @@ def _trainer_name(template: _Template, options: Mapping[str, str]) -> str:
 
 
 def _trainer_parts(where: str, name: str, template: _Template) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Return a function that makes the trainer, and arguments of it."""
+    """Return a function that builds the trainer, and its arguments."""
     if not name:
         return _remake(template.trainer)
     if name.partition(":")[0] in TRAINERS or ":" not in name:
@@ -308,7 +310,7 @@ def _trainer_parts(where: str, name: str, template: _Template) -> tuple[Callable
 def _build_per_clients(
     where: str, factory: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Any:
-    """Build a value, or a `Factory` if an argument depends on the clients; a `Factory` is called once as a trial."""
+    """Build a value, or return a `Factory` (after a trial call) if an argument depends on the clients."""
     made = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
     with error_context(where, TypeError, ValueError):
         tried = made(TRIAL_CLIENTS)
@@ -344,7 +346,7 @@ def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
 
 
 def _read_shares(path: str) -> dict[int, float]:
-    """Read the routing of a CSV file with the columns `client` and `share`, as `manifoldagg route` writes it."""
+    """Read a routing from a CSV file with the columns `client` and `share`, which `manifoldagg route` writes."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             return {int(row["client"]): float(row["share"]) for row in csv.DictReader(file)}
@@ -359,7 +361,7 @@ def _readers(*factories: Any) -> dict[str, Reader]:
 
 
 def _simple_corrections() -> list[Any]:
-    """Return the corrections, and functions that make a correction, without required arguments."""
+    """Return the corrections, and the functions that return a correction, without required arguments."""
     found = []
     for made in (getattr(corrections, name) for name in corrections.__all__):
         result = made if isinstance(made, type) else getattr(made, "__annotations__", {}).get("return")

@@ -52,10 +52,10 @@ class _Report:
         return data["name"], data["checksum"], *(self.setting(key) for key in PROBLEM_SETTINGS)
 
     def setting(self, key: str) -> str:
-        """A setting as text."""
+        """Return a setting as text."""
         value = self.settings.get(key)
         if key == "tuning" and value is not None:
-            # The rates that a search found are those of the methods.
+            # The rates of the methods already include the results of a search.
             return "searched"
         if key == "files" and isinstance(value, Mapping):
             return " and ".join(f"{path} {str(digest)[:8]}" for path, digest in value.items()) or "none"
@@ -65,20 +65,20 @@ class _Report:
 def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float], list[str]]:
     """Read the reports of `manifoldagg compare` in these folders.
 
-    A problem is a data set, identified by its name and a checksum of its samples, with the model, the split and the
-    order of events. Problems with one data set are named by their differences.
+    A problem is a data set (identified by its name and a checksum of its samples), a model, a split and the settings of
+    the order of events. The names of problems with the same data set contain their differences.
 
     Returns:
-        The runs by problem, method and seed; the target of each problem; and a sentence for each other setting in which
+        The runs by problem, method and seed, the target of each problem, and a sentence for each other setting in which
         reports of a problem differ.
 
     Raises:
-        ArgumentError: if a folder is not a report, with the file and the fault; or if two reports have a run of one
-            problem, method and seed.
+        ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of
+            the same problem, method and seed.
     """
     reports = [_read_report(Path(folder)) for folder in folders]
     if not reports:
-        raise ArgumentError("folders: expected at least one report, got none")
+        raise ArgumentError("folders: expected at least one report, got an empty list")
     names = _problem_names(reports)
     runs: Runs = {}
     targets: dict[str, float] = {}
@@ -127,7 +127,7 @@ def _setting_differences(reports: Sequence[_Report]) -> list[str]:
                 parts = [
                     f"{part} {before[part]} and {made.get(part)}" for part in before if before[part] != made.get(part)
                 ]
-                notes.append(f"{method}: not the same in {folder} and {report.folder}: {'; '.join(parts)}")
+                notes.append(f"{method}: differs between {folder} and {report.folder}: {'; '.join(parts)}")
     return notes
 
 
@@ -144,16 +144,16 @@ def _read_report(folder: Path) -> _Report:
             for seed, run in zip(settings["seeds"], found["runs"], strict=True)
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"folders: {path}: expected what `manifoldagg compare` writes; {error!r}") from None
+        raise ArgumentError(f"folders: {path}: expected a file of `manifoldagg compare`; {error!r}") from None
     rows = _read_log(log)
     for method, seed in wanted:
         where = f"folders: {log}: expected rows of {method}, seed {seed}"
         if (method, seed) not in rows or (method, seed) not in clients:
-            raise ArgumentError(f"{where}; there are no such rows")
+            raise ArgumentError(f"{where}, got a log without them")
         first, last = rows[method, seed][0].updates, rows[method, seed][-1].updates
         if (first, last) != (0, settings["num_updates"]):
             raise ArgumentError(
-                f"{where}, from update 0 to {settings['num_updates']}, got those from {first} to {last}"
+                f"{where}, from update 0 to {settings['num_updates']}, got rows from update {first} to {last}"
             )
     return _Report(folder, settings, {key: LoggedRun(folder, rows[key], clients[key]) for key in wanted})
 
@@ -180,7 +180,7 @@ def _read_log(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
             before = rows.setdefault((tree.pop("method"), tree.pop("seed")), [])
             row = _parse_evaluation(tree)
             if before and any(row.value_on(axis) < before[-1].value_on(axis) for axis in AXES):
-                raise ValueError("it had spent less than the row before it")
+                raise ValueError("its cost is lower than that of the previous row")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArgumentError(f"folders: {path}, line {number}: expected an evaluation; {error}") from None
         before.append(row)
@@ -189,7 +189,7 @@ def _read_log(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
 
 def _parse_evaluation(tree: Mapping[str, Any]) -> Evaluation:
     if odd := sorted({field.name for field in fields(Evaluation)} ^ set(tree)):
-        raise ValueError(f"{', '.join(odd)}: missing, or unknown")
+        raise ValueError(f"{', '.join(odd)}: missing or unknown")
     for name, value in tree.items():
         kind = int if name in INTEGER_FIELDS else int | float
         if name == "loss" and value is None:

@@ -27,7 +27,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
         The files, in that order.
 
     Raises:
-        ArgumentError: if `folder` holds something other than a report, or cannot be written.
+        ArgumentError: if `folder` contains other files than a report, or cannot be written.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -46,7 +46,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
 
 
 def read_report(folder: Path) -> dict[str, object]:
-    """Read the files of a report, as `--json` prints them: with `log`, `timing` and `files`.
+    """Read the files of a report in the format of `--json`, including `log`, `timing` and `files`.
 
     Raises:
         OSError: if a file cannot be read.
@@ -67,12 +67,12 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
         option: the option that names the folder, for the error.
 
     Raises:
-        ArgumentError: if the folder holds something else, or cannot be made.
+        ArgumentError: if the folder contains other files, or cannot be created.
     """
     check_matplotlib()
     try:
         if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
-            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another")
+            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another folder")
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent):
             pass
@@ -87,14 +87,14 @@ def _is_report(folder: Path, files: Sequence[str]) -> bool:
 
 
 def _write_json(path: Path, tree: object) -> None:
-    """Write a tree with one line for each entry and for each list of plain values; strings contain no line breaks."""
+    """Write a tree as JSON with one line for each entry and each list of plain values."""
     lines = json.dumps(tree, indent=1, allow_nan=False)
     lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
     path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
 
 
 def environment_info() -> dict[str, object]:
-    """Return the versions and the machine to which the timings refer."""
+    """Return the versions and the machine of the timings."""
     return {
         "versions": {"python": platform.python_version(), **versions()},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
@@ -102,7 +102,7 @@ def environment_info() -> dict[str, object]:
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:
-    """Draw the plots: of all seeds, or of the first for traces and planes."""
+    """Draw the plots. Traces and planes show the first seed, and the other plots show all seeds."""
     settings = comparison.settings
     title = f"{settings['data']['name']}, {settings['clients']} clients"
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}

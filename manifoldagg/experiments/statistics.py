@@ -27,7 +27,7 @@ class MeanCI:
 
     Attributes:
         value: the mean.
-        half_width: half the length of the interval; `None` for a single value.
+        half_width: half the length of the interval, or `None` for a single value.
         count: the number of values.
     """
 
@@ -61,7 +61,7 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
     """
     n = len(values)
     if not n:
-        raise ArgumentError("values: expected at least one, got none")
+        raise ArgumentError("values: expected at least one value, got an empty sequence")
     half_width = float(stats.t.ppf(0.975, n - 1) * stats.sem(values)) if n > 1 else None
     return MeanCI(statistics.fmean(values), half_width, n)
 
@@ -69,20 +69,20 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
     """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
 
-    No method is chosen beforehand, so Holm's correction is over all tests. Two methods with fewer than 15 common pairs
+    No method is chosen in advance, so Holm's correction covers all tests. Two methods with fewer than 15 common pairs
     of problem and seed are not tested. Equal pairs do not count in the test. Differences are rounded to 12 decimals, so
-    that equal differences of shares are ties. SciPy's test is exact for up to 50 distinct differences, and for up to 13
-    in any case. Otherwise it is the normal approximation with the variance corrected for ties.
+    that equal differences of accuracies are ties. SciPy's test is exact for up to 50 differences without ties, and for
+    up to 13 differences with ties. Otherwise, it uses the normal approximation with the variance corrected for ties.
 
     Args:
         scores: a column for each method and a row for each pair of problem and seed. A missing score is NaN.
 
     Returns:
-        A row for each two methods with a common row: `first`, `second`, the `count` of common rows, `wins` and `losses`
-        of the first method, the `median_difference` of the first less the second, `p_value` and `adjusted_p_value`. The
-        p-values are NaN if there is no test.
+        A row for each pair of methods with a common row: `first`, `second`, the `count` of common rows, `wins` and
+        `losses` of the first method, the `median_difference` (first minus second), `p_value` and `adjusted_p_value`.
+        The p-values are NaN if there is no test.
 
-    Source: Wilcoxon 1945; Holm 1979; Demšar 2006 for why.
+    Source: Wilcoxon 1945; Holm 1979; Demšar 2006 (recommends these tests).
 
     Example:
         >>> scores = pd.DataFrame({"A": [0.01 * seed for seed in range(1, 16)], "B": 0.0})
@@ -118,6 +118,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _wilcoxon_p_value(differences: np.ndarray) -> float:
-    # SciPy's test is not exact if there are zeros.
+    # With zeros, SciPy does not use the exact test.
     counted = differences[differences != 0]
     return float(stats.wilcoxon(counted).pvalue) if counted.size else 1.0

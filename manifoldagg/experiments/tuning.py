@@ -30,7 +30,7 @@ __all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tun
 MAX_DOUBLINGS = 5
 """The maximum number of doublings between the start of a search and its end."""
 NUM_EVALUATIONS = 40
-"""The number of evaluations of a run. The last quarter of them counts."""
+"""The number of evaluations of a run, of which the last quarter counts."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Tuning:
 
     Attributes:
         seeds: the seeds of the runs of a search, which the comparison must not use.
-        validation: the part of the training samples on which these runs are tested, if the comparison does not set one.
+        validation: the fraction of the training samples for testing these runs, unless the comparison sets a fraction.
             The test set is not used.
-        cache: a folder that stores finished runs for later searches.
+        cache: the folder of finished runs for later searches. `None` disables the cache.
     """
 
     seeds: Sequence[int] = (100, 101, 102)
@@ -62,17 +62,18 @@ class Tuning:
         The result of a method with a fixed rate is `"by hand"`, and that of a method without a rate `None`.
 
         Args:
-            methods: the methods, whose rates begin the searches.
-            split: a function of `validation` and `seed` that makes a federation.
+            methods: the methods. Their rates are the starts of the searches.
+            split: a function of `validation` and `seed` that returns a federated data set.
             validation: the setting of the comparison.
-            num_used_seeds: the number of seeds of the comparison, from 0.
+            num_used_seeds: the number of seeds of the comparison, counted from 0.
             options: further arguments of `tune`.
 
         Raises:
-            ArgumentError: as `tune`; if there is no seed, or the comparison uses one of the seeds.
+            ArgumentError: for the same reasons as in `tune`, if `seeds` is empty, or if the comparison uses one of the
+                seeds.
         """
         if not self.seeds:
-            raise ArgumentError("tuning: seeds: expected at least one, got none")
+            raise ArgumentError("tuning: seeds: expected at least one seed, got an empty sequence")
         seeds = [check_count("tuning: seeds", seed, at_least=num_used_seeds) for seed in self.seeds]
         share = validation or check_number("tuning: validation", self.validation, at_least=0, at_most=0.9)
         with error_context("tuning"):
@@ -92,7 +93,7 @@ class Search:
 
     Attributes:
         start: the first rate.
-        scores: by the power of 2 that multiplies `start`, in order: one score for each repetition.
+        scores: the scores of all repetitions, by the exponent of the power of 2 that multiplies `start`, in order.
     """
 
     start: float
@@ -103,7 +104,11 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The power with the highest mean, of ties the nearest to 0, then the lower; the lowest if all scores are 0."""
+        """The exponent with the highest mean score.
+
+        For ties, it is the exponent nearest to 0, and then the lower one. If all scores are 0, it is the lowest
+        exponent.
+        """
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
             return min(means)
@@ -116,7 +121,7 @@ class Search:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the best rate is the lowest or the highest of the tried rates."""
+        """Whether the best rate is the lowest or the highest tried rate."""
         return self.best_power in (min(self.scores), max(self.scores))
 
     def to_dict(self) -> dict[str, object]:
@@ -130,13 +135,14 @@ class Search:
 def line_search(
     score: Callable[[float], Sequence[float]], start: float, *, max_doublings: int = MAX_DOUBLINGS
 ) -> Search:
-    r"""Search the best of $s\,2^k$ from $k = -1, 0, 1$ until the best has a worse neighbour on both sides.
+    r"""Search the best rate $s\,2^k$, starting with $k = -1, 0, 1$.
 
-    If every rate scores 0, the search continues to lower rates. No $|k|$ exceeds `max_doublings`.
+    The search ends when both neighbours of the best rate are worse. If every rate scores 0, the search continues with
+    lower rates. $|k|$ is at most `max_doublings`.
 
     Args:
-        score: a function of a rate that returns a score >= 0 for each repetition. The mean counts.
-        start: $s$.
+        score: a function of a rate that returns a score >= 0 for each repetition. The search compares mean scores.
+        start: the first rate $s$.
         max_doublings: the largest $|k|$.
 
     Raises:
@@ -179,31 +185,33 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search the global rate of a method with the best mean of `tail_accuracy`.
+    """Search the global rate of a method with the best mean `tail_accuracy`.
 
-    Each rate has one run for each federation. A run in which the method fails scores 0, as does a rate that its rule
-    rejects.
+    Each rate has one run for each federation. A run in which the method fails has the score 0. A rate that the rule
+    rejects also has the score 0.
 
     Args:
-        method: the method, whose rate begins the search.
-        federations: one for each repetition.
-        num_updates: as in [`run`][manifoldagg.simulation.run], as are the next six.
-        scheduler: a function or a name.
-        delays: of clients that work independently, or a name.
-        availability: of the clients, or a name.
+        method: the method. Its rate is the start of the search.
+        federations: a federated data set for each repetition.
+        num_updates: the number of updates. This and the next six arguments are as in
+            [`run`][manifoldagg.simulation.run].
+        scheduler: a function that returns a scheduler, or its name.
+        delays: the delays of clients that work independently, or their name.
+        availability: the availability of the clients, or its name.
         task_cost: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
-        executor: what trains.
-        cache: a folder with a file for each search, which stores each finished run at once. A search is identified by
-            all its inputs, including the content of data and files, but functions by their names.
-        progress: called with the method's name and rate, and the seed, after each update.
+        executor: the executor that trains.
+        cache: a folder with a file for each search, which stores each finished run immediately. All inputs identify a
+            search, including the content of data and files. Functions are identified by their names.
+        progress: a function that is called with the method's name and rate, and the seed, after each update.
 
     Returns:
-        The tried rates; `None` if the method has no rate, or a fixed one.
+        The search with the tried rates, or `None` if the method has no rate or a fixed rate.
 
     Raises:
-        ArgumentError: as `run`; if `rate_field` of the method is not a field of its rule; if a file in `cache` is
-            damaged, or the folder cannot be written; or with a `cache` if scheduler or delays are functions.
+        ArgumentError: for the same reasons as in `run`, if `rate_field` of the method is not a field of its rule, if a
+            file in `cache` is damaged or the folder cannot be written, or if `cache` is set and the scheduler, the
+            delays or the availability is not a name.
     """
     check_count("num_updates", num_updates)
     check_method("method", method)
@@ -212,7 +220,7 @@ def tune(
     for i, federation in enumerate(federations):
         check_federation(f"federations[{i}]", federation)
     if not federations:
-        raise ArgumentError("federations: expected at least one, got none")
+        raise ArgumentError("federations: expected at least one FederatedDataset, got an empty list")
     clients = federations[0].trainable_clients
     with error_context(f"methods: {method.name}"):
         start = find_rate(method.bind(clients).rule, method.rate_field)
@@ -287,7 +295,7 @@ def find_rate(rule: Any, rate_field: str | None) -> float | None:
 
     Args:
         rule: the rule.
-        rate_field: the path of the field with the rate, such as `"rate"` or `"rule.rate"`; `None` for a fixed rate.
+        rate_field: the path of the field with the rate, such as `"rate"` or `"rule.rate"`, or `None` for a fixed rate.
 
     Raises:
         ArgumentError: if the rule has no such field. A rule without a field called `rate` has no rate.
@@ -300,7 +308,7 @@ def find_rate(rule: Any, rate_field: str | None) -> float | None:
     if name == "rate" and name not in _init_fields(rule):
         return None
     given = getattr(rule, _check_field(rule, name))
-    # A rate of `None` follows from other options, and the rule has it as a property.
+    # If the field is `None`, the rule derives its rate from other options as the property `rate`.
     rate: Any = getattr(rule, "rate", None) if given is None else given
     return float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None
 
@@ -316,7 +324,7 @@ def _init_fields(rule: Any) -> list[str]:
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
-    """Return a rule, or its `Factory`, with another value for an option, whose name may have dots."""
+    """Return a rule, or its `Factory`, with a new value for an option, whose name may be a dotted path."""
     name, _, inner = option.partition(".")
     before = rule.options.get(name) if isinstance(rule, Factory) else getattr(rule, _check_field(rule, name))
     after = _with_option(before, inner, value) if inner else value

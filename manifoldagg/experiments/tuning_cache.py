@@ -1,4 +1,4 @@
-"""Cache of tuning runs, in a file that is identified by all settings that determine the runs."""
+"""Cache of tuning runs. The name of its file is a digest of all settings that determine the runs."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ __all__ = ["TuningCache", "cache_key", "cache_path"]
 def cache_key(
     method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return all settings but the rate that determine the runs of a search."""
+    """Return all settings, except for the rate, that determine the runs of a search."""
     for name, given in specs.items():
         if given is not None and not isinstance(given, str):
             raise ArgumentError(
@@ -42,7 +42,7 @@ def cache_key(
 
 
 def cache_path(folder: Path, method: Method, key: Mapping[str, object]) -> Path:
-    """Return the file of a search, named after the rule and a digest of all settings."""
+    """Return the path of a search's file, which is named after the rule and a digest of all settings."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
 
@@ -73,7 +73,7 @@ class TuningCache:
         except OSError as error:
             raise ArgumentError(f"cache: {path} cannot be read: {error.strerror or error}") from error
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ArgumentError(f"cache: {path} is not what a search left there; delete it to search anew") from None
+            raise ArgumentError(f"cache: {path}: expected the file of a search; delete it to search again") from None
         return found
 
     def _write(self) -> None:

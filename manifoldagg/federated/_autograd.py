@@ -11,12 +11,13 @@ __all__ = ["no_grad"]
 P = ParamSpec("P")
 T = TypeVar("T")
 set_grad_enabled = torch._C._set_grad_enabled
-"""In one instruction, where the public class runs code that an interrupt could end in its middle."""
+"""The private function runs in one bytecode instruction. An interrupt could stop the public class in the middle."""
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` under `no_grad` and outside of inference mode; their two decorators would cost as much as the
-    bookkeeping.
+    """Run a function without gradients and outside of inference mode.
+
+    The decorators of torch would take as long as the bookkeeping of an update.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()

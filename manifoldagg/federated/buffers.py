@@ -31,7 +31,7 @@ __all__ = [
 
 VARIANCE_SUFFIX = "running_var"
 MAX_COUNT = 2**53
-"""The largest counter that clients may return: a batch more must not overflow it."""
+"""The largest counter that clients may return, so that counting further batches does not overflow."""
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
@@ -42,7 +42,7 @@ _is_cpu = attrgetter("is_cpu")
 class BufferGroup:
     """Names and shapes of the buffers that share one policy, one dtype and one device.
 
-    All or none are variances, and all or none are counters of batches.
+    Either all or none of them are variances, and either all or none are batch counters.
     """
 
     policy: str
@@ -75,9 +75,9 @@ class PackedBuffers(Mapping[str, Tensor]):
     """Buffers by name, packed into one vector for each group.
 
     Args:
-        groups: which buffers lie in which vector, one after another.
-        vectors: one for each group.
-        order: of the names.
+        groups: the buffers of each vector, in the order of their elements.
+        vectors: the vector of each group.
+        order: the names in their original order.
     """
 
     groups: tuple[BufferGroup, ...] = ()
@@ -108,16 +108,16 @@ class PackedBuffers(Mapping[str, Tensor]):
         return PackedBuffers, (self.groups, self.vectors, self.order)
 
     def clone(self) -> "PackedBuffers":
-        """Return a copy in memory of its own."""
+        """Return a copy in new memory."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the buffers by name, each in memory of its own. Each group is copied in one call."""
+        """Return copies of the buffers by name. Each group is copied in one call."""
         return self._split(torch.split_with_sizes_copy)
 
     @cached_property
     def requested_names(self) -> tuple[str, ...]:
-        """The names of the buffers that clients return: all that the server does not leave unchanged."""
+        """The names of the buffers that clients return: those whose policy is not `"leave"`."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
 
@@ -137,13 +137,14 @@ class PackedBuffers(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class PendingBuffers:
-    """The buffers of the updates since the model last moved.
+    """Buffers of the updates since the last move of the model.
 
     Attributes:
-        weight: the sum of their weights.
-        total: a vector for each group, the weighted sums of averaged ones in float64; nothing for a single update.
-        latest: of each buffer; those that are left are the server's.
-        count: how many updates.
+        weight: the sum of the weights of the updates.
+        total: a vector for each group, with the weighted sums of averaged buffers in float64. It is empty for a single
+            update.
+        latest: the latest value of each buffer. Buffers with the policy `"leave"` are the server's.
+        count: the number of updates.
     """
 
     weight: float
@@ -163,8 +164,8 @@ def accumulate(
     """Add copies of the buffers of an update to the pending buffers.
 
     Raises:
-        ArgumentError: if a value is not finite, or a variance negative, and it is not the server's own (such as the
-            infinities of a mask), or others wait than these.
+        ArgumentError: if a value is not finite or a variance is negative, unless it equals the server's value (such as
+            an infinity in a mask), or if the pending buffers have other names or policies.
     """
     vectors = []
     if pending is not None and pending.latest.groups != current.groups:
@@ -192,12 +193,12 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""Return the buffers after a step: averaged ones go to $b + s\,(\bar b - b)$, as far as the model on its curve.
+    r"""Return the buffers after a step. Averaged buffers become $b + s\,(\bar b - b)$ with the step $s$ of the model.
 
     Args:
-        pending: what the updates brought. The mean of a single one is its own, bit for bit.
-        current: the server's buffers; they are not written.
-        numbers: of the outcome: its `step` is $s$, in [0, 1]; 1 where it has none.
+        pending: the buffers of the updates. The mean of a single update is bit-identical to its buffers.
+        current: the server's buffers, which are not modified.
+        numbers: the metrics of the outcome. `step` is $s$, clipped to [0, 1]. The default is 1.
     """
     told = numbers.get("step", 1.0)
     part = min(max(told, 0.0), 1.0) if math.isfinite(told) else 1.0
@@ -210,7 +211,7 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
             continue
         mean = pending.total[i] / pending.weight if pending.total else latest
         on_the_way = mean if part == 1 else torch.lerp(mine.double(), mean.double(), part)
-        # What agrees stays as it is: infinities have no way between them.
+        # Equal values remain unchanged, because interpolating between equal infinities gives NaN.
         after.append(torch.where(mean == mine, mine, on_the_way.to(mine.dtype)))
     return replace(current, vectors=tuple(after))
 
@@ -218,17 +219,17 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
 def initial_buffers(
     space: Manifold, buffers: Mapping[str, Tensor] | None, buffer_policy: BufferPolicy
 ) -> tuple[PackedBuffers, dict[str, str]]:
-    """Return copies of the initial buffers of a server and the policy of each; nothing if it has no buffers.
+    """Return copies of the initial buffers of a server and the policy of each. Without buffers, both are empty.
 
     Raises:
-        ArgumentError: if they are not what the space carries.
+        ArgumentError: if the buffers do not match the layout of the space.
     """
     if buffers is None:
         if buffer_policy:
             raise ArgumentError("buffers: expected the initial buffers, as `buffer_policy` is given")
         return PackedBuffers(), {}
     if not isinstance(space, ParameterSpace):
-        raise ArgumentError(f"buffers: expected a ParameterSpace to carry them, got {type(space).__name__}")
+        raise ArgumentError(f"buffers: expected a ParameterSpace as the space, got {type(space).__name__}")
     if not isinstance(buffers, Mapping):
         raise ArgumentError(f"buffers: expected a mapping from names to tensors, got {short_repr(buffers)}")
     try:
@@ -240,7 +241,7 @@ def initial_buffers(
 
 
 def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
-    """Return a tree of plain values and tensors, from which `buffers_from_tree` builds equal buffers.
+    """Return the buffers as a tree of plain values and tensors, for `buffers_from_tree`.
 
     Example:
         >>> buffers_to_tree(PackedBuffers())
@@ -260,7 +261,7 @@ def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
     return PackedBuffers(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
-# Kept by content: whoever aggregates state dicts brings the same buffers each time.
+# The result is cached, because callers of `aggregate` pass the same names and shapes in each call.
 @lru_cache(maxsize=64)
 def _group_buffers(
     policy_items: tuple[tuple[str, str], ...],
@@ -286,14 +287,14 @@ def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torc
 
 
 def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
-    """Return what values a group accepts, for messages."""
+    """Return a description of the values that a group accepts, for messages."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return "a counter <= 2^53"
-    return f"finite values{' >= 0' if group.is_variance else ''}, or those of the current model"
+    return f"finite values{' >= 0' if group.is_variance else ''}, or the values of the current model"
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Return whether values are finite and variances non-negative, or the tensors are the server's own."""
+    """Return whether all values are finite (and variances non-negative) or equal to the server's values."""
     if not (received.is_floating_point() or received.is_complex()):
         return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)

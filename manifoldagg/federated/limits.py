@@ -28,10 +28,10 @@ Norms = tuple[tuple[Hashable, float], ...]
 
 
 class NormLimitError(ArgumentError):
-    """The norm of an update is over `norm_factor`.
+    """Error for an update whose norm exceeds the limit of `norm_factor`.
 
     Attributes:
-        limit: the largest norm that was allowed.
+        limit: the largest allowed norm.
         norms: the latest norms of the clients, with the limit in place of the norm of this update.
     """
 
@@ -45,22 +45,22 @@ class NormLimitError(ArgumentError):
 class UpdateLimits(KeywordHints):
     r"""Limits on updates: the server rejects or clips an update beyond them.
 
-    The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. An
-    update of norm r that is clipped to c is $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with
-    $\lambda = \min(1, c / r)$, one $\lambda$ for all its points: on a flat space
+    The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. Clipping
+    an update of norm r to c yields the points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with
+    $\lambda = \min(1, c / r)$, the same $\lambda$ for all points. On a flat space, these are
     $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Further tensors are not clipped.
     The receipt reports `clipped`, and the row in the history reports $\lambda$ as `clip`.
 
-    The cosine of an update is that of $v = \log_{\Theta^t} \varphi_n$ and the drift $g = \log_{\Theta^t} \Theta^\tau$,
-    the movement by other clients since then, in the metric at $\Theta^t$. Updates without staleness or length have no
-    cosine and pass.
+    The cosine of an update is the cosine of $v = \log_{\Theta^t} \varphi_n$ and the drift
+    $g = \log_{\Theta^t} \Theta^\tau$ in the metric at $\Theta^t$. The drift is the movement by other clients since the
+    dispatch. Updates with zero staleness or zero norm have no cosine and pass.
 
     Args:
         max_norm: the largest norm.
         norm_factor: the largest norm as a multiple of the median of the latest norms of the other clients.
-        norm_window: the number of clients whose latest norms count, those with the latest updates. Zero norms do not
-            count. A clipped update counts with its clipped norm. An update that `norm_factor` rejects counts with the
-            largest norm that it allows, so that the median follows if most clients send longer updates.
+        norm_window: the number of clients in the window: those with the latest updates. Zero norms do not count. A
+            clipped update counts with its clipped norm. An update that `norm_factor` rejects counts with the largest
+            allowed norm, so that the median increases if most clients send longer updates.
         norm_after: the number of other clients from which `norm_factor` and `clip_factor` apply.
         clip: the norm to which longer updates are clipped.
         clip_factor: the clipping norm as a multiple of that median. If both are given, the smaller norm applies.
@@ -68,12 +68,12 @@ class UpdateLimits(KeywordHints):
         max_samples: the largest sample count.
         samples_factor: the cap f of a sample count as a multiple of the median report of the other clients. The weight
             uses the capped count, and the receipt reports `clipped`. Among n clients with equal counts, one claim has
-            at most the weight f / (f + n - 1). `None` for no cap.
-        max_points: the largest number of control points: the cost of a step grows at least quadratically with it.
+            at most the weight f / (f + n - 1). `None` disables the cap.
+        max_points: the largest number of control points. The cost of a step grows at least quadratically with it.
         max_staleness: the largest staleness, in versions.
 
     Raises:
-        ArgumentError: naming the limit that is out of range.
+        ArgumentError: if a limit is out of range. The message names it.
 
     Source: clipping as in Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4.
 
@@ -112,9 +112,9 @@ class UpdateLimits(KeywordHints):
         for name in ("norm_window", "norm_after", "max_samples", "max_points"):
             check_count(name, getattr(self, name))
         if self.max_samples > MAX_SAMPLES:
-            raise ArgumentError("max_samples: expected at most 2^53")
+            raise ArgumentError(f"max_samples: expected at most 2^53, got {short_repr(self.max_samples)}")
         if self.norm_window > MAX_WINDOW:
-            raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}")
+            raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}, got {short_repr(self.norm_window)}")
         if self.norm_after > self.norm_window:
             if self.norm_after == UpdateLimits.norm_after:  # probably not passed
                 raise ArgumentError(
@@ -139,22 +139,22 @@ class UpdateLimits(KeywordHints):
         """Check that a space supports the limits.
 
         Raises:
-            ArgumentError: naming what it lacks.
+            ArgumentError: if the space lacks operations that the limits need. The message names them.
         """
         if space.flat or space.ambient or not self.needs_norms:
             return
         lacks = sorted(({"inner", "log"} | ({"exp"} if self.uses_clipping else set())) - space.capabilities)
         if lacks:
             raise ArgumentError(
-                f"limits: update: norms need {', '.join(lacks)}, which {short_repr(space)} does not have"
+                f"limits: update: expected a space with {', '.join(lacks)} for norms, got {short_repr(space)}"
             )
 
     def apply(self, space: Manifold, update: Update, norms: Norms) -> tuple[Update, float, Norms]:
         r"""Return the update for the rule, $\lambda$, and the latest norms of the clients after this update.
 
         Raises:
-            ArgumentError: naming the limit that the update is over.
-            NormLimitError: if the limit is `norm_factor`; then the latest norms include this limit.
+            ArgumentError: if the update exceeds a limit. The message names the limit.
+            NormLimitError: if the limit is `norm_factor`. Its latest norms include this limit.
         """
         late = self.min_cosine is not None and update.staleness > 0
         length, cosine = _norm_and_cosine(space, update.base, update.points, update.current if late else None)
@@ -173,7 +173,7 @@ class UpdateLimits(KeywordHints):
         return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
     def clip_threshold(self, others: Sequence[float]) -> float:
-        """Return the norm to which updates are clipped, given the norms of other clients; infinite without clipping.
+        """Return the clipping norm, given the norms of other clients. Without clipping, return infinity.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -183,14 +183,14 @@ class UpdateLimits(KeywordHints):
         return min(math.inf if self.clip is None else self.clip, self._limit_by_median(self.clip_factor, others))
 
     def check_norm(self, norm: float, others: Sequence[float]) -> None:
-        """Reject a norm over a limit, or one that is not a number.
+        """Reject a norm that exceeds a limit or is NaN.
 
         Args:
-            norm: to check.
-            others: the latest norms of other clients; zeros do not count.
+            norm: the norm to check.
+            others: the latest norms of other clients. Zeros do not count.
 
         Raises:
-            ArgumentError: naming the limit.
+            ArgumentError: if the norm exceeds a limit. The message names the limit.
             NormLimitError: if the limit is `norm_factor`.
         """
         check_number("points: norm", norm)
@@ -202,10 +202,10 @@ class UpdateLimits(KeywordHints):
             raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
 
     def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
-        """Return a multiple of the median; infinite without a factor, and for fewer than `norm_after` norms."""
+        """Return a multiple of the median, or infinity without a factor or with fewer than `norm_after` norms."""
         if factor is None:
             return math.inf
-        # An update of length 0 says nothing about the size of other updates.
+        # Zero norms would lower the median although they do not indicate the size of other updates.
         norms = [norm for norm in others if norm > 0]
         return factor * float(np.median(norms)) if len(norms) >= self.norm_after else math.inf
 
@@ -226,21 +226,22 @@ def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
-    r"""Return $\max_i d(\Theta^t, \varphi_i)$; infinite if it is not a number."""
+    r"""Return $\max_i d(\Theta^t, \varphi_i)$, or infinity instead of NaN."""
     return _norm_and_cosine(space, base, points, None)[0]
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
     r"""Return the points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of a clipped update.
 
-    On a flat space each number is rounded once. Where leaves are of low rank it is the point nearest to the sum; as
-    that may lie twice as far from the base, $\lambda$ is halved where it is farther than it was to be.
+    On a flat space, each number is rounded once. For low-rank leaves, the result is the low-rank point nearest to the
+    scaled point. Its distance from the base may be twice that of the scaled point. If the distance is too large, the
+    function uses $\lambda / 2$.
 
     Args:
-        space: of the points.
-        base: $\Theta^t$ (P,).
-        points: $\varphi_i$ (n, P), which are not written.
-        factor: $\lambda$ in (0, 1).
+        space: the space of the points.
+        base: the base $\Theta^t$ (P,).
+        points: the points $\varphi_i$ (n, P), which are not modified.
+        factor: the factor $\lambda \in (0, 1)$.
     """
     if space.flat:
         scaled = torch.empty_like(points, memory_format=torch.contiguous_format)
@@ -265,9 +266,9 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    r"""Return the norm of an update, infinite if it is not a number, and its cosine with the drift to `current`.
+    r"""Return the norm of an update, or infinity instead of NaN, and its cosine with the drift to `current`.
 
-    The cosine is NaN without `current`, and if one of the two is zero.
+    The cosine is NaN without `current`, and if the displacement or the drift is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

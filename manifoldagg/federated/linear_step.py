@@ -20,19 +20,19 @@ def measure(
         state: the next state.
         outcome: the outcome of a plan.
         numbers: the metrics of the outcome, to which those of a linear step are added.
-        compute: whether to compute the combinations of the step, in new memory, by the pass that measures its rows.
-            Otherwise they are left to the caller, which may then compute them in memory that the step reads.
-        out: memory for the new model in place of new memory. It is written even if the update is rejected then.
+        compute: whether to compute the combinations of the step, in new memory, in the pass that measures its rows.
+            Otherwise, the caller computes them, possibly in memory that the step reads.
+        out: an output buffer for the new model. It is written even if the update is then rejected.
 
     Raises:
         ArgumentError: if a row or the new model would not be finite, or the rule rejects the update.
 
-    Cost: one pass over the rows. With `compute=False` the combinations take another one.
+    Cost: one pass over the rows. With `compute=False`, the combinations need a second pass.
     """
     model = outcome.model
     linear = outcome.linear
     if linear is None:
-        # A wrapper may have made a new outcome without the linear step; then the rows of its model are not measured.
+        # A wrapper may return a new outcome without the linear step. The rows of its model are then unmeasured.
         if not isinstance(model, Combination) or model.frame.has_norm_bounds:
             return state, outcome, numbers
         linear = LinearStep(model.frame, _no_metrics)

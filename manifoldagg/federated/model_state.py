@@ -11,14 +11,14 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    r"""Everything that an update may change for all clients. It is immutable: a step returns the next one.
+    r"""The immutable part of the server state that an update may change for all clients. A step returns the next one.
 
     Attributes:
-        current: $\Theta^\tau$, the model.
-        state: the rule's.
-        buffers: the model's.
-        pending_buffers: the buffers of the updates since the model last moved.
-        version: $\tau$, how often the model has moved.
+        current: the model $\Theta^\tau$.
+        state: the state of the rule.
+        buffers: the buffers of the model.
+        pending_buffers: the buffers of the updates since the last move of the model.
+        version: the version $\tau$, which is the number of moves of the model.
         norms: the latest norm of each recent client, if a limit needs them.
     """
 

@@ -33,7 +33,7 @@ NO_ROWS: Mapping[Combination, Any] = MappingProxyType({})
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """Yield the tensors of a tree in the order of `tree_map`.
+    """Return the tensors of a tree in the order of `tree_map`.
 
     Example:
         >>> tensors({"m": torch.ones(2), "count": 3})
@@ -53,7 +53,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """Apply `function` to the tensors of a tree; an unchanged subtree is the same object.
+    """Apply `function` to the tensors of a tree. Unchanged subtrees are returned as the same objects.
 
     Example:
         >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
@@ -73,7 +73,7 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Return whether a state has the structure of an initial state, including nested rules and the places of tensors.
+    """Return whether a state has the entries and tensor shapes of an initial state, including nested rules.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -90,7 +90,9 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """Copy a tensor without derivative. A medium one is copied in the calling thread, before other threads would wake.
+    """Copy a tensor without its gradient.
+
+    A tensor of medium size is copied in the calling thread, because starting other threads would take longer.
 
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
@@ -122,7 +124,7 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """Return the combinations in the dicts and lists of a tree that are not computed."""
+    """Return the uncomputed combinations in the dicts and lists of a tree."""
     if isinstance(tree, Combination):
         return [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -134,7 +136,7 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 
     Args:
         tree: the tree.
-        computed: the results of combinations that are known.
+        computed: the known results of combinations.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
@@ -146,7 +148,7 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 
 
 def size_of(tree: Tree) -> int:
-    """Return the bytes of memory that the tensors of a tree occupy, each storage counted once.
+    """Return the number of bytes of the tensors of a tree. Each storage counts once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -157,9 +159,9 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Return whether a tensor of `new` has non-finite values where `old` has only finite ones, or no tensor.
+    """Return whether `new` has a non-finite tensor where `old` has a finite tensor or no tensor.
 
-    What is the same object in both is not looked at.
+    Objects that are identical in both trees are skipped.
 
     Example:
         >>> x = torch.tensor([float("inf")])
@@ -185,7 +187,7 @@ def introduces_nonfinite(new: Tree, old: Tree) -> bool:
 
 
 def upcast_8bit(tensor: Tensor) -> Tensor:
-    """Convert an 8-bit floating tensor to float32, because 8-bit dtypes lack arithmetic; return others unchanged."""
+    """Convert an 8-bit floating tensor to float32, as 8-bit dtypes lack arithmetic. Return other tensors unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
@@ -201,9 +203,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Tree) -> dict[int, int]:
-    """Return the addresses and sizes of the storages of a tree; a tensor without memory has none.
+    """Return the sizes of the storages of a tree by address, without empty storages.
 
-    Should two devices use one address, what is there is taken for the same.
+    Storages with the same address on two devices count as one.
     """
     held: dict[int, int] = {}
     ahead = [tree]
@@ -222,7 +224,7 @@ def _storages(tree: Tree) -> dict[int, int]:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Yield the dense tensors that make up a tensor."""
+    """Return the dense tensors that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

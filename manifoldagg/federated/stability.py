@@ -16,7 +16,7 @@ from manifoldagg.federated.types import check_rule_protocol
 __all__ = ["is_synchronous", "stability_limit", "suggest_rate", "updates_per_step", "warn_if_unstable"]
 
 RATE_KINDS = ("share", "step", "mean")
-"""The kinds of rates that are multiples of an update; the others are, for example, lengths of Adam's steps."""
+"""The kinds of rates that are multiples of an update. Other rates are, for example, lengths of Adam steps."""
 
 
 def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
@@ -32,13 +32,13 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
     $$2 m (m - K)\, \rho^2 + K (K^2 + K - 2 m)\, \rho < 2 K^2 (2 m - K - 1).$$
 
     For $K = 1$ this is $m \rho^2 < \rho + 2$. For $K = m$, synchronous rounds, it is $\rho < 2$, the limit of gradient
-    descent. Clients that train less far have a higher limit: it is divided by the part of the way to the minimum that
-    they go. If clients return in a fixed order, the limit for $K = 1$ is the lower
+    descent. Clients that train only a fraction of the distance to the minimum have a higher limit: the limit above,
+    divided by this fraction. If clients return in a fixed order, the limit for $K = 1$ is lower:
     $2 \sin \frac{\pi}{2 (2 m - 1)}$ (Levin and May 1976), which is above $\pi / (2 m)$.
 
     Args:
-        concurrency: $m$, the number of clients in flight.
-        buffer_size: $K$, the number of updates in each step. Above `concurrency` it counts as `concurrency`.
+        concurrency: the number $m$ of clients in flight.
+        buffer_size: the number $K$ of updates in each step. Values above `concurrency` count as `concurrency`.
 
     Raises:
         ArgumentError: if an argument is not a positive integer.
@@ -66,15 +66,15 @@ def _stability_limit(m: int, k: int) -> float:
 def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     r"""Return a stable learning rate of a rule for this number of clients and this concurrency.
 
-    With this rate, the update of an average client moves the model by the part $\rho = 1 / (m + 1)$ of its
+    With this rate, the update of an average client moves the model by the fraction $\rho = 1 / (m + 1)$ of its
     displacement. This is about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit] or less, and at
-    most two thirds of the limit for clients that return in a fixed order. For a buffer of $K$ updates the part is
+    most two thirds of the limit for clients that return in a fixed order. For a buffer of $K$ updates, the fraction is
     $\rho = \min(1, K / m)$. In terms of the option `rate`:
 
     | rate of the rule | $\rho$ | suggested rate |
     | --- | --- | --- |
     | step, times the weight $w_i \approx 1 / N$ (`FedOrtho`, `ASGD` and others) | rate / N | N / (m + 1) |
-    | share of the way to the client's model (`FedAsync`, `OrthoFL`) | rate $\cdot\, s$ | 1 / (m + 1) / s |
+    | share of the distance to the client's model (`FedAsync`, `OrthoFL`) | rate $\cdot\, s$ | 1 / (m + 1) / s |
     | the same with `weighted=True` | rate $\cdot\, s$ / N | N / (m + 1) / s |
     | step on the mean of a buffer of K (`FedBuff`, `Median` and others) | rate | min(1, K / m) |
     | step on the mean of a synchronous cohort (`FedAvg`) | rate | 1 |
@@ -84,14 +84,14 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     Begin with this rate. In short runs, higher rates converge faster, up to about half of the stability limit.
 
     Args:
-        rule: a rule whose rate is a multiple of an update. `Momentum` and `Private` count as the rule in them;
+        rule: a rule whose rate is a multiple of an update. `Momentum` and `Private` count as their wrapped rule.
             `Momentum` divides the rate by the sum $1 / (1 - \beta)$ of its weights.
-        num_clients: $N$, the number of clients that take part.
-        concurrency: $m \le N$, the number of clients that train at the same time.
+        num_clients: the number $N$ of participating clients.
+        concurrency: the number $m \le N$ of clients that train at the same time.
 
     Raises:
         ArgumentError: if an argument is not a positive integer, if `concurrency` is above `num_clients`, or if the rate
-            of the rule has another unit, such as the length of a step of Adam.
+            of the rule has another unit, such as the length of an Adam step.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff, FedOrtho
@@ -127,7 +127,7 @@ def _suggested_rate(rule: Any, n: int, m: int) -> float:
     if kind == "step":
         return factor * n / (m + 1)
     size = n if inner.weighted else 1
-    # A weight of 0 at this staleness leaves the largest rate, which is the whole share.
+    # If the weight is 0 at this staleness, the result is the largest share, 1.
     return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))
 
 
@@ -152,14 +152,14 @@ def warn_if_unstable(
         staleness: the staleness in versions.
         num_in_flight: the number of tasks in flight, including this one.
         weight: the weight of the client.
-        num_clients: $N$, the number of clients that share the weights.
+        num_clients: the number $N$ of clients that share the weights.
 
     Warns:
-        StabilityWarning: with the step size, the limit, and a stable rate.
+        StabilityWarning: if the step is too large. The message contains the step size, the limit and a stable rate.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
-    # A share of the way to the client's model never overshoots it.
+    # A share of at most 1 of the distance to the client's model never overshoots it.
     if kind not in ("step", "mean") or not rho > 0:
         return False
     if kind == "step" and weight > 0:

@@ -1,8 +1,11 @@
 """One step of a rule: a validated update applied to a model state, in three phases.
 
-A `StepPlan` holds what is the same for every update: the rule, the space, the policies and the limits. `step` lets the
-rule plan the step, which computes nothing but small matrices, checks the result, and commits it last: the new model and
-the sums in the state are computed when nothing can fail any more.
+A `StepPlan` contains the parts that are the same for every update: the rule, the space, the policies and the limits.
+`step` has three phases:
+
+1. The rule plans the step, which computes only small matrices.
+2. `step` checks the result.
+3. `step` commits the result: it computes the new model and the sums in the state, which cannot fail.
 """
 
 from collections.abc import Mapping
@@ -27,7 +30,7 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 __all__ = ["StepPlan", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
-"""Types of the entries of a state that can be neither infinite by mistake nor shared."""
+"""Types of state entries that need no check for non-finite values and no copy."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class StepPlan:
     Args:
         space: the space of the models.
         rule: the rule that steps.
-        policies: the policies of the buffers, by name.
+        policies: the policy of each buffer, by name.
         update_limits: limits on norms and cosines.
         buffers_label: the name of an update's buffers in messages.
     """
@@ -69,12 +72,12 @@ class StepPlan:
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
-        """Whether the rule reads models in place, as lists of tensors, and returns combinations of them."""
+        """Whether the rule reads models in place as lists of tensors and returns combinations of them."""
         return accepts_tensor_lists(self.rule, self.space)
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space, if clients receive a narrower dtype than that of the points."""
+        """The space if clients receive a narrower dtype than that of the points, else `None`."""
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
@@ -87,23 +90,23 @@ def step(
     *,
     atomic: bool = False,
 ) -> tuple[ModelState, Outcome]:
-    """Apply one update by a rule, in memory of its own.
+    """Apply one update with a rule. The result shares no memory with the inputs.
 
     Args:
         plan: the plan of the step.
-        before: the state before the step, which is not written.
-        update: a validated update. It is not written, and what the state stores of it is a copy.
+        before: the state before the step, which is not modified.
+        update: a validated update, which is not modified. The state stores copies of its tensors.
         buffers: the buffers of the update.
-        out: memory for the new model. If the rule uses tensor lists, it may be `None` for new memory.
-        atomic: whether `out` is written last, when nothing can fail any more. Then it may be a model that a rule reads
-            that uses tensor lists.
+        out: an output buffer for the new model. If the rule uses tensor lists, `None` allocates new memory.
+        atomic: whether `out` is written last, when the step can no longer fail. If the rule uses tensor lists, `out`
+            may then be a model that the rule reads.
 
     Returns:
         The next model state, and the outcome, whose numbers are floats. A client state that the rule has not changed is
         the same object.
 
     Raises:
-        ManifoldAggError: naming the invalid input. Then nothing but `out` has changed.
+        ManifoldAggError: if an input is invalid. The message names it, and only `out` may have changed.
     """
     norms = before.norms
     kept = 1.0
@@ -112,10 +115,10 @@ def step(
             update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
         except ArgumentError:
             if not plan.is_private:
-                raise  # A private rule replaces an update whose norm is not finite.
+                raise  # A private rule replaces an update with a non-finite norm by a zero update.
     brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
     state, outcome, numbers = run_rule(plan, before.state, brought, out, compute=not atomic)
-    if plan.update_limits.uses_clipping:  # the rule may have clipped the update once more
+    if plan.update_limits.uses_clipping:  # the rule may clip the update a second time
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     if not plan.uses_tensor_lists and outcome.model is not None:
         _validate_model(plan, outcome.model, out)
@@ -134,7 +137,7 @@ def step(
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
-    # The commit comes last, when nothing can fail any more.
+    # The commit is the last phase, so that an error leaves the state unchanged.
     model: Any = outcome.model if plan.uses_tensor_lists else out
     if isinstance(model, Combination):
         model = model.compute(out)
@@ -146,14 +149,14 @@ def step(
 def run_rule(
     plan: StepPlan, state: State, update: Update, out: Row | None = None, *, compute: bool = True
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Return the next state, the outcome and its metrics as the rule plans them, in memory of its own or in `out`.
+    """Call the rule, and return the next state, the outcome and its metrics.
 
     Args:
         plan: the plan of the step.
         state: the state of the rule.
         update: a validated update.
-        out: memory for the new model, which is not read.
-        compute: whether to compute the combinations of a linear step, the new model in `out` if it is given.
+        out: an output buffer for the new model, which is not read. `None` allocates new memory.
+        compute: whether to compute the combinations of a linear step. The new model is written to `out` if given.
 
     Raises:
         RuleError: if the rule returns an invalid result.
@@ -171,14 +174,14 @@ def run_rule(
     if not lists:
         return after, outcome, numbers
     if not (outcome.model is None or isinstance(outcome.model, Combination)):
-        expected = "the result of Frame.move, as `accepts_tensor_lists = True` says"
+        expected = "the result of Frame.move because of `accepts_tensor_lists = True`"
         raise RuleError(f"rule: new model: expected {expected}, got {type(outcome.model).__name__}")
     target: Any = out if compute else None
     return measure(after, outcome, numbers, compute=compute, out=target)
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
-    """Return the update with copies of the points and tensors whose memory a rule might write while it reads them."""
+    """Return the update with copies of points and tensors that share memory with the state or with `out`."""
     mine = [update.base, before.current, before.state, update.client_state, out]
     points, tensors = unalias((update.points, update.tensors), mine)
     if points is update.points and tensors is update.tensors:
@@ -189,10 +192,10 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Return the next state and client state, computed, finite, and in memory that neither clients nor models share.
+    """Compute the next state and client state, check them, and copy tensors that share memory with clients or models.
 
     Raises:
-        ArgumentError: if a tensor of them would not be finite.
+        ArgumentError: if a tensor in the results is not finite.
     """
     state = materialize(state)
     if not outcome.state_is_finite and (
@@ -219,9 +222,9 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
 
 
 def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
-    """Check that the new model is finite in the dtypes that clients receive, also after the steps that the state holds.
+    """Check that the new model is finite in the dtypes that clients receive, now and after pending displacements.
 
-    A rule with `carried_displacements` stores displacements that later steps add, such as a momentum. If they alone
+    A rule with `carried_displacements` stores displacements that later steps add, such as a momentum. If these alone
     made the model overflow, the server would reject each later update.
 
     Args:
@@ -232,7 +235,7 @@ def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model
         current: the model before the step.
 
     Raises:
-        ArgumentError: naming the leaf that overflows.
+        ArgumentError: if a leaf overflows. The message names it.
     """
     start = current if model is None else model
     if not isinstance(start, Tensor):  # Tensor lists have the dtypes of the leaves, which their rules check.

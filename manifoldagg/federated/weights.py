@@ -16,9 +16,9 @@ __all__ = ["Weights", "check_client"]
 
 KINDS = ("observed", "uniform")
 EARLY_REPORTS = 64
-"""Up to this number of clients, the first report of each caps the earlier reports again."""
+"""For up to this number of clients, each first report updates the caps of the earlier reports."""
 MAX_SAMPLES = 2**53
-"""The largest amount: up to here floats count exactly."""
+"""The largest sample count. Floats represent all integers up to 2**53."""
 MIN_REPORTS = 5
 """The number of other reports from which the cap uses their median; below it, the cap uses their lower median."""
 
@@ -28,12 +28,15 @@ class Weights:
     r"""The participating clients, their reported sample counts, and the weights $w_i$ that follow.
 
     Attributes:
-        cap_factor: the cap of a sample count as a multiple of the median of other reports; `None` for no cap.
-        kind: `"given"`, $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`,
-            $|D_i| / (N \cdot$ mean of the $|D|$ seen$)$, with N the clients that have contributed or have a ticket.
-        sample_counts: the samples that were given up front, by client.
-        reported: the latest sample count of each client; minus the number of its tickets until its first update.
-        total: the sum of what $w_i$ divides by: of `sample_counts` where they were given, of `reported` else.
+        cap_factor: the cap of a sample count as a multiple of the median of other reports. `None` disables the cap.
+        kind: the kind of the weights. `"given"`: $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`: $w_i = 1 / N$;
+            `"observed"`: $w_i = |D_i| / (N \cdot$ mean of the reported $|D|)$, where N counts the clients that have
+                contributed or
+            have a ticket.
+        sample_counts: the given sample counts, by client.
+        reported: the latest sample count of each client. Before the first update of a client, the entry is minus the
+            number of its tickets.
+        total: the sum of `sample_counts` for given weights, otherwise the sum of the positive entries of `reported`.
         bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
     Example:
@@ -54,11 +57,12 @@ class Weights:
         r"""Return the initial weights of a server.
 
         Args:
-            spec: a mapping client to samples; `"uniform"` or `"observed"`.
-            cap_factor: as above.
+            spec: a mapping from clients to samples, `"uniform"` or `"observed"`.
+            cap_factor: the cap factor, as in the class.
 
         Raises:
-            ArgumentError: naming a client whose samples are no positive integer up to $2^{53}$.
+            ArgumentError: if the sample count of a client is not a positive integer up to $2^{53}$. The message names
+                the client.
         """
         cap_factor = None if cap_factor is None else float(cap_factor)
         if isinstance(spec, str):
@@ -86,7 +90,7 @@ class Weights:
         return len(self.sample_counts if self.kind == "given" else self.reported)
 
     def check(self, client: Hashable) -> Hashable:
-        """Return the name of a client as `check_client` does. If weights were given up front, it must be one of them.
+        """Return the name of a client as `check_client` does. For given weights, the client must have a weight.
 
         Raises:
             ArgumentError: if the name is invalid or has no weight.
@@ -98,7 +102,7 @@ class Weights:
         return client
 
     def with_client(self, client: Hashable) -> "Weights":
-        """Return the weights with `client` as a participant, because it has received a ticket."""
+        """Return the weights after `client` has received a ticket, which makes it a participant."""
         before = self.reported.get(client, 0)
         if before > 0:
             return self
@@ -121,13 +125,13 @@ class Weights:
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
 
-        Of fewer than five other clients the lower median counts, so that one of two others does not raise the cap.
-        The count is not capped if no other client has reported, without `cap_factor`, and if the weights do not depend
-        on samples. The first report of each of the first 64 clients caps the earlier reports again, and then that of
-        each client whose number is a power of two.
+        With fewer than five other reports, the cap uses the lower median, so that one of two other clients cannot raise
+        the cap. The count is not capped without `cap_factor`, without other reports, or if the weights do not depend on
+        samples. The first reports of the first 64 clients update the caps of the earlier reports. After that, only the
+        first reports of clients whose number is a power of two do so.
 
-        Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 medians needs one pass over all
-        clients.
+        Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 times the median needs one pass over
+        all clients.
         """
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
@@ -136,7 +140,7 @@ class Weights:
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
         if known == 0:
             return samples
-        # The median is no smaller than the lower of its two, which has so many digits.
+        # The median is at least the lower of the two middle values, whose number of digits is known.
         digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
         if samples <= factor * 2 ** (digits - 1):
             return samples
@@ -197,12 +201,13 @@ class Weights:
         """Return the weights that `state` serialised.
 
         Args:
-            state: from `state`.
-            spec: as in `of`, in place of the saved one; the reports are restored. `None` for the saved one.
-            cap_factor: as above; it is not part of the state.
+            state: the result of `state`.
+            spec: the weights, as in `of`, instead of the saved ones. The reports are restored. `None` uses the saved
+                weights.
+            cap_factor: the cap factor, which is not part of the state.
 
         Raises:
-            ArgumentError: if it is no such tree, or a client that takes part is missing in what is given.
+            ArgumentError: if `state` is invalid, or a participating client is missing in `spec`.
         """
         if not isinstance(state, Mapping) or set(state) != {"kind", "sample_counts", "reported"}:
             raise ArgumentError("weights: state: expected the result of Weights.state()")
@@ -225,27 +230,25 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Return a name, such as that of a client, which must be hashable and equal to any name with the same content.
+    """Check that a name, such as that of a client, is hashable and compares by content, and return it.
 
-    A NumPy scalar is returned as the Python value that equals it, because the comparison of a NumPy scalar with a tuple
-    returns an array.
+    A NumPy scalar is returned as the equal Python value, because comparing a NumPy scalar with a tuple returns an
+    array.
 
     Raises:
-        ArgumentError: if it cannot be hashed, if it does not equal itself, or if there is a tensor in it.
+        ArgumentError: if the name is not hashable, does not equal itself, or contains a tensor.
     """
     if type(client) is str:
         return client
     if any(isinstance(part, Tensor) for part in _components(client)):
-        raise ArgumentError(
-            f"{name}: expected a hashable name, got a tensor, which equals no other of the same content"
-        )
+        raise ArgumentError(f"{name}: expected a hashable name, got a tensor, which does not compare by content")
     try:
         hash(client)
         found = all(part == part for part in _components(client))
         plain = client.item() if isinstance(client, np.generic) else client
         if plain is not client and plain == client and hash(plain) == hash(client):
             client = plain
-    except Exception:  # whatever the name's own code raises
+    except Exception:  # `__hash__` and `__eq__` of the name may raise any exception
         raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:
         raise ArgumentError(f"{name}: expected a name that equals itself, got {short_repr(client)}")
@@ -261,7 +264,7 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _is_recap_due(num_reports: int) -> bool:
-    """Return whether the reports are capped again: at each new one of the first, then at each power of two."""
+    """Return whether to update the caps: for each of the first reports, and then at each power of two."""
     return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
 
 

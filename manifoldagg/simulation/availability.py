@@ -24,17 +24,18 @@ COLUMNS = ["time", "client", "kind"]
 
 @dataclass(frozen=True)
 class AvailabilityChange(Generic[C]):
-    """A change of a client's availability: the client joins or leaves.
+    """Change of a client's availability.
 
     Attributes:
-        time: when, in virtual seconds.
-        client: who.
-        kind: `"join"`: takes part from now on, for the first time. `"leave"`: finishes what it was given and takes
-            no more. `"fail"`: is gone at once, and its tasks are lost. `"return"`: takes part again after either.
-        lost_tasks: tasks that failed with it; told when it happens.
+        time: the time of the change, in virtual seconds.
+        client: the client.
+        kind: the kind of the change. `"join"`: the client participates for the first time. `"leave"`: it finishes its
+            tasks and accepts no further tasks. `"fail"`: it disappears at once, and its tasks are lost. `"return"`: it
+            participates again after `"leave"` or `"fail"`.
+        lost_tasks: the number of lost tasks, which is set when the change happens.
 
     Raises:
-        ArgumentError: naming the field that does not fit.
+        ArgumentError: if a field is invalid. The message names it.
     """
 
     time: float
@@ -51,22 +52,21 @@ class AvailabilityChange(Generic[C]):
 
 
 class AvailabilityTrace(Generic[C]):
-    """A scheduler with changes of client availability.
+    """Scheduler with changes of client availability.
 
-    `next` tells changes as they happen, between the completions; a change comes before a completion at the same time,
-    and changes at one time come in the order of their declaration. Whoever drives it dispatches a client that joins or
-    returns, and gives up the tickets of one that fails. One that left and returns may still be at its last task:
-    `is_idle` tells.
+    `next` returns completions and changes in the order of time. A change precedes a completion at the same time, and
+    changes at the same time are in the order of their declaration. The caller dispatches tasks to a client that joins
+    or returns, and drops the tickets of a client that fails. A client that left and returns may still have a task in
+    flight; see `is_idle`.
 
     Args:
-        scheduler: carries out the tasks; nothing else may use it from now on.
-        changes: in any order. A client whose first change is no `"join"` takes part from the start, as do those in
-            `available`.
-        available: clients that take part from the start.
+        scheduler: the scheduler of the tasks, which nothing else may use.
+        changes: the changes in any order. A client whose first change is not `"join"` is available from the start.
+        available: further clients that are available from the start.
 
     Raises:
-        ArgumentError: naming the change that cannot happen, such as one before the scheduler's time, or the return of
-            a client that is here.
+        ArgumentError: if a change is impossible, such as a change in the past or the return of an available client. The
+            message names it.
 
     Example:
         >>> from manifoldagg.simulation.delays import Deterministic
@@ -98,9 +98,10 @@ class AvailabilityTrace(Generic[C]):
         known = set(self._initial)
         here = set(self._initial)
         for change in self._changes:
-            state = "here" if change.client in here else "away" if change.client in known else "unknown"
-            if state != {"join": "unknown", "return": "away"}.get(change.kind, "here"):
-                raise ArgumentError(f"changes: {change} cannot happen to a client that is {state}")
+            state = "available" if change.client in here else "unavailable" if change.client in known else "unknown"
+            expected = {"join": "unknown", "return": "unavailable"}.get(change.kind, "available")
+            if state != expected:
+                raise ArgumentError(f"changes: {change}: expected a client that is {expected}, got one that is {state}")
             known.add(change.client)
             _apply(change, here)
         self._available = set(self._initial)
@@ -123,10 +124,10 @@ class AvailabilityTrace(Generic[C]):
         """Dispatch a task of `work` units.
 
         Raises:
-            ArgumentError: if the client is not here, or the scheduler does not take it.
+            ArgumentError: if the client is not available, or the scheduler rejects the task.
         """
         if client not in self._available:
-            raise ArgumentError(f"client: {client!r} does not take part at {self.now:g} s")
+            raise ArgumentError(f"client: expected a client that is available at {self.now:g} s, got {client!r}")
         self._scheduler.dispatch(client, work)
 
     def peek(self) -> float:
@@ -138,7 +139,7 @@ class AvailabilityTrace(Generic[C]):
         """Return the next completion or availability change.
 
         Raises:
-            ManifoldAggError: if neither is left.
+            ManifoldAggError: if there are neither tasks in flight nor later changes.
         """
         change = self._changes[self._num_applied] if self._num_applied < len(self._changes) else None
         if change is None or self._scheduler.peek() < change.time:
@@ -155,17 +156,17 @@ def churn(
     """Return alternating failures and returns of clients, all of which are available at time 0.
 
     Args:
-        clients: who.
-        up: how long a client is here until it fails.
-        down: how long it is gone.
-        until: no change after this time.
-        generator: draws a client's times before those of the one after it.
+        clients: the clients.
+        up: the distribution of the time from start or return to failure.
+        down: the distribution of the time from failure to return.
+        until: the latest time of a change.
+        generator: the random generator, which draws all times of one client before those of the next client.
 
     Returns:
-        Changes for `AvailabilityTrace`, by client.
+        The changes for `AvailabilityTrace`, ordered by client.
 
     Raises:
-        ArgumentError: if a stay and an absence take no time on average, or `until` is not a number >= 0.
+        ArgumentError: if the mean of `up` plus `down` is 0, or `until` is not a number >= 0.
 
     Example:
         >>> from manifoldagg.simulation.delays import Deterministic
@@ -191,10 +192,10 @@ def churn(
 def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
     """Read changes from a CSV file with the columns `time`, `client` and `kind`.
 
-    A client whose name is how an integer is written is that integer.
+    A client name that is written like an integer is read as an integer.
 
     Raises:
-        ArgumentError: naming the file and the line that does not fit.
+        ArgumentError: if the file is invalid. The message names the file and the line.
     """
     path = Path(path)
     changes: list[AvailabilityChange[Any]] = []
@@ -222,6 +223,6 @@ def _apply(change: AvailabilityChange[C], available: set[C]) -> None:
 
 
 AvailabilityFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Iterable[AvailabilityChange[int]]]
-"""A function that makes the changes of availability of these clients."""
+"""A function of the clients and a generator that returns changes of availability."""
 Availability: TypeAlias = Iterable[AvailabilityChange[int]] | AvailabilityFactory | None
-"""What [`run`][manifoldagg.simulation.run] accepts as availability."""
+"""The type of the argument `availability` of [`run`][manifoldagg.simulation.run]."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: its complete state between two events, which is written to a file and resumed."""
+"""Checkpoints of a run: its complete state between two events, for resuming the run from a file."""
 
 import time
 from collections import deque
@@ -33,7 +33,7 @@ from manifoldagg.simulation.trace import TaskRecord
 __all__ = ["EventLog", "LoadedRun", "RunCheckpointer", "RunSnapshot"]
 
 INTERVAL_FACTOR = 20
-"""If only seconds determine when to write, writing takes at most one part in this many of the time."""
+"""With an interval in seconds, writing takes at most this fraction (1 / `INTERVAL_FACTOR`) of the time."""
 KIND = "run"
 
 
@@ -42,10 +42,10 @@ class EventLog:
     """The recorded events of a run, which determine its event loop together with the seed.
 
     Attributes:
-        work: of each task that was given.
+        work: the work of each dispatched task.
         trace: the task of each update.
-        accepted: whether its update was.
-        num_events: of all kinds.
+        accepted: whether the server accepted each update.
+        num_events: the number of events of all kinds.
     """
 
     work: list[float] = field(default_factory=list)
@@ -55,22 +55,24 @@ class EventLog:
 
 
 class RunSnapshot(NamedTuple):
-    """The state of a run between two events, taken in constant time: its data are replaced or only appended to.
+    """State of a run between two events.
+
+    Taking a snapshot needs constant time, because the run replaces its data or appends to them.
 
     Attributes:
-        metadata: what the run follows from.
-        server: all that it knows.
-        tickets: the tickets that are out.
+        metadata: all settings that determine the run.
+        server: the snapshot of the server.
+        tickets: the tickets in flight.
         client_states: the client state after the last update of each client.
-        cost: so far.
-        event_log: of which what came later does not count,
-        num_events: nor these,
-        num_dispatched: nor tasks.
-        evaluation_log: likewise,
-        num_evaluations: so many.
-        client_accuracy: accuracies of the best model.
-        seconds: of wall-clock time, evaluation apart.
-        evaluation_seconds: likewise, of evaluation.
+        cost: the cost so far.
+        event_log: the event log, to which the run appends later events.
+        num_events: the number of events of the snapshot.
+        num_dispatched: the number of dispatched tasks of the snapshot.
+        evaluation_log: the evaluation log, to which the run appends later evaluations.
+        num_evaluations: the number of evaluations of the snapshot.
+        client_accuracy: the accuracy of the best model for each client.
+        seconds: the wall-clock seconds without evaluation.
+        evaluation_seconds: the wall-clock seconds of evaluation.
     """
 
     metadata: Mapping[str, Any]
@@ -96,7 +98,8 @@ class RunSnapshot(NamedTuple):
         """Return the snapshot as plain values and tensors.
 
         Raises:
-            CheckpointError: naming what of the rule has no name.
+            CheckpointError: if a part of the rule cannot be identified by name, such as a lambda. The message describes
+                it.
         """
         server = self.server.tree()
         pool = _TensorPool(_models_by_version(server))
@@ -128,7 +131,7 @@ class RunSnapshot(NamedTuple):
         """Write the snapshot to a file, and record the duration.
 
         Raises:
-            CheckpointError: naming what cannot be saved, or with what the system says.
+            CheckpointError: if a value cannot be saved (the message names it), or after a system error.
         """
         begun = time.perf_counter()
         tensor_file.save(path, KIND, self.tree(), keep=keep)
@@ -136,21 +139,22 @@ class RunSnapshot(NamedTuple):
 
 
 class LoadedRun:
-    """A snapshot of a run as read from its file.
+    """Snapshot of a run that was read from a file.
 
     Args:
-        path: of the file.
-        metadata: what the run to be resumed follows from.
+        path: the path of the file.
+        metadata: all settings that determine the run to resume.
 
     Attributes:
-        spent: by then.
-        rows: of the evaluations.
-        by_client: accuracies of the best model.
-        seconds: of wall-clock time, evaluation apart.
-        evaluation_seconds: likewise, of evaluation.
+        cost: the cost up to the snapshot.
+        evaluations: the evaluations up to the snapshot.
+        client_accuracy: the accuracy of the best model for each client.
+        seconds: the wall-clock seconds without evaluation.
+        evaluation_seconds: the wall-clock seconds of evaluation.
 
     Raises:
-        CheckpointError: if the file is truncated, altered or none of a run, or of another one, naming the difference.
+        CheckpointError: if the file is truncated, altered or not a checkpoint of a run, or if it belongs to another run
+            (the message contains the first difference).
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -167,7 +171,7 @@ class LoadedRun:
         """Restore the server.
 
         Raises:
-            CheckpointError: if space or rule are others, naming the first difference.
+            CheckpointError: if the space or the rule differs. The message contains the first difference.
         """
         return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
 
@@ -178,7 +182,7 @@ class LoadedRun:
     def tickets(self, space: Manifold) -> PersistentOrderedMap[TaskId, Ticket]:
         """Return the tickets that were in flight, in order."""
         models = _models_by_version(self._tree["server"])
-        # The server overwrites a model that is no longer referenced.
+        # The messages need copies, because the server overwrites models that it no longer references.
         own: dict[int, Tensor] = {}
         out: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
         for client, nth, name, version, (start, tensors, numbers, buffers, asked) in self._tree["tickets"]:
@@ -199,7 +203,7 @@ class LoadedRun:
         """Advance a new event loop and its lookahead to the snapshot.
 
         Raises:
-            CheckpointError: if it goes otherwise than it went.
+            CheckpointError: if the events differ from those of the saved run.
         """
         tree = self._tree
         given = deque(tree["work"].tolist())
@@ -224,8 +228,8 @@ class LoadedRun:
                     client, finished, late, accepted = answers.popleft()
                     if (event.task_id.client, event.completion.time) != (client, finished):
                         raise ArgumentError(
-                            f"update {len(ledger.trace) + 1} was of client {client} at {finished:g} s, and is now of "
-                            f"{event.task_id.client} at {event.completion.time:g} s"
+                            f"update {len(ledger.trace) + 1}: expected client {client} at {finished:g} s, got "
+                            f"client {event.task_id.client} at {event.completion.time:g} s"
                         )
                     ledger.trace.append(TaskRecord.from_completion(event.completion, late))
                     ledger.accepted.append(accepted)
@@ -233,7 +237,7 @@ class LoadedRun:
                     lookahead.on_completion(event.task_id, accepted)
                     out.remove(event.task_id)
             if given or answers or out != {TaskId(client, nth) for client, nth, *_ in tree["tickets"]}:
-                raise ArgumentError("other clients are dispatched to")
+                raise ArgumentError("the tasks are dispatched to other clients")
         except (ArgumentError, IndexError) as error:
             raise CheckpointError(
                 f"{self._path}: the scheduler or the availability differs from the saved run: {error}"
@@ -242,10 +246,10 @@ class LoadedRun:
 
 
 class _TensorPool:
-    """Tensors of messages, each written once, however many refer to it; and none that the server keeps.
+    """Pool of the tensors of messages, without duplicates and without models that the server stores.
 
     Args:
-        models: of the server, by version.
+        models: the models of the server, by version.
     """
 
     def __init__(self, models: Mapping[int, Tensor]) -> None:
@@ -255,7 +259,7 @@ class _TensorPool:
         self._start_is_model: dict[int, bool] = {}
 
     def encode_message(self, version: int, message: Message) -> Tree:
-        """A message in plain values; its start is none where it is the server's model of that version."""
+        """Return a message as plain values. Its start is `None` if it equals the server's model of this version."""
         start = message.start
         if id(start) not in self._start_is_model:
             self._start_is_model[id(start)] = bitwise_equal(self._models[version], start)
@@ -275,7 +279,7 @@ class _TensorPool:
 
 
 def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
-    """The models that a server has written down, by version."""
+    """Return the stored models of a server, by version."""
     kept = {key[1]: tree for key, tree in server["stored_trees"] if key[0] == "version"}
     return {**kept, server["version"]: server["model"]}
 
@@ -284,11 +288,11 @@ class RunCheckpointer:
     """Writes snapshots of a run at an interval, and the last one when an exception ends the run.
 
     Args:
-        policy: when, and where to; `None`: never.
-        num_updates: how many there were when it began.
+        policy: the interval and the path of the checkpoints. `None` disables checkpoints.
+        num_updates: the number of updates at the start.
 
     Raises:
-        ArgumentError: if `policy` does not say so.
+        ArgumentError: if `policy` is invalid.
     """
 
     def __init__(self, policy: CheckpointPolicy | None, num_updates: int) -> None:
@@ -326,7 +330,7 @@ class RunCheckpointer:
             else:
                 self._writer.write(self._snapshot)
         except CheckpointError as failed:
-            # What has come of the run, or has ended it, counts for more.
+            # The result of the run, or the exception that ended it, takes precedence over this error.
             if error is not None:
                 error.add_note(f"checkpoint: {failed}")
 

@@ -19,7 +19,7 @@ from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 __all__ = ["ClientTask", "GradientCounter", "bitwise_equal", "run_task"]
 
 ALIGNMENT = 64
-"""Bytes to a multiple of which torch lays what it allocates."""
+"""The alignment in bytes of memory that torch allocates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class ClientTask:
     """A task with all inputs that determine its payload.
 
     Attributes:
-        federation: which data, minibatches and seeds.
-        trainer: what is done with them.
-        task_id: whose task it is, and which of that client's.
-        message: what the server sent.
-        client_state: what the client's task before this one left.
+        federation: the federated data set, with minibatches and seeds.
+        trainer: the trainer of the client.
+        task_id: the identifier of the task.
+        message: the message of the server.
+        client_state: the client state after the client's previous task.
     """
 
     federation: FederatedDataset
@@ -44,13 +44,13 @@ class ClientTask:
 class GradientCounter:
     """A criterion that counts its differentiable evaluations.
 
-    A call counts once, also where a trainer of one's own maps it over several points (`vmap`).
+    A call counts once, even if a custom trainer maps it over several points with `vmap`.
 
     Args:
-        criterion: (output, target) to a scalar.
+        criterion: a function of (output, target) that returns a scalar.
 
     Attributes:
-        gradients: how many.
+        gradients: the number of differentiable evaluations.
 
     Example:
         >>> loss = GradientCounter(nn.functional.mse_loss)
@@ -73,7 +73,7 @@ class GradientCounter:
 
 
 class _ThreadModelCache(threading.local):
-    """What a thread keeps for the next task of the same federation: a module is lent to one at a time."""
+    """Per-thread cache of the model of the last federation. Only one task at a time uses the model."""
 
     federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module
@@ -88,14 +88,14 @@ _MODEL_CACHE = _ThreadModelCache()
 
 
 def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
-    """Run a task, [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]: its payload follows
-    from it alone.
+    """Run a client task and return its payload, which depends only on the task.
 
-    The trainer may write what it is given.
+    The execution is [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]. The trainer may modify
+    its inputs.
 
     Args:
-        task: what is to be done.
-        criterion: cross-entropy, as it is or counted.
+        task: the task to run.
+        criterion: the cross-entropy, or a `GradientCounter` of it.
 
     Raises:
         DivergenceError: if a loss is not finite.
@@ -136,7 +136,7 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_e
 
 
 def align_tensors(tree: Tree) -> Tree:
-    """Copy misaligned tensors of a tree; the alignment determines how a sum is vectorised."""
+    """Copy misaligned tensors of a tree, because the alignment determines the vectorisation and rounding of sums."""
     return tree_map(tree, _align)
 
 
@@ -158,13 +158,13 @@ def _map_tensors(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Ten
 
 
 def _copy_message(message: Message) -> Message:
-    """The message as its client's own: others have the same version."""
+    """Return a copy of a message for one client, because messages of the same version share tensors."""
     tensors, buffers = _map_tensors(message.tensors, _copy), _map_tensors(message.buffers, _copy)
     return replace(message, start=_copy(message.start), tensors=tensors, buffers=buffers)
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are bitwise equal; positive and negative zero differ.
+    """Return whether two tensors are bitwise equal. Positive and negative zero differ.
 
     Example:
         >>> bitwise_equal(torch.zeros(2), torch.zeros(2)), bitwise_equal(torch.zeros(2), -torch.zeros(2))

@@ -1,4 +1,4 @@
-"""A virtual clock: events in order of time, ties in order of scheduling, and the generator that goes with them."""
+"""A virtual clock: events in order of time, with ties in order of scheduling, and a random generator."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class VirtualClock(Generic[T]):
-    """A heap of events in virtual time, with one random generator.
+    """Heap of events in virtual time, with one random generator.
 
     Args:
-        generator: for those who schedule; the clock itself draws nothing. By default one of seed 0.
+        generator: a random generator for the users of the clock, which itself draws no numbers. The default has seed 0.
 
     Raises:
         ArgumentError: if `generator` is invalid.
@@ -36,7 +36,7 @@ class VirtualClock(Generic[T]):
         self.now = 0.0
         self._events: list[tuple[float, int, int, T]] = []
         self._scheduled = 0
-        # Who is not in here was cancelled, but may be in the heap still; never as its first.
+        # Events that are not in this set were cancelled. They may remain in the heap, except as the first event.
         self._pending: set[int] = set()
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class VirtualClock(Generic[T]):
         """Schedule `event` at `delay` >= 0 from now.
 
         Raises:
-            ArgumentError: if `delay` is negative or no number.
+            ArgumentError: if `delay` is negative or not a number.
         """
         self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
 
@@ -54,15 +54,15 @@ class VirtualClock(Generic[T]):
         """Schedule `event` at `time` >= now.
 
         Args:
-            time: `next` returns exactly this number.
-            event: anything.
-            order: among events at one time; by default, how many events were scheduled before.
+            time: the time of the event, which `next` returns exactly.
+            event: any object.
+            order: the order among events at the same time. The default is the number of events scheduled before.
 
         Returns:
-            How many events were scheduled before: what `cancel` knows this one by.
+            The identifier of the event for `cancel`: the number of events scheduled before.
 
         Raises:
-            ArgumentError: if `time` is in the past or no finite number.
+            ArgumentError: if `time` is in the past or not a finite number.
         """
         if not (type(time) is float and self.now <= time < inf):
             time = check_number("time", time, at_least=self.now)
@@ -73,17 +73,17 @@ class VirtualClock(Generic[T]):
         return count
 
     def peek(self) -> float:
-        """Return the time of the earliest event; infinity if none is scheduled."""
+        """Return the time of the earliest event, or infinity without events."""
         return self._events[0][0] if self._events else inf
 
     def next(self) -> tuple[float, T]:
         """Advance to the earliest event and return its time and the event.
 
         Raises:
-            ManifoldAggError: if nothing is scheduled.
+            ManifoldAggError: if there is no event.
         """
         if not self._events:
-            raise ManifoldAggError("the clock has no event: schedule one before asking for the next")
+            raise ManifoldAggError("clock: expected a scheduled event, got an empty queue; call `schedule` first")
         time, _, count, event = heappop(self._events)
         self.now = time
         self._pending.remove(count)
@@ -102,7 +102,7 @@ class VirtualClock(Generic[T]):
         """Cancel one scheduled event, identified by the return value of `schedule_at`.
 
         Raises:
-            ArgumentError: if it has happened already, was taken back, or is none.
+            ArgumentError: if the event has already happened or was cancelled, or if there is no such event.
         """
         if check_count("event_id", event_id, at_least=0) not in self._pending:
             raise ArgumentError(f"event_id: expected an identifier of a scheduled event, got {short_repr(event_id)}")
@@ -120,22 +120,22 @@ class VirtualClock(Generic[T]):
         return [entry[3] for entry in sorted(gone, key=_sort_key)]
 
     def _pop_cancelled(self) -> None:
-        """Drop cancelled events in front of the first one that happens."""
+        """Remove cancelled events from the front of the heap."""
         while self._events and self._events[0][2] not in self._pending:
             heappop(self._events)
 
     def _compact(self) -> None:
-        """Drop all cancelled events."""
+        """Remove all cancelled events from the heap."""
         if len(self._events) > len(self):
             self._events = [entry for entry in self._events if entry[2] in self._pending]
             heapify(self._events)
 
 
 def check_generator(generator: np.random.Generator) -> np.random.Generator:
-    """Return `generator`, which must be a NumPy generator.
+    """Check that `generator` is a NumPy generator, and return it.
 
     Raises:
-        ArgumentError: if it is something else.
+        ArgumentError: if it is not.
     """
     if not isinstance(generator, np.random.Generator):
         raise ArgumentError(f"generator: expected a numpy.random.Generator, got {type(generator).__name__}")

@@ -18,13 +18,14 @@ class Cost:
 
     Attributes:
         updates: the number of updates, accepted or not.
-        time: of the last of them, in virtual seconds.
-        gradients: of minibatches, which the completed tasks computed: calls of the criterion whose value can be
-            differentiated, whatever the trainer. A step with `SAM` or `ASAM` has two; one that looks at k places of a
-            curve has k. Of a task that diverged those count that it came to, of one that was lost none.
-        bytes_down: of the tensors of all messages, including those of tasks that were lost or are in flight.
-        bytes_up: of the tensors of all payloads. What a client keeps for itself does not travel.
-        rejected: updates that the server rejected, or whose training diverged.
+        time: the time of the last update, in virtual seconds.
+        gradients: the number of minibatch gradients of completed tasks. Each call of the criterion with a
+            differentiable value counts, for any trainer. A step with `SAM` or `ASAM` has two gradients, and a step that
+            evaluates k points of a curve has k. A diverged task counts with its gradients before the divergence. A lost
+            task does not count.
+        bytes_down: the bytes of the tensors of all messages, including those of lost tasks and tasks in flight.
+        bytes_up: the bytes of the tensors of all payloads, without client states that remain on the client.
+        rejected: the number of updates that the server rejected or whose training diverged.
     """
 
     updates: int = 0
@@ -43,7 +44,7 @@ class Cost:
         """Return the cost on an axis: `"updates"`, `"time"`, `"gradients"` or `"bytes"`.
 
         Raises:
-            ArgumentError: if it is another.
+            ArgumentError: if the axis is unknown.
         """
         value: float = getattr(self, check_choice("axis", axis, AXES))
         return value
@@ -54,12 +55,12 @@ class Evaluation(Cost):
     """The metrics of the server's model, and the cost up to the evaluation.
 
     Attributes:
-        accuracy: on the held-out samples of all clients together.
-        loss: the mean cross-entropy on them; `None` where it is not finite.
-        gini: of the clients' accuracies, each on its own held-out samples.
-        theil: likewise.
-        staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 where there are none.
-        staleness_max: of them the largest.
+        accuracy: the accuracy on the held-out samples of all clients.
+        loss: the mean cross-entropy on these samples; `None` if it is not finite.
+        gini: the Gini index of the clients' accuracies, each on the client's own held-out samples.
+        theil: the Theil index of the clients' accuracies.
+        staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 without updates.
+        staleness_max: the largest staleness of these updates.
 
     Example:
         >>> row = Evaluation(updates=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
@@ -79,12 +80,12 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
     """Return the last row whose cost is at most `budget`, without interpolation.
 
     Args:
-        evaluations: of one run, in order.
-        axis: of what: one of `AXES`.
-        budget: in its units.
+        evaluations: the evaluations of one run, in order.
+        axis: the cost axis, one of `AXES`.
+        budget: the budget in the units of the axis.
 
     Raises:
-        ArgumentError: if there is none.
+        ArgumentError: if no row is within the budget.
 
     Example:
         >>> rows = [Evaluation(updates=i, gradients=9 * i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]
@@ -93,7 +94,7 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
     """
     found = [row for row in evaluations if row.value_on(axis) <= budget]
     if not found:
-        raise ArgumentError(f"budget: expected a row that had spent {budget:g} of {axis} at most, there is no such row")
+        raise ArgumentError(f"budget: expected a row with at most {budget:g} {axis}, got rows with a higher cost")
     return found[-1]
 
 

@@ -1,4 +1,4 @@
-"""Data sets: samples with labels, the model that learns them, and minibatches."""
+"""Data sets: samples with labels, the model for them, and minibatches."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ class Signature:
     """The input and output shapes of a model for a data set.
 
     Attributes:
-        shape: of one input: (features,), (channels, height, width), or (length,) of a sequence of tokens.
-        classes: how many there are to tell apart.
-        tokens: how many different ones inputs are made of; 0 where inputs are numbers.
-        per_token: whether there is a class for every token of a sequence, and not one for all of it.
+        shape: the shape of one input: (features,), (channels, height, width), or (length,) for a sequence of tokens.
+        classes: the number of classes.
+        tokens: the size of the vocabulary; 0 for numeric inputs.
+        per_token: whether each token of a sequence has a class, instead of one class for the sequence.
     """
 
     shape: tuple[int, ...]
@@ -35,20 +35,21 @@ class Signature:
 
 @dataclass(frozen=True)
 class LabelledDataset:
-    """A classification data set: one label for each sample, or one for each token of its sequence.
+    """Classification data set with one label for each sample, or one label for each token of a sequence.
 
     Attributes:
-        name: of the data set.
-        inputs: (samples, ...) in float32, or (samples, length) of tokens in int64.
-        labels: (samples,) in int64; or, where inputs are tokens, (samples, length).
-        model: makes an untrained model, whose scores are (samples, classes) or (samples, classes, length).
-        target: an accuracy worth timing how long it takes to reach.
-        user_ids: (samples,) in int64, whose each sample is, counted from 0; `None` where nobody says.
-        test_mask: (samples,) of booleans, which samples are a test split that came with the data; `None` where none
-            did.
+        name: the name of the data set.
+        inputs: the inputs: (samples, ...) in float32, or tokens (samples, length) in int64.
+        labels: the labels: (samples,) in int64, or (samples, length) if the inputs are tokens.
+        model: a function that returns an untrained model. Its scores are (samples, classes) or (samples, classes,
+            length).
+        target: the accuracy for measurements of the time to a target.
+        user_ids: the user of each sample, (samples,) in int64, counted from 0; `None` if unknown.
+        test_mask: which samples belong to the test split of the data set, (samples,) booleans; `None` if the data set
+            has no test split.
 
     Raises:
-        ArgumentError: if these have other shapes or dtypes.
+        ArgumentError: if a field has an invalid shape or dtype.
     """
 
     name: str
@@ -107,13 +108,13 @@ def check_dataset(dataset: object) -> LabelledDataset:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Minibatches of a client's samples, reshuffled at every pass.
+    """Minibatches of a client's samples, reshuffled in every epoch.
 
     Args:
-        inputs: (samples, ...).
-        labels: (samples,).
-        size: samples a batch; the last one can be smaller.
-        generator: draws the order.
+        inputs: the inputs (samples, ...).
+        labels: the labels (samples,).
+        size: the number of samples per batch. The last batch can be smaller.
+        generator: the generator of the order.
     """
 
     inputs: Tensor
@@ -123,7 +124,7 @@ class Batches:
 
     @property
     def samples(self) -> int:
-        """The number of samples in one pass."""
+        """The number of samples per epoch."""
         return len(self.labels)
 
     def __len__(self) -> int:

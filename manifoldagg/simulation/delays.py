@@ -1,8 +1,9 @@
-r"""Delay distributions: the duration of a unit of work, drawn by inverse-transform sampling.
+r"""Delay distributions: the duration of a unit of work, sampled by the inverse-transform method.
 
-$F^{-1}(U)$ has the distribution function F when U is uniform on [0, 1). Every draw takes exactly one number from the
-generator, so that runs under one seed stay aligned whatever their distributions, and a draw that is slow under one is
-slow under all. U has 53 bits: nothing beyond 8.2 standard deviations of a normal distribution is drawn.
+$F^{-1}(U)$ has the distribution function F if U is uniform on [0, 1). Every draw consumes exactly one number of the
+generator. So runs with the same seed use the same uniform numbers for all distributions, and a slow draw from one
+distribution is a slow draw from all. U has 53 bits, so draws from a normal distribution are within 8.2 standard
+deviations.
 """
 
 import math
@@ -36,14 +37,14 @@ NORMAL = NormalDist()
 MIN_PROBABILITY = 2.0**-1022
 MAX_PROBABILITY = 1 - 2.0**-53
 HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
-"""Of a half-normal distribution with mean 1."""
+"""The scale of a half-normal distribution with mean 1."""
 
 
 class Delay(ABC):
-    """A distribution of the seconds for one unit of work; `work` units take `work` times as long."""
+    """Distribution of the seconds for one unit of work. `work` units take `work` times as long."""
 
     def __deepcopy__(self, memo: object) -> "Delay":
-        return self  # a value, of which a scheduler has many
+        return self  # delays are immutable, so a copy of a scheduler shares them
 
     @abstractmethod
     def _mean(self) -> float: ...
@@ -59,10 +60,10 @@ class Delay(ABC):
         """Return the quantile of the seconds for one unit of work at `probability`.
 
         Args:
-            probability: in [0, 1); 0 is the least delay there is.
+            probability: the probability, in [0, 1). 0 gives the smallest delay.
 
         Raises:
-            ArgumentError: if `probability` is outside.
+            ArgumentError: if `probability` is outside of [0, 1).
         """
         if check_number("probability", probability, at_least=0, at_most=1) == 1:
             raise ArgumentError(f"probability: expected a number below 1, got {short_repr(probability)}")
@@ -75,13 +76,13 @@ class Delay(ABC):
 
 @dataclass(frozen=True)
 class Deterministic(Delay):
-    """A constant delay; a draw consumes one number of the generator nevertheless.
+    """Constant delay. A draw still consumes one number of the generator.
 
     Args:
-        seconds: not negative.
+        seconds: the delay, which must not be negative.
 
     Raises:
-        ArgumentError: if `seconds` does not fit.
+        ArgumentError: if `seconds` is invalid.
 
     Example:
         >>> Deterministic(2.0).draw(np.random.default_rng(0), work=3.0)
@@ -102,19 +103,20 @@ class Deterministic(Delay):
 
 @dataclass(frozen=True)
 class Gaussian(Delay):
-    r"""A normal distribution, truncated at 0.
+    r"""Normal distribution, truncated at 0.
 
-    With c the ratio of `location` and `scale`, $\Phi$ the normal distribution function and $\varphi$ its density,
+    Let c be the ratio of `location` and `scale`, $\Phi$ the normal distribution function and $\varphi$ its density.
+    Then
 
     $$F^{-1}(u) = \operatorname{location} + \operatorname{scale} \cdot \Phi^{-1}(\Phi(-c) + u \Phi(c)), \quad
       E = \operatorname{location} + \operatorname{scale} \cdot \varphi(c) / \Phi(c).$$
 
     Args:
-        location: the mean before truncation, positive.
-        scale: the standard deviation before truncation, not negative.
+        location: the mean before truncation, which must be positive.
+        scale: the standard deviation before truncation, which must not be negative.
 
     Raises:
-        ArgumentError: naming the parameter that does not fit.
+        ArgumentError: if a parameter is invalid. The message names it.
 
     Source: OrthoFL §5.1.
 
@@ -134,7 +136,7 @@ class Gaussian(Delay):
         scale = check_number("scale", self.scale, at_least=0)
         c = location / scale if scale else math.inf
         set_fields(self, location=location, scale=scale)
-        # erfc on both sides: 1 - cut would lose all digits of what is cut off.
+        # Both masses use erfc, because computing one as 1 minus the other would lose all its digits to cancellation.
         set_fields(self, _cut_mass=math.erfc(c / math.sqrt(2)) / 2, _kept_mass=math.erfc(-c / math.sqrt(2)) / 2)
 
     @staticmethod
@@ -160,16 +162,16 @@ class Gaussian(Delay):
 
 @dataclass(frozen=True)
 class LogNormal(Delay):
-    r"""A log-normal distribution with a given mean a and standard deviation d of the delays themselves.
+    r"""Log-normal distribution with a given mean a and standard deviation d of the delays.
 
-    Their logarithm has variance $\sigma^2 = \log(1 + d^2 / a^2)$ and mean $\log a - \sigma^2 / 2$.
+    The logarithm of a delay has the variance $\sigma^2 = \log(1 + d^2 / a^2)$ and the mean $\log a - \sigma^2 / 2$.
 
     Args:
-        mean: a, positive.
-        deviation: d, from 0 to $10^6 a$.
+        mean: the mean a, which must be positive.
+        deviation: the standard deviation d, from 0 to $10^6 a$.
 
     Raises:
-        ArgumentError: naming the parameter that does not fit.
+        ArgumentError: if a parameter is invalid. The message names it.
 
     Source: OrthoFL D.4.
 
@@ -194,7 +196,7 @@ class LogNormal(Delay):
             self._invert(MAX_PROBABILITY)
         except OverflowError:
             raise ArgumentError(
-                f"mean: expected delays that are finite, got {short_repr(mean)} +- {short_repr(deviation)}"
+                f"mean: expected finite delays, got {short_repr(mean)} +- {short_repr(deviation)}"
             ) from None
 
     @staticmethod
@@ -216,7 +218,7 @@ class LogNormal(Delay):
 
 @dataclass(frozen=True)
 class _MeanParametrised(Delay):
-    """A distribution whose mean says all."""
+    """Distribution that is determined by its mean."""
 
     mean: float
 
@@ -225,7 +227,7 @@ class _MeanParametrised(Delay):
 
     @classmethod
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
-        """With the mean of measured delays.
+        """Fit the mean to measured delays.
 
         Raises:
             ArgumentError: if `delays` are not measurements.
@@ -238,13 +240,13 @@ class _MeanParametrised(Delay):
 
 @dataclass(frozen=True)
 class HalfNormal(_MeanParametrised):
-    r"""The absolute value of a centred normal distribution of scale $a \sqrt{\pi / 2}$, whose mean is a.
+    r"""Half-normal distribution with mean a: the absolute value of a normal variable of scale $a \sqrt{\pi / 2}$.
 
     Args:
-        mean: a, positive.
+        mean: the mean a, which must be positive.
 
     Raises:
-        ArgumentError: if `mean` does not fit.
+        ArgumentError: if `mean` is invalid.
 
     Source: OrthoFL D.4.
 
@@ -254,20 +256,20 @@ class HalfNormal(_MeanParametrised):
     """
 
     def _invert(self, probability: float) -> float:
-        # The lower half of the normal distribution: (1 - u) / 2 is exact where (1 + u) / 2 rounds.
+        # The lower half of the normal distribution is used, because (1 - u) / 2 is exact and (1 + u) / 2 is not.
         return self.mean * HALF_NORMAL_SCALE * abs(_normal_quantile((1 - probability) / 2))
 
 
 @dataclass(frozen=True)
 class Uniform(Delay):
-    """A uniform distribution from `low` to `high`.
+    """Uniform distribution from `low` to `high`.
 
     Args:
-        low: not negative.
-        high: at least `low`.
+        low: the smallest delay, which must not be negative.
+        high: the largest delay, which must be at least `low`.
 
     Raises:
-        ArgumentError: naming the parameter that does not fit.
+        ArgumentError: if a parameter is invalid. The message names it.
 
     Example:
         >>> Uniform(1.0, 3.0).quantile(0.25)
@@ -302,13 +304,13 @@ class Uniform(Delay):
 
 @dataclass(frozen=True)
 class Exponential(_MeanParametrised):
-    r"""The exponential distribution: $F^{-1}(u) = -a \log(1 - u)$, of mean a, the inverse of the rate.
+    r"""Exponential distribution with $F^{-1}(u) = -a \log(1 - u)$. The mean a is the inverse of the rate.
 
     Args:
-        mean: a, positive.
+        mean: the mean a, which must be positive.
 
     Raises:
-        ArgumentError: if `mean` does not fit.
+        ArgumentError: if `mean` is invalid.
 
     Example:
         >>> round(Exponential(10.0).quantile(0.5), 4)
@@ -326,7 +328,7 @@ def set_fields(value: object, **fields: object) -> None:
 
 
 def _normal_quantile(probability: float) -> float:
-    """The quantile of the normal distribution, finite at both ends."""
+    """Return the quantile of the normal distribution, which is finite at both ends of [0, 1]."""
     return NORMAL.inv_cdf(
         probability
         if MIN_PROBABILITY <= probability <= MAX_PROBABILITY
@@ -337,6 +339,6 @@ def _normal_quantile(probability: float) -> float:
 
 
 DelayFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Mapping[int, Delay] | Delay]
-"""A function that makes one delay for all clients, or one for each of them."""
+"""A function that returns one delay for all clients, or a delay for each client."""
 Delays: TypeAlias = Delay | Mapping[int, Delay] | str | Path | DelayFactory | None
-"""What [`run`][manifoldagg.simulation.run] accepts as delays. A string or a path names a CSV file."""
+"""The type of the argument `delays` of [`run`][manifoldagg.simulation.run]. A string or a path names a CSV file."""

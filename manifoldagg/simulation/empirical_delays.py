@@ -22,16 +22,17 @@ COLUMNS = ("client", "computation_s", "round_s")
 
 @dataclass(frozen=True)
 class Empirical(Delay):
-    r"""Measured tasks, equally likely: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds in task i.
+    r"""Empirical distribution of measured tasks: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds.
 
-    Computation time is proportional to the work; communication time is not. Both parts of a draw are of one task.
+    All measured tasks i are equally likely. The computation time is proportional to the work, but the communication
+    time is not. Both times of a draw come from the same task.
 
     Args:
-        computation: $t_i$, seconds for a unit of work, (n,).
-        communication: $c_i$, seconds for a task, independent of its work, (n,); none by default.
+        computation: the computation times $t_i$ in seconds per unit of work, (n,).
+        communication: the communication times $c_i$ in seconds per task, (n,). The default is 0.
 
     Raises:
-        ArgumentError: naming the number that does not fit.
+        ArgumentError: if a number is invalid. The message names it.
 
     Example:
         >>> delay = Empirical((1.0, 3.0), (0.5, 0.25))
@@ -53,7 +54,7 @@ class Empirical(Delay):
 
     @property
     def delays(self) -> tuple[float, ...]:
-        """The sorted delays of measured tasks with one unit of work, (n,), to which distributions are fitted."""
+        """The sorted delays of the measured tasks for one unit of work, (n,), for fits of other distributions."""
         return tuple(t + c for t, c in zip(self.computation, self.communication, strict=True))
 
     def expected(self, work: float = 1.0) -> float:
@@ -73,20 +74,20 @@ class Empirical(Delay):
     def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
         """Read the profiles of measured devices, by the column `client`.
 
-        Other columns are `computation_s` and `round_s`, the seconds of computation alone and of the whole task; more
-        are left unread.
+        The columns `computation_s` and `round_s` contain the seconds of the computation alone and of the whole task.
+        Further columns are ignored.
 
         Args:
-            path: a CSV file with a header.
-            work: the number of units of one measured task; computation is divided by it.
-            size_ratio: bytes of the model to be simulated over bytes of the measured one; communication is multiplied
-                by it.
+            path: the path of a CSV file with a header.
+            work: the number of units of work per measured task. Computation times are divided by it.
+            size_ratio: the ratio of the bytes of the simulated model to the bytes of the measured model. Communication
+                times are multiplied by it.
 
         Returns:
-            One profile a client, in order of their first rows.
+            A profile for each client, in the order of their first rows.
 
         Raises:
-            ArgumentError: naming the file and the line that does not fit.
+            ArgumentError: if the file is invalid. The message names the file and the line.
 
         Source: OrthoFL D.4.
         """
@@ -128,12 +129,12 @@ def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: 
     """Assign a random profile to each client, with replacement.
 
     Args:
-        profiles: as from `Empirical.from_csv`.
-        clients: who gets one.
-        generator: draws one number a client.
+        profiles: the profiles, such as the result of `Empirical.from_csv`.
+        clients: the clients.
+        generator: the random generator, which draws one number per client.
 
     Raises:
-        ArgumentError: if there is no profile.
+        ArgumentError: if `profiles` is empty.
 
     Source: OrthoFL §5.1.
 
@@ -143,13 +144,13 @@ def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: 
     """
     check_generator(generator)
     if not profiles:
-        raise ArgumentError("profiles: expected at least one, got none")
+        raise ArgumentError("profiles: expected at least one profile, got an empty mapping")
     listed = list(profiles.values())
     return {client: listed[int(generator.integers(len(listed)))] for client in clients}
 
 
 def _parse_round(where: str, computation: str | None, whole: str | None) -> tuple[float, float]:
-    """Seconds of computation and of communication in a row of text."""
+    """Parse the seconds of computation and of communication in a row."""
     try:
         seconds = float(computation or "")
         total = float(whole or "")

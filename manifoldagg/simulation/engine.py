@@ -171,7 +171,7 @@ class Simulator:
         )
 
     def _dispatch(self, client: int) -> None:
-        """The server sends its model to a client, which begins to train."""
+        """Send the server's model to a client, which starts to train."""
         ticket = self._server.dispatch(client)
         self._last_message = message = self._share_tensors(ticket)
         self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + message.nbytes)
@@ -183,14 +183,14 @@ class Simulator:
         self.task_runner.submit(task_id, message)
 
     def _drop(self, task_ids: Sequence[TaskId]) -> None:
-        """The tasks of a client that failed are lost."""
+        """Drop the tasks of a client that failed."""
         for task_id in task_ids:
             self._server.drop(self._pop_ticket(task_id))
         self._lookahead.on_dropout(task_ids)
         self.task_runner.cancel(task_ids)
 
     def _complete(self, event: CompletionEvent) -> None:
-        """A client has finished its training; the server receives the update, and accepts or rejects it."""
+        """Complete a task: the server receives the update and accepts or rejects it."""
         ticket = self._pop_ticket(event.task_id)
         trace = self.event_log.trace
         trace.append(TaskRecord.from_completion(event.completion, self._server.version - ticket.version))
@@ -224,7 +224,7 @@ class Simulator:
         return self._duration < inf and event_loop.peek() > self._duration
 
     def _work(self, client: int) -> float:
-        """The work of a task that the client would receive now."""
+        """Return the work of a task that is dispatched to the client now."""
         length = self._federation.num_batches(client)
         return float(length if self._num_steps is None else self._num_steps(self._last_message, length))
 
@@ -272,46 +272,52 @@ def run(
 ) -> RunResult:
     """Train in virtual time until the server has received `num_updates` updates, or `duration` has passed.
 
-    Who is asked, and when, is what the rule declares: everybody at once, who has answered again; k clients, and the
-    next k when these have answered; or as the rule draws or routes them.
+    The rule determines which clients the server dispatches tasks to, and when:
+
+    - An asynchronous rule starts with all clients (or `concurrency` clients), and dispatches again after each update.
+    - A rule with a cohort dispatches to k clients, and to the next k clients when these have returned.
+    - Other rules draw or route clients themselves.
 
     Args:
-        federation: who holds what.
+        federation: the federated data set.
         method: a rule and its trainer.
         num_updates: the number of updates, accepted or not. It may be omitted if `duration` is given.
-        duration: the virtual time in seconds. The run ends before the first event that is later, also if no client has
-            a task any more.
-        scheduler: who finishes when: one that this run uses up, or a function of clients and a generator that makes
-            one; a [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] where neither it nor `delays` is
-            given.
-        delays: of [`IndependentClients`][manifoldagg.simulation.IndependentClients] in place of a scheduler: one for
-            all, a mapping from clients, the path of measurements for
-            [`Empirical.from_csv`][manifoldagg.simulation.Empirical], of which each client gets those of some device, or
-            a function of clients and a generator.
-        availability: changes of who takes part, or a function of clients and a generator that makes them. Those of
-            clients without samples do not count.
-        task_cost: of a task: `"fixed"`, the client's minibatches, whatever a method makes of them, so that all methods
-            see one order of events; or `"trainer"`, the steps of its trainer, where that tells them.
-        concurrency: the number of tasks in flight, as many as clients by default; for a rule that draws
-            (`DeFedAvg`), how many are asked at first. A rule that waits for a cohort takes none.
-        eval_every: evaluate the model after so many updates; before the first and after the last in any case.
-        executor: what trains ahead, for the same results: an executor of any kind, or a function that makes one such as
-            [`processes(2)`][manifoldagg.simulation.processes]. `None`: every task is trained here on demand.
-        on_update: called with each update, but not again with earlier ones if a run is resumed.
-        progress: called once for each update, including the earlier ones of a resumed run.
-        log: called with the row of each evaluation; likewise.
-        checkpoint: when to write snapshots concurrently, and where to; updates are what `updates`
-            counts. It is written too when something ends the run, an interrupt or an error. Where `seconds` say when,
-            it takes no more than a twentieth of the time.
-        resume: resume from the checkpoint, if it exists, bit for bit: a run that was interrupted at any point finds
-            what it would have found. The events are replayed without training; trainers find their client state,
-            which is to be a tree of tensors and plain values. A run that was over ends as it did.
+        duration: the virtual time in seconds. The run ends before the first event after this time, even if no client
+            has a task.
+        scheduler: the scheduler of the tasks, which only this run may use, or a function of the clients and a generator
+            that returns a scheduler. Without `scheduler` and `delays`, the run uses a
+            [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler].
+        delays: the delays of [`IndependentClients`][manifoldagg.simulation.IndependentClients], instead of a scheduler:
+            one delay for all clients, a mapping from clients to delays, or a function of the clients and a generator. A
+            path names a CSV file for [`Empirical.from_csv`][manifoldagg.simulation.Empirical]; each client gets the
+            measurements of a random device.
+        availability: changes of the clients' availability, or a function of the clients and a generator that returns
+            them. Changes of clients without samples are ignored.
+        task_cost: the work of a task. `"fixed"` uses the number of the client's minibatches, so that all methods have
+            the same order of events. `"trainer"` uses the number of steps of the trainer if it reports them.
+        concurrency: the number of tasks in flight. The default is the number of clients. For a rule that draws clients
+            (`DeFedAvg`), it is the number of clients in the first draw. A rule with a cohort does not accept it.
+        eval_every: the number of updates between evaluations. The model is also evaluated before the first update and
+            after the last one.
+        executor: an executor that trains tasks ahead of time, or a function that returns one, such as
+            [`processes(2)`][manifoldagg.simulation.processes]. With `None`, this thread trains each task on demand. The
+            results are the same.
+        on_update: a function that is called with each update, except for the earlier updates of a resumed run.
+        progress: a function that is called once for each update, including the earlier updates of a resumed run.
+        log: a function that is called with each evaluation, including the earlier evaluations of a resumed run.
+        checkpoint: the interval and the path of checkpoints, which are written concurrently. A checkpoint is also
+            written if an interrupt or an error ends the run. With an interval in `seconds`, writing takes at most 5 %
+            of the time.
+        resume: resume from the checkpoint if it exists. The results are bit-identical to those of an uninterrupted run.
+            The events are replayed without training. Client states must be trees of tensors and plain values. Resuming
+            a finished run returns its result.
 
     Raises:
-        ArgumentError: naming the argument that does not fit; if no client has samples; if no client has a task any more
-            before the last update; and what trainers raise but for divergence.
-        CheckpointError: if the rule has something in it that has no name; if the checkpoint is none, or that of another
-            run, naming the first difference, or scheduler or availability go otherwise than they went.
+        ArgumentError: if an argument is invalid (the message names it), if no client has samples, or if no client has a
+            task before the last update. Exceptions of trainers, except for divergence, are also raised.
+        CheckpointError: if a part of the rule cannot be identified by name, if the checkpoint is invalid or belongs to
+            another run (the message contains the first difference), or if the scheduler or the availability differs
+            from the saved run.
 
     Warns:
         StabilityWarning: once, if the step of an average client is above the stability limit.
@@ -342,9 +348,9 @@ def run(
         raise ArgumentError("resume: expected a `checkpoint` to resume from")
     clients = check_federation("federation", federation).trainable_clients
     if not clients:
-        raise ArgumentError("federation: expected clients with samples, got no such client")
+        raise ArgumentError("federation: expected clients with samples, got clients without samples")
     if not any(map(len, federation.held_out)):
-        raise ArgumentError("federation: expected clients with held-out samples, got none")
+        raise ArgumentError("federation: expected clients with held-out samples, got clients without held-out samples")
     metadata = run_metadata(
         federation,
         method,
@@ -360,7 +366,7 @@ def run(
     method = method.bind(clients)
     rule: Any = method.rule
     if checkpoint is not None:
-        # What a file cannot hold is told now.
+        # A rule that cannot be saved raises an error before the run starts.
         fingerprint("rule", rule)
     loop = build_event_loop(
         federation, rule, scheduler=scheduler, delays=delays, availability=availability, concurrency=concurrency
@@ -380,7 +386,7 @@ def run(
         loaded=loaded,
         on_update=on_update,
     )
-    # It retains all tensors of the file.
+    # `loaded` references all tensors of the file.
     del loaded
 
     def evaluate() -> None:

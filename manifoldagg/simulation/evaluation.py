@@ -18,15 +18,15 @@ from manifoldagg.simulation.federated_dataset import FederatedDataset
 __all__ = ["EvaluationLog", "Evaluator", "SampleMetrics", "gini", "theil"]
 
 EVAL_BATCH_SIZE = 1_000
-"""Samples that go through a model together."""
+"""The number of samples per forward pass."""
 
 
 class SampleMetrics(NamedTuple):
     """The metrics of each held-out sample.
 
     Attributes:
-        correct: (samples,), 1 for a right one, or which part of a sequence is right.
-        loss: (samples,), cross-entropies; their mean over a sequence.
+        correct: (samples,): 1 for a correct prediction, or the fraction of correct tokens of a sequence.
+        loss: (samples,): the cross-entropy, or its mean over a sequence.
     """
 
     correct: np.ndarray
@@ -64,7 +64,7 @@ class Evaluator:
 
 
 class _Metrics(NamedTuple):
-    """What is said of a model."""
+    """The metrics of a model."""
 
     accuracy: float
     loss: float | None
@@ -76,9 +76,9 @@ class EvaluationLog:
     """The evaluations of a server's models, in order.
 
     Attributes:
-        rows: of each time.
-        by_client: accuracies of the best model, one for each client with held-out samples.
-        seconds: that taking them took.
+        evaluations: the evaluations so far.
+        client_accuracy: the accuracy of the best model, for each client with held-out samples.
+        seconds: the wall-clock seconds of all evaluations.
     """
 
     def __init__(self, federation: FederatedDataset) -> None:
@@ -99,11 +99,11 @@ class EvaluationLog:
         self.seconds += seconds
 
     def record(self, server: Server, cost: Cost, staleness: Sequence[int] = ()) -> Evaluation:
-        """Evaluate the current model; an unchanged model is not evaluated again.
+        """Record an evaluation of the current model. An unchanged model is not evaluated again.
 
         Args:
-            server: whose model it is.
-            cost: by now.
+            server: the server with the model.
+            cost: the cost so far.
             staleness: the staleness of the updates since the previous evaluation.
         """
         started = time.perf_counter()
@@ -130,15 +130,17 @@ class EvaluationLog:
 
 
 def gini(values: np.ndarray | Sequence[float]) -> float:
-    r"""$\mathrm{Gini}(x) = \frac{1}{2 N^2 \bar x} \sum_{i,j} |x_i - x_j|$: 0 for equality, (N - 1)/N at most.
+    r"""Return the Gini index $\frac{1}{2 N^2 \bar x} \sum_{i,j} |x_i - x_j|$, from 0 (equality) to (N - 1)/N.
 
     Args:
-        values: (N,), not negative. All zero counts as equality, its limit from equal positive values.
+        values: N non-negative numbers. If all are zero, the result is 0, the limit for equal positive values.
 
     Raises:
         ArgumentError: if `values` is empty, negative or not finite.
 
-    Source: Manifold (48), no small-sample correction. Cost: one sort.
+    Source: Manifold (48), without a small-sample correction.
+
+    Cost: one sort.
 
     Example:
         >>> gini([1.0, 1.0]), gini([0.0, 1.0])
@@ -154,10 +156,10 @@ def gini(values: np.ndarray | Sequence[float]) -> float:
 
 
 def theil(values: np.ndarray | Sequence[float]) -> float:
-    r"""$\mathrm{Theil}(x) = \frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x)$: 0 for equality, ln N at most.
+    r"""Return the Theil index $\frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x)$, from 0 (equality) to ln N.
 
     Args:
-        values: (N,), not negative; 0 ln 0 = 0. All zero counts as equality.
+        values: N non-negative numbers, with 0 ln 0 = 0. If all are zero, the result is 0.
 
     Raises:
         ArgumentError: if `values` is empty, negative or not finite.
@@ -178,5 +180,5 @@ def theil(values: np.ndarray | Sequence[float]) -> float:
 
 def _normalize(values: np.ndarray | Sequence[float]) -> np.ndarray:
     x = check_vector("values", values, at_least=0)
-    # Relative to the largest, so that sums neither overflow nor vanish.
+    # The values are divided by the largest one, so that sums neither overflow nor underflow.
     return x / x.max() if x.max() > 0 else x

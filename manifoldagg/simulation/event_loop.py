@@ -26,7 +26,7 @@ from manifoldagg.simulation.schedulers import (
 __all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "SimulationEvent", "build_event_loop"]
 
 SCHEDULER_STREAM, DELAY_STREAM, AVAILABILITY_STREAM, SAMPLING_STREAM = 1, 4, 5, 6
-"""Streams of random numbers under the seed of a federation, beside those in `federated_dataset`."""
+"""Independent random streams of the seed of a federation. Further streams are in `federated_dataset`."""
 
 
 class DispatchEvent(NamedTuple):
@@ -36,7 +36,7 @@ class DispatchEvent(NamedTuple):
 
 
 class CompletionEvent(NamedTuple):
-    """The completion of a task; `completion` counts from the dispatch event."""
+    """The completion of a task. The times of `completion` start at the dispatch event."""
 
     task_id: TaskId
     completion: Completion
@@ -61,22 +61,23 @@ class _DispatchedTask(NamedTuple):
 class EventLoop:
     """The order of dispatches and completions of a run.
 
-    A client's tasks run in order: what it is asked while it is busy waits, here where the scheduler does not queue.
-    Every `DispatchEvent` is followed by `submit`, every `CompletionEvent` by `acknowledge`, before the next event.
+    A client's tasks run in order. Tasks of a busy client wait in the scheduler if it allows queueing, and otherwise in
+    the event loop. The caller must call `submit` after each `DispatchEvent`, and `acknowledge` after each
+    `CompletionEvent`.
 
     Args:
-        clients: all that will ever take part, once each.
-        sampler: whom to ask.
-        scheduler: carries out the tasks; nothing else may use it from now on.
-        changes: of who takes part. A client whose first change is no `"join"` is here from the start.
+        clients: all clients that may participate, without duplicates.
+        sampler: the sampler of the clients.
+        scheduler: the scheduler of the tasks, which nothing else may use.
+        changes: the changes of availability. A client whose first change is not `"join"` is available from the start.
 
     Attributes:
-        available: the clients that take tasks now.
+        available: the clients that accept tasks now.
         pending_event: the event that waits for `submit` or `acknowledge`.
         num_completed: the number of completions.
 
     Raises:
-        ArgumentError: if the scheduler was used before, or a change cannot happen or is of none of the clients.
+        ArgumentError: if the scheduler was used before, or a change is impossible or concerns an unknown client.
 
     Example:
         >>> import numpy as np
@@ -105,8 +106,8 @@ class EventLoop:
     ) -> None:
         if scheduler.now or scheduler.in_flight:
             raise ArgumentError(
-                f"scheduler: expected a new one, got one at {scheduler.now:g} s with {scheduler.in_flight} tasks; "
-                "a function makes one for each run"
+                f"scheduler: expected a new scheduler, got one at {scheduler.now:g} s with {scheduler.in_flight} tasks"
+                "; to use it in several runs, pass a function that returns a scheduler"
             )
         changes = list(changes)
         known = set(clients)
@@ -115,7 +116,7 @@ class EventLoop:
         self._availability = AvailabilityTrace(scheduler, changes, available=here)
         for change in changes:
             if change.client not in known:
-                raise ArgumentError(f"availability: {change} is of a client that takes no part")
+                raise ArgumentError(f"availability: expected changes of participating clients, got {change}")
         self.clients = clients
         self._scheduler = scheduler
         self._sampler = sampler
@@ -132,14 +133,14 @@ class EventLoop:
         return self._scheduler.now
 
     def peek(self) -> float:
-        """Return the time of the next event, or infinity; a change of availability counts as an event."""
+        """Return the time of the next event or change of availability, or infinity."""
         return self.now if self._dispatch_queue else self._availability.peek()
 
     def next(self) -> SimulationEvent:
         """Return the next event.
 
         Raises:
-            ArgumentError: if no client has a task any more, or the last event waits for its `submit` or `acknowledge`.
+            ArgumentError: if no client has a task, or the last event waits for `submit` or `acknowledge`.
         """
         if self.pending_event is not None:
             raise ArgumentError(f"event_loop: expected `submit` or `acknowledge` first, for {self.pending_event}")
@@ -148,7 +149,7 @@ class EventLoop:
                 event = self._availability.next()
             except ManifoldAggError:
                 raise ArgumentError(
-                    f"scheduler, availability: no client has a task after {self.num_completed} updates"
+                    f"scheduler, availability: expected a client with a task after {self.num_completed} updates"
                 ) from None
             if isinstance(event, Completion):
                 self.pending_event = self._complete(event)
@@ -163,11 +164,11 @@ class EventLoop:
         """Dispatch a task of `work` units to the client of the last `DispatchEvent`.
 
         Raises:
-            ArgumentError: if another one is to be asked, or the scheduler does not take the task.
+            ArgumentError: if the last event is not a `DispatchEvent` of this client, or the scheduler rejects the task.
         """
         if self.pending_event != DispatchEvent(client):
             raise ArgumentError(
-                f"client: expected the one of the last DispatchEvent, got {client!r} after {self.pending_event}"
+                f"client: expected the client of the last DispatchEvent, got {client!r} after {self.pending_event}"
             )
         tasks = self._dispatched.get(client)
         if tasks is None or self._scheduler.allows_queueing:
@@ -193,7 +194,7 @@ class EventLoop:
         self._dispatch_queue.extend(self._sampler.on_completion(client, accepted, self.available))
 
     def _complete(self, completion: Completion) -> CompletionEvent:
-        """A task of a client has finished; its next one is taken up."""
+        """Complete the first task of a client, and start its next task."""
         client = completion.client
         tasks = self._dispatched[client]
         task = tasks.popleft()
@@ -208,7 +209,7 @@ class EventLoop:
         )
 
     def _apply_change(self, change: AvailabilityChange[int]) -> tuple[TaskId, ...]:
-        """A client comes or goes; the tasks that are lost with it."""
+        """Apply a change of availability, and return the lost tasks."""
         client = change.client
         if change.kind in ("join", "return"):
             self.available.add(client)
@@ -234,7 +235,7 @@ def build_event_loop(
     """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
 
     Raises:
-        ArgumentError: naming the one that does not fit, with the clients that it does not fit.
+        ArgumentError: if an argument is invalid. The message names it and the affected clients.
     """
     clients = federation.trainable_clients
 
@@ -253,12 +254,12 @@ def build_event_loop(
     else:
         made = scheduler(clients, stream(SCHEDULER_STREAM)) if callable(scheduler) else scheduler
     if not isinstance(made, Scheduler):
-        raise ArgumentError(f"scheduler: expected a Scheduler, or a function that makes one, got {short_repr(made)}")
+        raise ArgumentError(f"scheduler: expected a Scheduler, or a function that returns one, got {short_repr(made)}")
     changes = availability(clients, stream(AVAILABILITY_STREAM)) if callable(availability) else availability or ()
     given: object = changes
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(
-            f"availability: expected AvailabilityChanges, or a function that makes them, got {short_repr(changes)}"
+            f"availability: expected AvailabilityChanges, or a function that returns them, got {short_repr(changes)}"
         )
     idle = set(range(len(federation.train))).difference(clients)
     return EventLoop(
@@ -269,7 +270,7 @@ def build_event_loop(
 def _resolve_delays(
     delays: Delays, clients: Sequence[int], generator: np.random.Generator
 ) -> Mapping[int, Delay] | Delay:
-    """One delay for all, or one for each of them."""
+    """Return one delay for all clients, or a delay for each client."""
     if isinstance(delays, str | Path):
         return assign_profiles(Empirical.from_csv(delays), clients, generator)
     made = delays(clients, generator) if callable(delays) else delays
@@ -279,5 +280,5 @@ def _resolve_delays(
         raise ArgumentError(f"delays: expected a Delay, or a mapping from clients, got {short_repr(made)}")
     missing = [client for client in clients if client not in made]
     if missing:
-        raise ArgumentError(f"delays: expected one for each client that takes part; missing for {shorten(missing)}")
+        raise ArgumentError(f"delays: expected a delay for each participating client; missing for {shorten(missing)}")
     return {client: made[client] for client in clients}

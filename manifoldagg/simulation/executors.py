@@ -1,6 +1,6 @@
 """Executors: restarts after a failure, and pools of processes that end with their parent.
 
-All executors produce the same bits.
+The results of a run are bit-identical for all executors.
 """
 
 import os
@@ -26,17 +26,18 @@ from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, Task
 __all__ = ["ExecutorLike", "RestartingExecutor", "processes", "shared_executor"]
 
 MAX_RESTARTS = 3
-"""So many new executors in a row may break before one of them finished a task."""
+"""The largest number of consecutive restarts without a finished task."""
 
 
 class RestartingExecutor:
-    """An executor that is replaced after a failure; as a context manager it closes those that it created.
+    """Executor that is replaced after a failure. As a context manager, it closes the executors that it created.
 
     Args:
-        source: an executor, or what makes one. A new one is made where that breaks; one that was given is left alone.
+        source: an executor, or a function that returns one. The function is called again after a failure. A given
+            executor is neither replaced nor shut down.
 
     Raises:
-        ArgumentError: if it is neither.
+        ArgumentError: if `source` is neither an executor nor a function.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -48,14 +49,14 @@ class RestartingExecutor:
     def __init__(self, source: Executor | Callable[[], Executor]) -> None:
         if isinstance(source, type) or not (isinstance(source, Executor) or callable(source)):
             raise ArgumentError(
-                f"executor: expected an Executor, or a function that makes one, got {short_repr(source)}"
+                f"executor: expected an Executor, or a function that returns one, got {short_repr(source)}"
             )
         self._factory = None if isinstance(source, Executor) else source
         self._executor = source if isinstance(source, Executor) else None
         # The contexts on the workers of a Dask cluster.
         self._scattered: WeakKeyDictionary[RunContext, Any] = WeakKeyDictionary()
         self.num_consecutive_failures = 0
-        """How many executors have broken since one of them finished a task."""
+        """The number of failed executors since the last finished task."""
 
     @property
     def num_workers(self) -> int | None:
@@ -67,7 +68,7 @@ class RestartingExecutor:
         """Submit a task to the executor.
 
         Raises:
-            RuntimeError: if it is broken, or takes no more work.
+            RuntimeError: if the executor is broken or was shut down.
         """
         executor = self._current()
         client = _dask_client(executor)
@@ -84,10 +85,10 @@ class RestartingExecutor:
         """Replace the executor, which failed with `error` during a task of `client`.
 
         Raises:
-            ArgumentError: if it was given, or as many have broken in a row as are borne with.
+            ArgumentError: if the executor was given as an instance, or after `MAX_RESTARTS` consecutive restarts.
         """
         self.num_consecutive_failures += 1
-        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._scattered.clear()
         recovers = self._factory is None and _dask_client(self._executor) is not None
         if recovers and self.num_consecutive_failures <= MAX_RESTARTS:
@@ -95,13 +96,13 @@ class RestartingExecutor:
             return
         if self._factory is None:
             raise ArgumentError(
-                f"executor: it broke ({told}); pass a factory of executors, and its tasks are repeated"
+                f"executor: the executor failed ({reason}); pass a function that returns executors, to repeat its tasks"
             ) from error
         if self.num_consecutive_failures > MAX_RESTARTS:
             raise ArgumentError(
-                f"executor: a task of client {client} could not be done: "
-                f"{self.num_consecutive_failures} executors in a row broke with "
-                f'it ({told}). For processes, calls of a script stand below `if __name__ == "__main__":`'
+                f"executor: a task of client {client} failed: "
+                f"{self.num_consecutive_failures} consecutive executors failed with "
+                f'it ({reason}); for processes, protect the calls of a script with `if __name__ == "__main__":`'
             ) from error
         self.close()
 
@@ -116,9 +117,9 @@ class RestartingExecutor:
         if at_work:
             executor.shutdown(wait=False, cancel_futures=True)
         else:
-            # Dask's knows no other option.
+            # The executor of Dask does not support `cancel_futures`.
             executor.shutdown(wait=True)
-        # A pool stumbles over what was cancelled, aloud, if a process dies before it has put that away.
+        # If a process ends while cancelled work is pending, the manager thread of the pool prints an exception.
         while manager is not None and manager.is_alive() and _has_cancelled_work(manager):
             time.sleep(1e-3)
         for process in at_work:
@@ -139,18 +140,21 @@ class RestartingExecutor:
             assert self._factory is not None
             made = self._factory()
             if not isinstance(made, Executor):
-                raise ArgumentError(f"executor: expected a function that makes an Executor, it made {short_repr(made)}")
+                raise ArgumentError(
+                    f"executor: expected a function that returns an Executor, got a function that returns "
+                    f"{short_repr(made)}"
+                )
             self._executor = made
         return self._executor
 
 
 ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor | None
-"""Who trains: an executor, or what makes one; a `RestartingExecutor`, which other runs share; `None`: the caller."""
+"""An executor, a function that returns one, a shared `RestartingExecutor`, or `None` for the calling thread."""
 
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """Return an executor for several runs; a factory is called once, and again only after a failure."""
+    """Yield an executor for several runs. A function is called once, and again only after a failure."""
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return
@@ -159,22 +163,25 @@ def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
 
 
 def _dask_client(executor: object) -> Any:
-    """Return the client of a Dask cluster whose executor it is; otherwise `None`."""
+    """Return the client of the Dask cluster of an executor, or `None` for other executors."""
     client = getattr(executor, "_client", None)
     return client if hasattr(client, "scatter") else None
 
 
 def _has_cancelled_work(manager: threading.Thread) -> bool:
-    """Whether the thread of a pool of processes still has cancelled work before it."""
+    """Return whether the manager thread of a pool still has cancelled work."""
     items = list(getattr(manager, "pending_work_items", {}).values())
     return any(item.future.cancelled() for item in items)
 
 
 def processes(jobs: int) -> Callable[[], Executor]:
-    """Return a factory of a pool of this many local processes, for `run(executor=...)`.
+    """Return a function that creates a pool of local processes, for `run(executor=...)`.
 
-    Each has one thread for its arithmetic, leaves Ctrl-C to the process that made it, and ends with it, however that
-    ends. They are started with `spawn`: calls of a script stand below `if __name__ == "__main__":`.
+    Each process uses one thread for arithmetic, ignores Ctrl-C, and ends when its parent ends for any reason. The start
+    method is `spawn`, so a script must protect its calls with `if __name__ == "__main__":`.
+
+    Args:
+        jobs: the number of processes.
 
     Raises:
         ArgumentError: if `jobs` is not a positive integer.
@@ -198,11 +205,11 @@ def _make_pool(jobs: int) -> Executor:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Who is started inside hears no Ctrl-C; one that comes meanwhile is heard here afterwards."""
+    """Block SIGINT in processes that are started in the block. This process receives a pending SIGINT afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # It lets signals through again where it starts what it needs.
+    # The resource tracker unblocks signals when it starts, so it must be running before they are blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -212,14 +219,14 @@ def _block_sigint() -> Iterator[None]:
 
 
 def _init_worker() -> None:
-    """What a new process does first."""
+    """Initialize a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """End with the parent: nobody else would tell a process that it is waiting in vain."""
+    """Exit when the parent ends, because an orphaned worker would wait for tasks forever."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

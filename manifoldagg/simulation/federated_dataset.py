@@ -27,8 +27,8 @@ class TaskId(NamedTuple):
     """The identifier of a task.
 
     Attributes:
-        client: whose it is.
-        task_index: how many tasks that client was given before it.
+        client: the client of the task.
+        task_index: the number of earlier tasks of this client.
     """
 
     client: int
@@ -37,14 +37,15 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """The split of a data set over clients, with training and held-out samples.
+    """Split of a data set over clients, with training and held-out samples.
 
     Attributes:
-        dataset: what is learned.
-        train: one array of sample positions a client.
-        held_out: likewise, disjoint from `train`; together the test set.
-        batch: samples a minibatch.
-        seed: everything random in a run follows from it.
+        dataset: the data set.
+        train: the indices of the training samples of each client.
+        held_out: the indices of the held-out samples of each client, disjoint from `train`. All of them form the test
+            set.
+        batch: the number of samples per minibatch.
+        seed: the seed of all random numbers of a run.
     """
 
     dataset: LabelledDataset
@@ -66,24 +67,24 @@ class FederatedDataset:
     ) -> "FederatedDataset":
         """Split a data set over clients, and hold out a part of every client's samples.
 
-        Samples of a test split that came with the data are split with the others, and are what is held out of a
-        client's part.
+        If the data set has a test split, its samples are split together with the others. The held-out samples of a
+        client are then its samples of the test split.
 
         Args:
-            dataset: what is learned.
-            clients: how many clients.
-            partition: called with the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`, and with the data set's `user_ids=` where it takes
-                them and has none of its own; or the name of one, such as `"dirichlet:concentration=0.5"`. The label of
-                a sequence is its last.
-            seed: everything random follows from it.
-            holdout: which part is held out; the test split of the data set by default, or a fifth where it has none.
-            validation: which part of what is left to train on is held out in place of it: to choose settings by, while
-                nobody sees the test samples.
-            batch: samples a minibatch.
+            dataset: the data set.
+            clients: the number of clients.
+            partition: a function of the labels, `clients` and `generator=`, such as `iid_partition` or
+                `partial(dirichlet_partition, concentration=0.5)`, or its name, such as `"dirichlet:concentration=0.5"`.
+                If it has an argument `user_ids` that is not bound, it receives the `user_ids` of the data set. The
+                label of a sequence is its last label.
+            seed: the seed of all random numbers.
+            holdout: the held-out fraction. The default is the test split of the data set, or 0.2 without a test split.
+            validation: the fraction of the training samples that replaces the held-out samples. Use it to choose
+                settings without access to the test samples.
+            batch: the number of samples per minibatch.
 
         Raises:
-            ArgumentError: naming the argument that does not fit.
+            ArgumentError: if an argument is invalid. The message names it.
 
         Example:
             >>> inputs, labels = torch.zeros(20, 2), torch.arange(20) % 2
@@ -115,17 +116,19 @@ class FederatedDataset:
         if validation:
             held_out, train = _split_fraction(train, validation)
         if not any(map(len, held_out)):
-            of = (
-                "of the test split" if given and not validation else f"to hold out a part of {validation or part_out:g}"
-            )
-            raise ArgumentError(f"clients: {clients} clients have too few samples each {of}")
-        if not any(map(len, train)):
-            lack = (
-                "no samples to train on but those of the test split"
+            need = (
+                "with samples of the test split"
                 if given and not validation
-                else f"too few samples each to hold out a part of {validation or part_out:g} and train on the rest"
+                else f"with enough samples to hold out a fraction of {validation or part_out:g}"
             )
-            raise ArgumentError(f"clients: {clients} clients have {lack}")
+            raise ArgumentError(f"clients: expected clients {need}, got {clients} clients with too few samples each")
+        if not any(map(len, train)):
+            need = (
+                "with samples outside of the test split"
+                if given and not validation
+                else f"with enough samples to hold out a fraction of {validation or part_out:g} and train on the rest"
+            )
+            raise ArgumentError(f"clients: expected clients {need}, got {clients} clients with too few samples each")
         return FederatedDataset(
             dataset,
             train=[np.sort(part) for part in train],
@@ -142,30 +145,30 @@ class FederatedDataset:
 
     @property
     def trainable_clients(self) -> list[int]:
-        """The clients that have training samples; the others never take part."""
+        """The clients with training samples. Other clients never participate."""
         return [client for client, part in enumerate(self.train) if len(part)]
 
     def num_batches(self, client: int) -> int:
-        """Return the number of minibatches in one pass over a client's samples."""
+        """Return the number of minibatches per epoch of a client."""
         return -(-len(self.train[client]) // self.batch)
 
     def batches(self, client: int, task_index: int) -> Batches:
-        """Return a client's minibatches for task `task_index`, ordered by seed, client and `task_index` alone."""
+        """Return a client's minibatches for a task. Their order depends only on seed, client and `task_index`."""
         part = torch.from_numpy(self.train[client])
         generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
         return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator)
 
     def generator(self, client: int, task_index: int) -> torch.Generator:
-        """Return the generator of a client's trainer, seeded by seed, client and `task_index` alone."""
+        """Return the generator of a client's trainer, which depends only on seed, client and `task_index`."""
         return task_generator(self.seed, client, task_index)
 
     def model(self) -> nn.Module:
-        """The initial model, the same for every method."""
+        """Return the initial model, which is the same for every method."""
         return seeded_model(self.dataset.model, self.seed)
 
 
 def check_federation(name: str, federation: object) -> FederatedDataset:
-    """Return `federation`, which must be a federated data set and not a plain data set.
+    """Check that `federation` is a federated data set and not a plain data set, and return it.
 
     Raises:
         ArgumentError: if it is invalid.
@@ -176,10 +179,10 @@ def check_federation(name: str, federation: object) -> FederatedDataset:
 
 
 def _resolve_partition(partition: Partition | str) -> Partition:
-    """A partition, also by its name.
+    """Return a partition, given as a function or by name.
 
     Raises:
-        ArgumentError: if it is neither.
+        ArgumentError: if the argument is neither a function nor a known name.
     """
     if isinstance(partition, str):
         return registry.partition(partition)
@@ -207,22 +210,22 @@ def _apply_partition(
 
 
 def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The first share of each part, and the rest of each."""
+    """Split each part into its first `fraction` and the rest."""
     cuts = [round(fraction * len(part)) for part in parts]
     first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
     return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]
 
 
 def _check_parts(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
-    """What a partition gave: an array of positions for each client, none of them twice.
+    """Check the result of a partition: an array of indices for each client, without duplicates.
 
     Raises:
-        ArgumentError: if it is something else.
+        ArgumentError: if the result is invalid.
     """
     if len(parts) != clients:
-        raise ArgumentError(f"partition: expected {clients} parts, one a client, got {len(parts)}")
+        raise ArgumentError(f"partition: expected {clients} parts, one for each client, got {len(parts)}")
     positions = np.concatenate(parts)
     inside = positions.dtype.kind in "iu" and ((positions >= 0) & (positions < samples)).all()
     if not inside or len(np.unique(positions)) < len(positions):
-        raise ArgumentError(f"partition: expected positions from 0 to {samples - 1}, none of them twice")
+        raise ArgumentError(f"partition: expected indices from 0 to {samples - 1} without duplicates")
     return parts

@@ -1,4 +1,4 @@
-r"""A closed Jackson network in virtual time: queues at clients with exponential service times and random routing."""
+r"""Closed Jackson network in virtual time: queues at clients with exponential service times and random routing."""
 
 import bisect
 from collections import deque
@@ -17,21 +17,22 @@ MIN_RATE = 2.0**-1022
 
 
 class JacksonNetwork(Scheduler[int]):
-    r"""A network of clients that process their queues in FIFO order.
+    r"""Closed Jackson network of clients that process their queues in FIFO order.
 
-    A task of work 1 takes an exponential time of rate $\mu_i$ at client i, one of work w takes w times as long. While
-    m tasks of work 1 are kept in flight by `dispatch(route())` after each `next()`, the numbers x of tasks at the
-    clients are a Markov chain with stationary law $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$, and the tasks
-    that one finds when it is dispatched have law $\pi_{n,m-1}$.
+    A task of work 1 takes an exponentially distributed time with rate $\mu_i$ at client i. A task of work w takes w
+    times as long. Suppose that `dispatch(route())` after each `next()` keeps m tasks of work 1 in flight. Then the
+    numbers x of tasks at the clients are a Markov chain with the stationary distribution
+    $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. The numbers of other tasks at a dispatch have the distribution
+    $\pi_{n,m-1}$.
 
     Args:
-        routing: p, (n,), shares of the tasks, 1 in sum up to 1e-6.
-        rates: $\mu$, (n,), tasks a second, positive.
-        generator: draws routes and times.
-        concurrency: m, the most tasks that can be in flight.
+        routing: the shares p of the tasks, (n,), with sum 1 up to 1e-6.
+        rates: the positive service rates $\mu$ in tasks per second, (n,).
+        generator: the random generator of routes and times.
+        concurrency: the largest number m of tasks in flight.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Queue §2.
 
@@ -69,33 +70,33 @@ class JacksonNetwork(Scheduler[int]):
         self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
         self._set_fast_bound(max(service.quantile(MAX_PROBABILITY) for service in self._services.values()))
         edges = np.cumsum(self._routing)
-        # 1 at the last client with a share, so that no draw falls behind it.
+        # Dividing by the total makes the last edge exactly 1, so that every draw is below it.
         self._edges: list[float] = (edges / edges[-1]).tolist()
-        # Of clients whose tasks wait.
+        # The waiting tasks of each busy client.
         self._queues: dict[int, deque[Job[int]]] = {}
 
     @property
     def queue_lengths(self) -> tuple[int, ...]:
-        """x, (n,): the number of tasks at each client, including the task in service."""
+        """The number of tasks at each client, (n,), including the task in service."""
         return tuple(self._client_counts.get(client, 0) for client in range(len(self._rates)))
 
     def route(self) -> int:
-        """Draw a client by p."""
+        """Draw a client with the probabilities p."""
         return bisect.bisect_right(self._edges, self._generator.random())
 
     def dispatch(self, client: int, work: float = 1.0) -> None:
         """Append a task of `work` units to a client's queue.
 
         Raises:
-            ArgumentError: if there is no such client, all tasks are in flight, or `work` is negative, no number, or
-                might take more than $2^{960}$ seconds.
+            ArgumentError: if the client does not exist, `concurrency` tasks are in flight, or `work` is negative, not a
+                number, or might take more than $2^{960}$ seconds.
         """
         job = self._make_job(client, work)
         client = job[0]
         service = self._service(client)
         if self._in_flight >= self._concurrency:
             raise ArgumentError(
-                f"client: no task can be dispatched while all {self._concurrency} of `concurrency` are in flight"
+                f"client: expected fewer than concurrency = {self._concurrency} tasks in flight, got {self._in_flight}"
             )
         if self._count_in(client) == 1:
             self._start(job, service.draw(self._generator, job[1]))

@@ -13,14 +13,15 @@ from manifoldagg.simulation.federated_dataset import TaskId
 __all__ = ["Lookahead"]
 
 RECOPY_FACTOR, CLIENTS_PER_EVENT = 4, 64
-"""A wrong copy is replaced after a quarter as many events as it cost. Copying 64 clients costs as much as an event."""
+"""A wrong copy is replaced after a quarter of the events that it cost. Copying 64 clients costs one event."""
 
 
 class Lookahead:
     """A prediction of the order in which a run will need its tasks in flight.
 
-    A copy of the event loop runs ahead of it. It assumes that the server accepts every update, and that a client
-    receives as much work as last time. While this is true, the order is exact. Otherwise it is the order of dispatch.
+    A copy of the event loop runs ahead of the event loop. It assumes that the server accepts every update, and that the
+    work of a client equals the work of its previous task. While this is true, the order is exact. Otherwise, it is the
+    order of dispatch.
 
     Args:
         event_loop: the event loop, before its first event.
@@ -38,7 +39,7 @@ class Lookahead:
         self._in_flight: dict[TaskId, None] = {}
         self._cost = 0.0
         self._copy: EventLoop | None = None
-        # What the copy was told before the event loop: the work of a task, or whether its update was accepted.
+        # The predictions for the event loop: the work of a task, or whether its update is accepted.
         self._predicted: deque[tuple[TaskId, float | bool]] = deque()
         # The completions of the copy, in order.
         self._order: dict[TaskId, None] = {}
@@ -78,7 +79,7 @@ class Lookahead:
         return list(islice(self._in_flight if self._copy is None else needed, limit))
 
     def _compare(self, task_id: TaskId, value: float | bool) -> None:
-        """Replace the copy if the event loop does something else than the copy did."""
+        """Discard the copy if the event loop differs from its prediction."""
         self._cost -= RECOPY_FACTOR
         if self._copy is None:
             return
@@ -86,7 +87,7 @@ class Lookahead:
             self._copy, self._predicted, self._order = None, deque(), {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event of the copy, with this work or acceptance or the assumed one; `None` at the end."""
+        """Process the next event of the copy with a given or assumed value. Return `None` at the end."""
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):
             return None

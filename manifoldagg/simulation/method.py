@@ -21,11 +21,11 @@ class Method:
     """A rule and its trainer, with a display name.
 
     Attributes:
-        name: distinct among the methods of a comparison.
-        rule: or a function that makes one for the clients who take part, such as one with a routing of them.
-        trainer: what they do.
-        rate_field: where the rule has its global rate, such as `"rate"` or `"rule.rate"`, for who searches a better
-            one; `None` where it is to stay as it is.
+        name: the name, which must be unique in a comparison.
+        rule: the rule, or a function of the participating clients that returns a rule, such as a rule with a routing.
+        trainer: the trainer of the clients.
+        rate_field: the path of the global rate in the rule, such as `"rate"` or `"rule.rate"`, for tuning. `None`
+            excludes the rate from tuning.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Method:
         """Return the method for these clients, with its rule built.
 
         Raises:
-            ArgumentError: if the rule or the trainer is none.
+            ArgumentError: if the rule or the trainer is invalid.
         """
         made: Any = self.rule
         if callable(made) and not hasattr(made, "step"):
@@ -47,7 +47,7 @@ class Method:
 
 
 def check_method(name: str, method: object) -> Method:
-    """Return `method`, which must be a `Method` and not a name or a rule.
+    """Check that `method` is a `Method` and not a name or a rule, and return it.
 
     Raises:
         ArgumentError: if it is invalid.
@@ -67,8 +67,8 @@ class RunResult:
     """The result of a run: the evaluations of the server's model, and the trace.
 
     Attributes:
-        evaluations: the log, in order; the first is before update 1, the last after all updates.
-        trace: (updates), the task of each update, with its staleness as the server counts it.
+        evaluations: the evaluations in order. The first one is before update 1, and the last one after all updates.
+        trace: the task of each update, (updates,), with the staleness that the server counts.
         client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
         seconds: the wall-clock time without evaluation.
         evaluation_seconds: the wall-clock time of evaluation.

@@ -22,9 +22,10 @@ __all__ = [
 ]
 
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
-"""Called with `labels` (samples,), the number of `clients` and `generator=`: an array of sample positions a client.
+"""A function of `labels` (samples,), the number of `clients` and `generator=`.
 
-One that has an argument `user_ids` gets those of the data set too, (samples,) of numbers, or `None`.
+It returns an array of sample indices for each client. If it has an argument `user_ids`, this argument is an array
+(samples,) of integers, or `None`.
 """
 
 REMAINDERS = ("largest", "drop")
@@ -39,24 +40,24 @@ def dirichlet_partition(
     *,
     remainder: str = "largest",
 ) -> list[np.ndarray]:
-    r"""Split samples by label: for each label, the clients' shares are drawn from a Dirichlet distribution.
+    r"""Split samples by label, with Dirichlet-distributed shares of the clients.
 
-    For every label $y$ draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and give client i
-    $\lfloor p_{y,i} |D_y| \rfloor$ of its samples, chosen at random. Client sizes are not balanced.
+    For each label $y$, draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and assign
+    $\lfloor p_{y,i} |D_y| \rfloor$ random samples of the label to client i. Client sizes are not balanced.
 
     Args:
-        labels: (samples,) of any integer or string labels.
-        clients: how many clients, at most the number of samples.
-        concentration: $\alpha$: 0 gives each label wholly to one client, `inf` splits it evenly.
-        generator: draws shares and samples.
-        remainder: the samples that rounding down leaves go to the clients with the `"largest"` remainders,
-            so that none is lost, or are dropped (`"drop"`, as in the paper).
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of samples.
+        concentration: the concentration $\alpha$. 0 assigns each label to one client, and `inf` splits it evenly.
+        generator: the random generator.
+        remainder: the treatment of the samples that remain after rounding down. `"largest"` assigns them to the clients
+            with the largest remainders, and `"drop"` drops them, as in the paper.
 
     Returns:
-        One sorted int64 array of sample positions a client; they are disjoint. A client can come out empty.
+        A sorted int64 array of sample indices for each client. The arrays are disjoint, and some can be empty.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold B.1.1.
 
@@ -75,7 +76,7 @@ def dirichlet_partition(
         exact = _expected_counts(len(members), clients, concentration, generator)
         counts = np.floor(exact).astype(np.int64)
         if remainder == "largest":
-            # Ties fall at random: no client is favoured for its number.
+            # Ties are broken at random, so that no client is favoured because of its index.
             order = np.lexsort((generator.permutation(clients), counts - exact))
             counts[order[: len(members) - counts.sum()]] += 1
         for part, piece in zip(parts, np.split(members, np.cumsum(counts)), strict=False):
@@ -86,18 +87,18 @@ def dirichlet_partition(
 def iid_partition(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Split samples at random, whatever their label, into parts whose sizes differ by one at most.
+    """Split samples at random, independent of their labels, into parts whose sizes differ by at most one.
 
     Args:
-        labels: (samples,) of any integer or string labels.
-        clients: how many clients, at most the number of samples.
-        generator: draws who gets which.
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of samples.
+        generator: the random generator.
 
     Returns:
-        One sorted int64 array of sample positions a client; together they are all.
+        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Example:
         >>> [len(part) for part in iid_partition([0, 0, 1, 1, 1], 2, np.random.default_rng(0))]
@@ -113,21 +114,22 @@ def shards_partition(
     shards_per_client: int,
     generator: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Sort samples by label, cut them into equal shards, and deal each client some of these at random.
+    """Sort samples by label, split them into equal shards, and assign random shards to each client.
 
-    Most clients have as many labels as shards, or one more for each shard that lies across two of them.
+    Most clients have as many labels as shards, plus one label for each shard that contains two labels.
 
     Args:
-        labels: (samples,) of any integer or string labels.
-        clients: how many clients.
-        shards_per_client: of one client; 2 in the paper. All of them together are at most as many as samples.
-        generator: draws the order within a label, and who gets which.
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients.
+        shards_per_client: the number of shards per client; 2 in the paper. The total number of shards is at most the
+            number of samples.
+        generator: the random generator, which draws the order within a label and the assignment of shards.
 
     Returns:
-        One sorted int64 array of sample positions a client; together they are all.
+        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: McMahan et al. 2017, §3.
 
@@ -155,21 +157,21 @@ def cyclic_partition(
 ) -> list[np.ndarray]:
     r"""Assign the k labels $ik, ik + 1, \dots, ik + k - 1$ modulo K to client i.
 
-    The samples of a label are dealt evenly to the clients that have it; those of a label that nobody has, where there
-    are fewer than K / k clients, are nobody's.
+    The samples of a label are split evenly over the clients that have it. With fewer than K / k clients, some labels
+    are not assigned, and their samples are dropped.
 
     Args:
-        labels: (samples,) of any integer or string labels, counted in their order.
-        clients: how many clients, at most the number of samples.
-        labels_per_client: k, labels of one client, at most K.
-        generator: draws who gets which sample.
+        labels: the labels (samples,), integers or strings, numbered in sorted order.
+        clients: the number of clients, at most the number of samples.
+        labels_per_client: the number k of labels per client, at most K.
+        generator: the random generator.
 
     Returns:
-        One sorted int64 array of sample positions a client; they are disjoint. Where a label has fewer samples than
-        clients, some get none of it.
+        A sorted int64 array of sample indices for each client. The arrays are disjoint. If a label has fewer samples
+        than clients, some of these clients get no sample of it.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Queue G.3.
 
@@ -181,11 +183,11 @@ def cyclic_partition(
     kind, kinds = _encode_labels(labels, clients, generator)
     if check_count("labels_per_client", labels_per_client) > kinds:
         raise ArgumentError(
-            f"labels_per_client: expected at most {kinds}, as many labels as there are, got {labels_per_client}"
+            f"labels_per_client: expected at most the number of labels, {kinds}, got {labels_per_client}"
         )
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for label in range(kinds):
-        # Label y is number j of client i where i k + j = y (mod K).
+        # Label y is the j-th label of client i if i k + j = y (mod K).
         holders = [i for i in range(clients) if (label - i * labels_per_client) % kinds < labels_per_client]
         members = generator.permutation(np.flatnonzero(kind == label))
         for i, piece in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
@@ -196,20 +198,20 @@ def cyclic_partition(
 def disjoint_partition(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Assign each label with all its samples to one client, such that the label counts differ by one at most.
+    """Assign each label with all its samples to one client, so that the label counts differ by at most one.
 
     Args:
-        labels: (samples,) of any integer or string labels.
-        clients: how many clients, at most the number of labels.
-        generator: draws who gets which label.
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of labels.
+        generator: the random generator.
 
     Returns:
-        One sorted int64 array of sample positions a client; together they are all.
+        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
-    Source: OrthoFL §3, where two clients have a half of the labels each.
+    Source: OrthoFL §3, where each of two clients has half of the labels.
 
     Example:
         >>> labels = np.array([0, 1, 2, 0, 1, 2])
@@ -233,17 +235,17 @@ def natural_partition(
     """Assign to each client the samples of one owner: a speaker, a patient, a writer.
 
     Args:
-        labels: (samples,) of any integer or string labels; they do not matter.
-        clients: how many clients, at most the number of owners. What the others own is nobody's.
-        generator: draws who is a client, if that is random.
-        user_ids: (samples,), whose each sample is.
-        selection: which owners are clients: those with the `"largest"` number of samples, or as many at `"random"`.
+        labels: the labels (samples,), integers or strings, which do not affect the result.
+        clients: the number of clients, at most the number of owners. The samples of other owners are dropped.
+        generator: the random generator for the selection `"random"`.
+        user_ids: the owner of each sample, (samples,).
+        selection: the owners that become clients: those with the `"largest"` numbers of samples, or `"random"` owners.
 
     Returns:
-        One sorted int64 array of sample positions a client, in the order of their owners; they are disjoint.
+        A sorted int64 array of sample indices for each client, in the order of the owners. The arrays are disjoint.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Example:
         >>> owners = ["Romeo", "Juliet", "Juliet", "Nurse", "Romeo"]
@@ -254,7 +256,7 @@ def natural_partition(
     kind, _ = _encode_labels(labels, clients, generator)
     check_choice("selection", selection, SELECTIONS)
     if user_ids is None:
-        raise ArgumentError("user_ids: expected the owner of each sample; this data set does not specify it")
+        raise ArgumentError("user_ids: expected the owner of each sample, got a data set without owners")
     given = np.asarray(user_ids)
     if given.shape != kind.shape:
         raise ArgumentError(f"user_ids: expected one for each of {len(kind)} samples, got shape {given.shape}")
@@ -266,7 +268,7 @@ def natural_partition(
 
 
 def check_concentration(value: float) -> float:
-    """Return `value` as a float >= 0, possibly infinity.
+    """Convert a concentration to a float >= 0, which may be infinity.
 
     Raises:
         ArgumentError: if `value` is invalid.
@@ -283,10 +285,10 @@ def check_concentration(value: float) -> float:
 def _encode_labels(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, int]:
-    """The labels as numbers from 0, and how many there are.
+    """Return the labels as integers from 0, and the number of different labels.
 
     Raises:
-        ArgumentError: if there are no labels, more clients than samples, or `generator` is none.
+        ArgumentError: if `labels` is empty, there are more clients than samples, or `generator` is invalid.
     """
     labels = np.asarray(labels)
     if labels.ndim != 1 or labels.size == 0:
@@ -299,14 +301,14 @@ def _encode_labels(
 
 
 def _concatenate_sorted(pieces: list[np.ndarray]) -> np.ndarray:
-    """Pieces of a part, which may be none, in order."""
+    """Concatenate and sort arrays of indices, of which there may be zero."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *pieces]))
 
 
 def _expected_counts(samples: int, clients: int, concentration: float, generator: np.random.Generator) -> np.ndarray:
-    """`samples` times a draw of Dir(α, ..., α), with its limits at 0 and infinity."""
+    """Return `samples` times a draw from Dir(α, ..., α), including the limits 0 and infinity."""
     even = np.full(clients, samples / clients)
     if concentration == 0:
         return np.where(np.arange(clients) == generator.integers(clients), float(samples), 0.0)
-    # Beyond 1e100 a share differs from 1 / clients by less than its last digit, and the draw can overflow.
+    # Above 1e100, a share equals 1 / clients up to rounding, and the draw can overflow.
     return even if concentration > 1e100 else samples * generator.dirichlet(np.full(clients, concentration))

@@ -23,9 +23,9 @@ def run_metadata(federation: FederatedDataset, method: Any, **options: object) -
     """Return all settings that determine a run.
 
     Args:
-        federation: who holds what.
-        method: as it was given, with a `name`, a `rule` and a `trainer`.
-        **options: of `run`.
+        federation: the federated data set.
+        method: the method with a `name`, a `rule` and a `trainer`, before it is bound to clients.
+        **options: the options of `run`.
     """
     task = federation.dataset
     return {
@@ -53,10 +53,10 @@ def versions() -> dict[str, str]:
 
 
 def referenced_files(*specs: object) -> dict[str, str]:
-    """Return the files that specs such as `csv:measured.csv` refer to, each with the SHA-256 of its content.
+    """Return the files that specs such as `csv:measured.csv` refer to, with the SHA-256 hash of each file.
 
     Args:
-        *specs: settings; those that are not words name no file.
+        *specs: the settings. Only strings can refer to files.
 
     Example:
         >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
@@ -72,7 +72,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str,
     """Check that the given settings equal those in a file or a folder.
 
     Raises:
-        CheckpointError: naming the first difference.
+        CheckpointError: if they differ. The message contains the first difference.
 
     Example:
         >>> saved, current = ({"num_updates": 200, "methods": {"FedGS": count}} for count in (1, 2))
@@ -87,7 +87,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str,
 
 
 def _as_fingerprint(settings: Any) -> Tree:
-    """As a description, in which a difference is told by all names on the way to it."""
+    """Convert settings to a fingerprint, so that a difference is reported with its full path."""
     if isinstance(settings, Mapping):
         return {"fields": {str(name): _as_fingerprint(value) for name, value in settings.items()}}
     return [_as_fingerprint(value) for value in settings] if isinstance(settings, list | tuple) else settings

@@ -27,24 +27,24 @@ __all__ = [
 
 C = TypeVar("C", bound=int | str)
 Job = tuple[C, float, float, int]
-"""A task: its client, its work, when it was dispatched and how many had finished by then."""
+"""A task: its client, its work, the time of its dispatch, and the number of completions before its dispatch."""
 RunningJob = tuple[C, float, float, int, float]
-"""The fields of a `Job`, and when it was taken up."""
+"""The fields of a `Job`, and the start time."""
 MAX_TASK_SECONDS = 2.0**960
-"""Seconds of one task: less than half the last place of the largest float, so that no finite time overflows by it."""
+"""The longest task in seconds. It is below half an ulp of the largest float, so adding it to a time cannot overflow."""
 FAST_PATH_LIMIT = 2.0**480
-"""So many units of work at so many seconds each are within `MAX_TASK_SECONDS`."""
+"""The bound on work and on seconds per unit whose product cannot exceed `MAX_TASK_SECONDS`."""
 
 
 class Completion(NamedTuple):
     """The completion of a client's task.
 
     Attributes:
-        time: now, in virtual seconds.
-        client: who.
-        work: units that the task had.
-        dispatched: when it was handed to the scheduler.
-        started: when it was taken up, `dispatched` or later.
+        time: the time of the completion in virtual seconds.
+        client: the client of the task.
+        work: the work of the task in units.
+        dispatched: the time of the dispatch.
+        started: the start time, at least `dispatched`.
         relative_delay: the number of other tasks that finished while this one was in flight. It is the staleness in
             versions if each of them moved the model.
     """
@@ -60,11 +60,11 @@ class Completion(NamedTuple):
 class Scheduler(ABC, Generic[C]):
     """Base class of all schedulers: the clock and the tasks in flight.
 
-    Clients are integers or strings. Unless `allows_queueing`, a client has at most one task in flight. Ties in time are
-    broken in the order in which tasks start. A copy by `copy.deepcopy` continues with the same events.
+    Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Ties in
+    time are broken by the order in which tasks start. A copy by `copy.deepcopy` continues with the same events.
 
     Args:
-        generator: draws all that is random here, and nothing else may draw from it.
+        generator: the random generator, which only the scheduler may use.
 
     Raises:
         ArgumentError: if `generator` is invalid.
@@ -87,7 +87,7 @@ class Scheduler(ABC, Generic[C]):
 
     @property
     def in_flight(self) -> int:
-        """The tasks that were dispatched and have neither finished nor been cancelled."""
+        """The number of dispatched tasks that have neither finished nor been cancelled."""
         return self._in_flight
 
     def num_in_flight(self, client: C) -> int:
@@ -99,21 +99,21 @@ class Scheduler(ABC, Generic[C]):
         """Dispatch a task of `work` units.
 
         Raises:
-            ArgumentError: if the client cannot take it, or `work` is negative, no number, or might take more than
-                $2^{960}$ seconds; nothing is drawn then.
+            ArgumentError: if the client cannot accept the task, or `work` is negative, not a number, or might take more
+                than $2^{960}$ seconds. In this case, the generator is not used.
         """
 
     def next(self) -> Completion:
-        """Return the next completion; tasks that waited for its worker have been started.
+        """Return the next completion, and start tasks that waited for its worker.
 
         Raises:
-            ManifoldAggError: if no task is left.
+            ManifoldAggError: if no task is in flight.
         """
         self._start_ready()
         try:
             time, (client, work, dispatched, finished, started) = self._clock.next()
         except ManifoldAggError:
-            raise ManifoldAggError("the scheduler has no task: dispatch a client before asking for the next") from None
+            raise ManifoldAggError("scheduler: expected a task in flight; call `dispatch` before `next`") from None
         left = self._client_counts.pop(client) - 1
         if left:
             self._client_counts[client] = left
@@ -138,7 +138,7 @@ class Scheduler(ABC, Generic[C]):
         self._clock.advance(time)
 
     def cancel(self, client: C) -> int:
-        """Cancel all tasks of a client and return their number, in linear time at most."""
+        """Cancel all tasks of a client and return their number, in at most linear time."""
         lost = self._client_counts.pop(client, 0)
         if lost:
             self._in_flight -= lost
@@ -146,11 +146,11 @@ class Scheduler(ABC, Generic[C]):
         return lost
 
     def _make_job(self, client: C, work: float) -> Job[C]:
-        """A task that is dispatched now, if its client can take it."""
+        """Return a task that is dispatched now, after checking that the client can accept it."""
         if type(client) is not int:
             client = normalize_client(client)
         if client in self._client_counts and not self.allows_queueing:
-            raise ArgumentError(f"client: {client!r} has a task in flight already")
+            raise ArgumentError(f"client: expected a client without a task in flight, got {client!r}")
         if not (type(work) is float and 0 <= work <= self._fast_bound):
             work = check_number("work", work, at_least=0)
             if work > self._fast_bound:
@@ -158,7 +158,7 @@ class Scheduler(ABC, Generic[C]):
         return client, work, self._clock.now, self._num_finished
 
     def _check_duration(self, client: C, work: float) -> None:
-        """Refuse what would overflow when it is taken up, which may be long after it was dispatched."""
+        """Reject a task whose time would overflow when it starts, which may be long after the dispatch."""
         if not self._max_seconds(client, work) <= MAX_TASK_SECONDS:
             raise ArgumentError(
                 f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got "
@@ -166,44 +166,43 @@ class Scheduler(ABC, Generic[C]):
             )
 
     def _set_fast_bound(self, slowest: float) -> None:
-        """No unit of work takes more seconds than `slowest`: `_check_duration` need not be asked about easy work if
-        that is."""
+        """Enable or disable the fast path of `_make_job`, given an upper bound on the seconds per unit of work."""
         self._fast_bound = FAST_PATH_LIMIT if slowest <= FAST_PATH_LIMIT else -1.0
 
     def _start(self, job: Job[C], seconds: float) -> int:
-        """Take up a task now that will take that long; what the clock knows it by."""
+        """Start a task that takes `seconds`, and return the identifier of its event."""
         now = self._clock.now
         return self._clock.schedule_at(now + seconds, (*job, now))
 
     def _max_seconds(self, client: C, work: float) -> float:
-        """Seconds that no draw exceeds; an `ArgumentError` if there is no such client."""
+        """Return an upper bound on the seconds of a task. Raise an `ArgumentError` for an unknown client."""
         return 0.0
 
     def _count_in(self, client: C) -> int:
-        """Count a task in; how many its client has now."""
+        """Count a dispatched task, and return the number of tasks of its client."""
         self._in_flight += 1
         self._client_counts[client] = count = self._client_counts.get(client, 0) + 1
         return count
 
     def _start_ready(self) -> None:
-        """Take up what can be taken up now."""
+        """Start the tasks that can start now."""
 
     def _on_finished(self, client: C) -> None:
-        """The running task of a client has finished."""
+        """Update the state after the running task of a client has finished."""
 
     def _drop_client(self, client: C) -> None:
         self._clock.cancel_where(lambda running: running[0] == client)
 
 
 class IndependentClients(Scheduler[C]):
-    """Clients that work in parallel and independently, each with its delay distribution.
+    """Scheduler of clients that work in parallel and independently, each with its delay distribution.
 
     Args:
-        delays: one for each client, or one for all that will ever be dispatched.
-        generator: draws the delays, one number a dispatch.
+        delays: a delay for each client, or one delay for all clients.
+        generator: the random generator, which draws one number per dispatch.
 
     Raises:
-        ArgumentError: if `delays` holds something else.
+        ArgumentError: if `delays` contains an invalid value.
 
     Example:
         >>> from manifoldagg.simulation.delays import Deterministic
@@ -221,7 +220,7 @@ class IndependentClients(Scheduler[C]):
         for client, delay in self._delays.items():
             if not isinstance(delay, Delay):
                 raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {short_repr(delay)}")
-        # What the clock knows a client's task by.
+        # The event identifier of each client's task.
         self._running: dict[C, int] = {}
         given = [delays] if isinstance(delays, Delay) else self._delays.values()
         self._set_fast_bound(max((delay.quantile(MAX_PROBABILITY) for delay in given), default=0.0))
@@ -235,11 +234,11 @@ class IndependentClients(Scheduler[C]):
     def _delay(self, client: C) -> Delay:
         delay = self._delays.get(client, self._shared_delay)
         if delay is None:
-            raise ArgumentError(f"client: {client!r} has no entry in the delays that were given")
+            raise ArgumentError(f"client: expected a client with an entry in `delays`, got {client!r}")
         return delay
 
     def _max_seconds(self, client: C, work: float) -> float:
-        # Where part of a delay does not grow with the work, work below 1 does not shrink it.
+        # A delay may have a part that is independent of the work, so work below 1 does not reduce the bound.
         return max(1.0, work) * self._delay(client).quantile(MAX_PROBABILITY)
 
     def _drop_client(self, client: C) -> None:
@@ -247,21 +246,21 @@ class IndependentClients(Scheduler[C]):
 
 
 class PriorityScheduler(Scheduler[C]):
-    r"""A scheduler of a few workers that execute the tasks of many clients and prefer small tasks.
+    r"""Scheduler of a few workers that execute the tasks of many clients and prefer small tasks.
 
-    A client is pushed with key `work + k * now`, fixed at the push, and the queue is sorted by it. A worker
-    that becomes free takes position i of N with probability $(N - i) / \sum_{j \le N} j$, i from 0, before the
-    client that it just finished is pushed back. A task of `work` batches takes `work / speed` seconds.
+    The queue is sorted by the key `work + k * now`, which is fixed when a task is pushed. A free worker selects
+    position i (counted from 0) of N with probability $(N - i) / \sum_{j \le N} j$, before the client whose task it just
+    finished is pushed again. A task of `work` batches takes `work / speed` seconds.
 
     Args:
-        clients: how many clients there are; sets the default speed $k \cdot$ clients / workers.
-        generator: draws the positions; nothing else does.
-        workers: how many tasks run at a time.
-        k: batches per second and client that waiting is worth.
-        speed: batches per second of one worker.
+        clients: the number of clients, which determines the default speed $k \cdot$ clients / workers.
+        generator: the random generator of the positions, which only the scheduler may use.
+        workers: the number of concurrent tasks.
+        k: the priority of waiting: one second of waiting counts as k batches.
+        speed: the number of batches per second of one worker.
 
     Raises:
-        ArgumentError: naming the argument that does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold B.0.1.
 
@@ -288,7 +287,7 @@ class PriorityScheduler(Scheduler[C]):
         default = k * check_count("clients", clients) / workers
         self._speed = check_number("speed", default if speed is None else speed, above=0)
         self._set_fast_bound(1 / self._speed)
-        # Keys, how many were pushed before, and the fields of jobs: one tuple each, since many wait.
+        # Each entry is one tuple of the key, the number of earlier pushes and the fields of the job, to save memory.
         self._queue: list[tuple[float, int, C, float, float, int]] = []
         self._pushed = 0
 
@@ -312,7 +311,7 @@ class PriorityScheduler(Scheduler[C]):
             self._idle_workers -= 1
 
     def _draw(self, length: int) -> int:
-        """Position i with probability proportional to length - i, by inverting triangular numbers exactly."""
+        """Draw position i with probability proportional to length - i, by exact inversion of triangular numbers."""
         ticket = int(self._generator.integers(length * (length + 1) // 2))
         return length - 1 - (math.isqrt(8 * ticket + 1) - 1) // 2
 
@@ -329,7 +328,7 @@ def normalize_client(client: Any) -> Any:
     """Return `client` as a Python int or str, which JSON represents exactly.
 
     Raises:
-        ArgumentError: if it is something else.
+        ArgumentError: if `client` is neither an integer nor a string.
     """
     if type(client) is int or type(client) is str:
         return client
@@ -347,6 +346,6 @@ def parse_client(text: str) -> int | str:
 
 
 SchedulerFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Scheduler[int]]
-"""A function that makes a scheduler of these clients. The scheduler draws random numbers from this generator only."""
+"""A function of the clients and a generator that returns a scheduler, which draws only from this generator."""
 SchedulerLike: TypeAlias = Scheduler[int] | SchedulerFactory | None
-"""What [`run`][manifoldagg.simulation.run] accepts as a scheduler."""
+"""The type of the argument `scheduler` of [`run`][manifoldagg.simulation.run]."""

@@ -36,7 +36,7 @@ __all__ = [
 
 T = TypeVar("T")
 MODULE_NAME = "module:name"
-"""The key of the reader for objects in a module of the user, which reads this name as the option `MODULE_NAME`."""
+"""The key of the reader for objects in user modules. The reader receives the name as the option `MODULE_NAME`."""
 WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -59,10 +59,10 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 
 
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
-    """Parse a comma-separated list of names with options; `option=value` belongs to the name before it.
+    """Parse a comma-separated list of names with options. `option=value` belongs to the preceding name.
 
-    A name that is not in `known` and is followed by a colon is a module of the user, `module:name:option=value`. The
-    argument `where` is the start of an error message, here and below.
+    A name that is not in `known` and is followed by a colon is a user module, `module:name:option=value`. In this
+    module, the argument `where` is the start of error messages.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -106,7 +106,7 @@ def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> S
 
 
 def parse_literal(text: str) -> Any:
-    """Parse a number, `true`, `false`, `none`, `inf`, or a tuple of numbers joined by `+`; else return the text.
+    """Parse a number, `true`, `false`, `none`, `inf`, or a tuple of numbers joined by `+`. Return other text unchanged.
 
     Example:
         >>> [parse_literal(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
@@ -202,7 +202,7 @@ def _parse_option(
     default: Any,
     option_readers: OptionReaders,
 ) -> Any:
-    """Parse the value of one option; without a text, `options` replace fields of the default."""
+    """Parse the value of one option. Without a text, `options` replace fields of the default."""
     here = f"{where}: {parameter.name}"
     readers = option_readers.get(parameter.name, {})
     if text is None:
@@ -239,7 +239,7 @@ def build(
     option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call `factory` with the arguments of `parse_kwargs`; if it rejects a value, raise an `ArgumentError`."""
+    """Call `factory` with the arguments of `parse_kwargs`. If it rejects a value, raise an `ArgumentError`."""
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
     with error_context(where, TypeError, ValueError):
         return factory(**given)
@@ -393,6 +393,6 @@ def _default_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
     signature = inspect.signature(factory).parameters.items()
     found = {name: parameter.default for name, parameter in signature if parameter.default is not parameter.empty}
     if is_dataclass(factory):
-        # The signature has a placeholder for a default that a factory makes.
+        # For a default factory, the signature contains only a placeholder.
         found |= {one.name: one.default_factory() for one in fields(factory) if one.default_factory is not MISSING}
     return found

@@ -12,7 +12,7 @@ __all__ = ["stable_repr"]
 
 
 def stable_repr(value: object) -> str | None:
-    """Represent a setting as text without memory addresses; strings and `None` are unchanged.
+    """Represent a setting as text without memory addresses. Strings and `None` are unchanged.
 
     Example:
         >>> stable_repr(partial(max, 2)), stable_repr("priority:workers=2"), stable_repr(None)

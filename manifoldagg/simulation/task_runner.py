@@ -20,9 +20,9 @@ from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, Task
 __all__ = ["TaskOrder", "TaskRunner"]
 
 TASKS_PER_WORKER = 2
-"""Submitted tasks for each worker, so that no worker waits for this process."""
+"""The number of submitted tasks per worker, so that no worker waits for this process."""
 LOOKAHEAD_PER_WORKER = 16
-"""The maximal lookahead in tasks for each worker; the results of early tasks occupy memory."""
+"""The largest lookahead in tasks per worker, which limits the memory of early results."""
 
 
 @runtime_checkable
@@ -34,14 +34,15 @@ class TaskOrder(Protocol):
 
 
 class _PendingTask:
-    """A submitted task without a result.
+    """A submitted task.
 
     Attributes:
-        message: from the server.
+        task_id: the identifier of the task.
+        message: the message of the server.
         with_context: whether its envelope must contain the context of the run.
-        client_state: what it started from, once it was sent.
-        future: what the executor returned for its envelope.
-        outcome: what came of it.
+        client_state: the client state at the start of the task, after it was sent.
+        future: the future of its envelope.
+        result: the result of the task, or `None`.
     """
 
     def __init__(self, task_id: TaskId, message: Message) -> None:
@@ -51,39 +52,38 @@ class _PendingTask:
         self.reset()
 
     def reset(self) -> None:
-        """As if it had never been sent."""
+        """Reset the task to its state before it was sent."""
         self.client_state: ClientState = None
         self.future: Future[TaskResult] | None = None
         self.result: TaskResult | None = None
 
     def client_state_after(self) -> ClientState:
-        """What the client's next task starts from."""
+        """Return the client state for the client's next task."""
         assert self.result is not None
         return self.client_state if self.result.payload is None else self.result.payload.client_state
 
 
 class TaskRunner:
-    """Trains submitted tasks in this process on demand, or ahead of time on an executor, with equal bits.
+    """Runner that trains submitted tasks on demand in this process, or ahead of time on an executor.
 
-    A client's tasks are done one after the other, each from the client state that the one before it left. As a context
-    it takes back what an executor has not done.
+    The results are bit-identical in both cases. A client's tasks run one after the other, each with the client state
+    after the previous task. At the end of a `with` block, the runner cancels the pending tasks of the executor.
 
     Args:
-        federation: which data, minibatches and seeds.
-        trainer: what clients do.
-        executor: an executor; what makes one, which is ended with this; or a `RestartingExecutor`, which other runs
-            share. `None`: this thread, when it asks.
-        order: tells which tasks will be needed first. Without it: those that were given first.
-        client_states: by client, those of an interrupted run, to continue from.
+        federation: the federated data set, with minibatches and seeds.
+        trainer: the trainer of the clients.
+        executor: an executor, a function that returns an executor (which `close` shuts down), or a
+            `RestartingExecutor` that several runs share. With `None`, `result` trains in the calling thread.
+        order: a predictor of the order in which tasks are needed. The default is the order of submission.
+        client_states: the client states of an interrupted run, by client.
 
     Attributes:
-        client_states: the client state after the last update of each client; replaced and never written.
-
-    Attributes:
-        gradients: that the task of the latest `result` computed, also where it raised.
+        client_states: the client state after the last update of each client, in a map that is replaced and never
+            modified.
+        num_gradients: the number of gradients of the task of the latest `result`, including a task that raised.
 
     Raises:
-        ArgumentError: if `executor` is none of these.
+        ArgumentError: if `executor` is invalid.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +117,7 @@ class TaskRunner:
         self._order = order
         self.num_gradients = 0
         self._tasks: dict[TaskId, _PendingTask] = {}
-        # The tasks of a client in the order in which they were given.
+        # The tasks of each client in the order of submission.
         self._client_queues: dict[int, list[_PendingTask]] = {}
         self.client_states = client_states
         self._waiting: set[_PendingTask] = set()
@@ -125,28 +125,28 @@ class TaskRunner:
         self._finished: SimpleQueue[tuple[_PendingTask, Future[TaskResult]]] = SimpleQueue()
 
     def submit(self, task_id: TaskId, message: Message) -> None:
-        """Submit a task; `message` must not be modified afterwards.
+        """Submit a task. `message` must not be modified afterwards.
 
         Raises:
-            ArgumentError: if a task of that key was submitted already and has no result.
+            ArgumentError: if a task with this identifier was submitted and has no result.
         """
         if task_id in self._tasks:
-            raise ArgumentError(f"task_id: {task_id} was given already")
+            raise ArgumentError(f"task_id: expected a new identifier, got {task_id} again")
         task = _PendingTask(task_id, message)
         self._tasks[task_id] = task
         self._client_queues.setdefault(task_id.client, []).append(task)
         self._waiting.add(task)
 
     def result(self, task_id: TaskId) -> Payload:
-        """Return the payload of a task; earlier tasks of its client are completed first.
+        """Return the payload of a task, which must be the next task of its client.
 
         Raises:
-            ArgumentError: if it is not the next task of its client, or the executor cannot do it.
-            Exception: whatever the training raised, such as a `DivergenceError`.
+            ArgumentError: if it is not the next task of its client, or the executor fails repeatedly.
+            Exception: any exception of the training, such as a `DivergenceError`.
         """
         task = self._tasks.get(task_id)
         if task is None or self._client_queues[task_id.client][0] is not task:
-            raise ArgumentError(f"task_id: {task_id} is not the next task of its client")
+            raise ArgumentError(f"task_id: expected the next task of a client, got {task_id}")
         outcome = self._run_local(task) if self._executor is None else self._run_remote(task, self._executor)
         self.num_gradients = outcome.gradients
         left = task.client_state_after()
@@ -161,16 +161,16 @@ class TaskRunner:
         return outcome.payload
 
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
-        """Cancel tasks; their clients continue from the client state of their last completed task."""
+        """Cancel tasks. Their clients continue from the client state of their last completed task."""
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:
-                # Those that follow started from what it left.
+                # Later tasks started from the client state after the cancelled task, so they must run again.
                 self._requeue(later)
             self._remove(task)
 
     def close(self) -> None:
-        """Cancel pending work of the executor, and shut down one that was created here."""
+        """Cancel pending work of the executor, and shut down the executor if it was created here."""
         for task in list(self._submitted):
             self._requeue(task)
         if self._owned_executor is not None:
@@ -202,9 +202,9 @@ class TaskRunner:
         return task.result
 
     def _fill(self, executor: RestartingExecutor) -> None:
-        """Keep the executor busy with what will be needed first."""
+        """Send the tasks that will be needed first to the executor."""
         count = executor.num_workers
-        # One at a time where executors break, to know with whose task.
+        # After a failure, only one task at a time is sent, to identify the task that breaks executors.
         most = 1 if executor.num_consecutive_failures else math.inf if count is None else TASKS_PER_WORKER * count
         if not self._waiting or len(self._submitted) >= most:
             return
@@ -233,7 +233,7 @@ class TaskRunner:
         task.future.add_done_callback(lambda future: self._finished.put((task, future)))
 
     def _collect(self, executor: RestartingExecutor, *, wait: bool) -> None:
-        """Take what has been done; with `wait` at least one piece of news."""
+        """Collect finished tasks. With `wait`, wait for at least one."""
         while True:
             try:
                 task, future = self._finished.get(block=wait)
@@ -257,7 +257,7 @@ class TaskRunner:
                 task.result = outcome
 
     def _handle_broken_executor(self, error: BaseException, task: _PendingTask, executor: RestartingExecutor) -> None:
-        """The executor failed: what it was at is done again on another."""
+        """Restart a failed executor, and queue its tasks again."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ArgumentError):

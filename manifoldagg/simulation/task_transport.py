@@ -1,4 +1,4 @@
-"""Task transport: client tasks on their way to an executor, and their results on the way back."""
+"""Task transport: serialization of client tasks for executors, and of their results."""
 
 import io
 import os
@@ -25,9 +25,9 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = ["Packed", "RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local", "execute_scattered"]
 
 MIN_SHARED_BYTES = 2**20
-"""Bytes from which a block is sent through shared memory; below, a pipe is faster."""
+"""The minimum number of bytes of a block in shared memory. For smaller blocks, a pipe is faster."""
 MAX_CACHED_CONTEXTS = 4
-"""The number of contexts that a process retains; each contains a data set."""
+"""The number of contexts in the cache of a process. Each context contains a data set."""
 _SHARE_LOCK = threading.Lock()
 
 
@@ -53,7 +53,7 @@ class Packed:
 
     @cached_property
     def value(self) -> Any:
-        """The value; a receiver unpickles it here."""
+        """The value, which a receiver unpickles on first access."""
         data, block = self.parts
         return _TensorUnpickler(io.BytesIO(data), block, self.copies).load()
 
@@ -97,7 +97,7 @@ def _receive(data: bytes, block: Tensor | bytes, copies: bool) -> Packed:
 
 
 class _TensorPickler(pickle.Pickler):
-    """A pickler that replaces each dense tensor by its place in a block."""
+    """A pickler that replaces each dense tensor by its position in a block."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -253,14 +253,14 @@ class ReceivedEnvelope:
 
 
 class _ContextCache:
-    """The contexts that this process received, the latest last."""
+    """Least-recently-used cache of the contexts that this process received."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._contexts: OrderedDict[bytes, Packed] = OrderedDict()
 
     def get(self, key: bytes, received: Packed | None) -> Packed | None:
-        """Return the context of a key; the first one that was received, so that models are cached."""
+        """Return the context of a key. The first received context is returned, so that cached models stay valid."""
         with self._lock:
             context = self._contexts.pop(key, received)
             if context is not None:
@@ -279,7 +279,7 @@ class TaskResult:
     Args:
         payload: the payload of the task.
         error: the exception that the training raised.
-        gradients: the number of gradients that were computed, also by a training that raised.
+        gradients: the number of computed gradients, including those before an exception.
     """
 
     def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, gradients: int = 0) -> None:
@@ -317,7 +317,9 @@ def execute(envelope: TaskEnvelope | ReceivedEnvelope) -> TaskResult:
     try:
         task = envelope.open_task()
     except Exception as error:
-        return TaskResult(error=ArgumentError(f"executor: a worker cannot make the federation or the trainer: {error}"))
+        return TaskResult(
+            error=ArgumentError(f"executor: a worker cannot unpickle the federation or the trainer: {error}")
+        )
     return TaskResult() if task is None else execute_local(task)
 
 
@@ -327,7 +329,7 @@ def execute_scattered(key: bytes, context: Packed, parts: Packed) -> TaskResult:
 
 
 def execute_local(task: ClientTask) -> TaskResult:
-    """Run a task and return exceptions of its training as results; gradients are counted in this process."""
+    """Run a task in this process, count its gradients, and return exceptions of its training as results."""
     criterion = GradientCounter()
     try:
         payload = run_task(task, criterion)

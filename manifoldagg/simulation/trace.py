@@ -24,18 +24,18 @@ SUFFIXES = (".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class TaskRecord(Generic[C]):
-    """One task from dispatch to completion, in virtual seconds.
+    """Record of one task from dispatch to completion, in virtual seconds.
 
     Attributes:
-        client: an int or a str.
-        work: units that it had.
-        dispatched: when it was handed to the client.
-        started: when it was taken up, `dispatched` or later.
-        finished: the time of its completion, `started` or later.
-        staleness: in versions.
+        client: the client, an int or a str.
+        work: the work of the task in units.
+        dispatched: the time of the dispatch.
+        started: the start time, at least `dispatched`.
+        finished: the time of the completion, at least `started`.
+        staleness: the staleness in versions.
 
     Raises:
-        ArgumentError: naming the field that does not fit.
+        ArgumentError: if a field is invalid. The message names it.
     """
 
     client: C
@@ -58,7 +58,7 @@ class TaskRecord(Generic[C]):
 
     @staticmethod
     def from_completion(completion: Completion, staleness: int | None = None) -> "TaskRecord[Any]":
-        """Convert a scheduler's completion; `staleness` is its relative delay, or the server's count."""
+        """Convert a completion of a scheduler. The default `staleness` is its relative delay."""
         late = completion.relative_delay if staleness is None else staleness
         return TaskRecord(
             completion.client, completion.work, completion.dispatched, completion.started, completion.time, late
@@ -68,11 +68,11 @@ class TaskRecord(Generic[C]):
 def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
     """Write a trace as CSV (`.csv`) or JSON lines (`.jsonl`), with exact numbers.
 
-    The file is put in its place whole.
+    The file is written atomically.
 
     Raises:
-        ArgumentError: if the file cannot be written, has another suffix, or is CSV and a client's name is a string
-            that would come back as an integer.
+        ArgumentError: if the file cannot be written or has another suffix, or if the name of a client is a string that
+            would be read from CSV as an integer.
     """
     path = Path(path)
     form = check_choice("path", path.suffix, SUFFIXES)
@@ -82,13 +82,13 @@ def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
             if form == ".jsonl":
                 file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
             else:
-                # Quotes around every name keep a carriage return in it.
+                # Quotes preserve a carriage return in a name.
                 table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
                 table.writerow(_COLUMNS)
                 for record in records:
                     if isinstance(record.client, str) and parse_client(record.client) != record.client:
                         raise ArgumentError(
-                            f"records: client {record.client!r} would come back as an integer: write .jsonl"
+                            f"records: client {record.client!r} would be read as an integer from CSV; write .jsonl"
                         )
                     table.writerow(astuple(record))
     except (OSError, UnicodeEncodeError) as error:
@@ -99,7 +99,7 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
     """Read a trace that `write_trace` wrote.
 
     Raises:
-        ArgumentError: naming the file and the line that does not fit.
+        ArgumentError: if the file is invalid. The message names the file and the line.
     """
     path = Path(path)
     form = check_choice("path", path.suffix, SUFFIXES)
@@ -138,10 +138,10 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
 
 
 def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
-    """Return `records` as a list, all of whose elements must be task records.
+    """Check that `records` are task records, and return them as a list.
 
     Raises:
-        ArgumentError: naming the first that is not a record.
+        ArgumentError: if an element is not a task record. The message names the first one.
     """
     records = list(records)
     for i, record in enumerate(records):
@@ -151,17 +151,17 @@ def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
 
 
 class ReplayScheduler(Scheduler[C]):
-    """A scheduler that replays a recorded trace.
+    """Scheduler that replays a recorded trace.
 
-    Each `dispatch` of a client stands for its next recorded task, which finishes when it did, whatever its work is
-    now. So one order of events serves several methods, or a measured run is driven through another rule. A task that
-    the trace does not know, as those in flight at its end, never finishes.
+    Each `dispatch` of a client represents its next recorded task, which finishes at the recorded time for any work. So
+    several methods can use the same order of events, and a measured run can be repeated with another rule. A task that
+    is not in the trace, such as a task in flight at its end, never finishes.
 
     Args:
-        records: in order of `finished`.
+        records: the records in order of `finished`.
 
     Raises:
-        ArgumentError: if they are out of order.
+        ArgumentError: if the records are not in order.
 
     Example:
         >>> trace = [TaskRecord("a", 1.0, 0.0, 0.0, 2.0, 0), TaskRecord("b", 1.0, 0.0, 0.0, 3.0, 1)]
@@ -182,7 +182,7 @@ class ReplayScheduler(Scheduler[C]):
                     f"records[{i}]: expected them in order of `finished`, "
                     f"got {record.finished:g} after {before.finished:g}"
                 )
-        # The rows of each client in the trace; the next one is the last.
+        # The remaining rows of each client in reverse order, so that the next row is the last one.
         self._remaining: dict[C, list[int]] = {}
         for i in reversed(range(len(self._records))):
             self._remaining.setdefault(self._records[i].client, []).append(i)
@@ -191,7 +191,7 @@ class ReplayScheduler(Scheduler[C]):
         """Dispatch a client's next recorded task.
 
         Raises:
-            ArgumentError: if it finished before now, or `work` is negative or no number.
+            ArgumentError: if the task finished in the past, or `work` is negative or not a number.
         """
         job = self._make_job(client, work)
         client = job[0]

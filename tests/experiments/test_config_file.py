@@ -103,8 +103,8 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "expected a table for each comparison, got none"),
-        ("[defaults]\nupdates = 3", "expected a table for each comparison, got none"),
+        ("", "expected a table for each comparison, got a file without such tables"),
+        ("[defaults]\nupdates = 3", "expected a table for each comparison, got a file without such tables"),
         ("updates = 3\n[a]", r"updates: expected a table; shared options belong in \[defaults\]"),
         ("[a]\nupdate = 3", "a: no option 'update'; did you mean updates?"),
         ("[defaults]\ntune_seeds = 3\n[a]", "defaults: no option 'tune_seeds'; did you mean tune-seeds?"),
@@ -311,9 +311,9 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
     ("words", "message"),
     [
         (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
-        (["--config", "two.toml", "--name", "x"], "name: expected no name with --config"),
+        (["--config", "two.toml", "--name", "x"], "name: expected --config without --name"),
         (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
-        (["--only", "first"], "only: expected --config, whose tables it selects"),
+        (["--only", "first"], "only: expected --config, because --only selects its tables"),
     ],
 )
 def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, monkeypatch):

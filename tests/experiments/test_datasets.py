@@ -183,16 +183,16 @@ def test_a_mark_of_utf_8_is_no_text(tmp_path):
     [
         ("[1, 2", "expected JSON with users"),
         ('{"users": ["a"]}', "no 'user_data'"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1, 2]}}}', "lists x and y of one length"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [1, 2]], "y": [1, 2]}}}', "all of one length"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1, 2]}}}', "lists x and y of equal length"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [1, 2]], "y": [1, 2]}}}', "all of equal length"),
         ('{"users": ["a"], "user_data": {"a": {"x": [["q"]], "y": [1]}}}', "list of numbers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[NaN]], "y": [1]}}}', "finite numbers"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1.5]}}}', "whole number"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [true]}}}', "whole number"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1.5]}}}', "expected all y to be integers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [true]}}}', "expected all y to be integers"),
         ('{"users": [], "user_data": {}}', "expected samples"),
-        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["ab", "a"]}}}', "each y to be a whole number"),
-        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["", "a"]}}}', "each y to be a whole number"),
-        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["a", 1]}}}', "each y to be a whole number"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["ab", "a"]}}}', "all y to be integers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["", "a"]}}}', "all y to be integers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["a", 1]}}}', "all y to be integers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 30 * "0" + "]}}}", "below 2"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 5000 * "0" + "]}}}", "expected JSON"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1' + 400 * "0" + ']], "y": [1]}}}', "list of numbers"),
@@ -232,8 +232,8 @@ def test_arrays_of_ones_own(tmp_path):
             "no array 'label'; did you mean labels",
         ),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(3, int)}, "labels: expected int64"),
-        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2)}, "labels: expected whole numbers"),
-        ({"inputs": np.ones((2, 3)), "labels": np.array([0, -1])}, "labels: expected whole numbers"),
+        ({"inputs": np.ones((2, 3)), "labels": np.zeros(2)}, "labels: expected integers"),
+        ({"inputs": np.ones((2, 3)), "labels": np.array([0, -1])}, "labels: expected integers"),
         ({"inputs": np.full((2, 3), np.nan), "labels": np.zeros(2, int)}, "finite"),
         ({"inputs": np.ones(2), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "user_ids": np.zeros(3)}, "user_ids: expected"),
@@ -243,8 +243,8 @@ def test_arrays_of_ones_own(tmp_path):
             "test_mask: expected booleans",
         ),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros(2, int), "test_mask": [0, 3]}, "test_mask: expected booleans"),
-        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**63 + 5], np.uint64)}, "labels: expected whole numbers"),
-        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected whole numbers .* below 2"),
+        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**63 + 5], np.uint64)}, "labels: expected integers"),
+        ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected integers .* below 2"),
         ({"inputs": np.array([[1, 2], [3, 2**62]]), "labels": np.zeros(2, int)}, "inputs: expected tokens below 2"),
         ({"inputs": np.array([[1, 2], [3, 2**63 + 1]], np.uint64), "labels": np.zeros(2, int)}, "tokens below 2"),
         ({"inputs": np.full((2, 3), 1e300), "labels": np.zeros(2, int)}, "inputs: expected finite numbers"),
@@ -305,7 +305,7 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         ("idx:/nowhere", None, "expected one of the files"),
         ("idx:/nowhere,part=test", None, "part: expected one of"),
         ("npz:/nowhere.npz", None, "cannot be read"),
-        ("leaf:/nowhere", None, "it contains no such file"),
+        ("leaf:/nowhere", None, "got a folder without JSON files"),
         ("shakespeare:/nowhere", None, "cannot be read"),
         ("digits", "cnm", "no model 'cnm'; did you mean cnn"),
         ("digits", "gru", "model: gru: expected a data set of token sequences"),
@@ -374,7 +374,7 @@ def test_somebody_has_something_left_to_train_on():
     with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
         FederatedDataset.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
     tested = points(6, test_mask=torch.ones(6, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match="clients: 2 clients have no samples to train on but those of the test"):
+    with pytest.raises(ArgumentError, match="clients: expected clients with samples outside of the test split"):
         FederatedDataset.split(tested, 2, partition=iid_partition, seed=0)
 
 

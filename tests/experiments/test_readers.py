@@ -72,8 +72,8 @@ GOOD = idx(np.arange(6, dtype="u1").reshape(2, 3))
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        (b"", "expected to begin with 00 00, a type .* got nothing"),
-        (b"\x89PNG\r\n", "expected to begin with 00 00, .* got 89 50 4e 47"),
+        (b"", "expected a file that starts with 00 00, a type .* got an empty file"),
+        (b"\x89PNG\r\n", "expected a file that starts with 00 00, .* got 89 50 4e 47"),
         (bytes([0, 0, 0x0A, 1, 0, 0, 0, 0]), r"a type \(08, 09, 0b, 0c, 0d, 0e\) .* got 00 00 0a 01"),
         (bytes([0, 0, 8, 0, 5]), "1 to 20 dimensions; got 00 00 08 00"),
         (bytes([0, 0, 8, 33]) + bytes(200), "1 to 20 dimensions; got 00 00 08 21"),
@@ -150,7 +150,7 @@ def test_a_missing_file_lists_what_was_looked_for(tmp_path):
         ({"pixels": np.zeros((7, 8, 8), "u1")}, r"images-idx3-ubyte: expected bytes of shape \(any, 28, 28\), got torch.uint8 of shape \(7, 8, 8\)"),
         ({"pixels": np.zeros((7, 784), "u1")}, "images-idx3-ubyte: expected bytes"),
         ({"pixels": np.zeros((7, 28, 28), "f4")}, "images-idx3-ubyte: expected bytes .* got torch.float32"),
-        ({"labels": np.zeros(6, "u1")}, r"labels-idx1-ubyte: expected bytes of shape \(7,\), one an image, got torch.uint8 of shape \(6,\)"),
+        ({"labels": np.zeros(6, "u1")}, r"labels-idx1-ubyte: expected bytes of shape \(7,\), got torch.uint8 of shape \(6,\)"),
         ({"labels": np.zeros(7, "i4")}, "labels-idx1-ubyte: expected bytes"),
         ({"labels": np.zeros((7, 1), "u1")}, "labels-idx1-ubyte: expected bytes"),
     ],

@@ -128,7 +128,8 @@ def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="baseline: no method 'Chep'; did you mean Cheap?"):
         joined.differences("Chep")
     with pytest.raises(
-        ArgumentError, match="baseline: expected a method that has a problem and a seed in common with another; got A"
+        ArgumentError,
+        match="baseline: expected a method with a problem and a seed in common with another method, got A",
     ):
         write_combined_report(joined, tmp_path / "joined", baseline="Alone")
     assert not (tmp_path / "joined").exists()
@@ -181,7 +182,7 @@ def test_settings_that_differ_are_named_and_joined(tmp_path):
         f"num_updates: 3 in {a}, 9 in {b}",
         f"target: 0.5 in {a}, 0.6 in {b}",
         f"tuning: none in {a}, searched in {b}",
-        f"Cheap: not the same in {a} and {c}: rule Cheap() and Cheap(rate=2)",
+        f"Cheap: differs between {a} and {c}: rule Cheap() and Cheap(rate=2)",
     ]
 
 
@@ -212,24 +213,24 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
     [
         ("results.json", None, r"folders: .*/a/results.json cannot be read"),
         ("results.json", lambda text: text[:-1], r"results.json: expected JSON"),
-        ("results.json", lambda text: "[]", r"results.json: expected what `manifoldagg compare` writes"),
+        ("results.json", lambda text: "[]", r"results.json: expected a file of `manifoldagg compare`"),
         ("results.json", lambda text: text.replace('"checksum"', '"sum"'), r"compare` writes; KeyError\('checksum'\)"),
         ("results.json", lambda text: text.replace("[0, 1, 2]", "[0, 1]"), r"compare` writes; ValueError"),
         ("log.jsonl", None, r"folders: .*/a/log.jsonl cannot be read"),
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[:8]),
-            "expected rows of Cheap, seed 2; there are no such rows",
+            "expected rows of Cheap, seed 2, got a log without them",
         ),
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[:-2]),
-            "a/log.jsonl: expected rows of Dear, seed 2, from update 0 to 3, got those from 0 to 1$",
+            "a/log.jsonl: expected rows of Dear, seed 2, from update 0 to 3, got rows from update 0 to 1$",
         ),
         (
             "log.jsonl",
             lambda text: "".join(text.splitlines(True)[1:]),
-            "a/log.jsonl: expected rows of Cheap, seed 0, from update 0 to 3, got those from 1 to 3$",
+            "a/log.jsonl: expected rows of Cheap, seed 0, from update 0 to 3, got rows from update 1 to 3$",
         ),
         (
             "results.json",
@@ -237,11 +238,11 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
             r"compare` writes; TypeError",
         ),
         ("log.jsonl", lambda text: text[:-3] + "\n", r"log.jsonl, line 24: expected an evaluation"),
-        ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing, or unknown"),
+        ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing or unknown"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": NaN', 1), "line 1: .*gini: nan"),
         ("log.jsonl", lambda text: text.replace('"gini": 0.1', '"gini": "0"', 1), "line 1: .*gini: '0'"),
         ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 1.5', 1), "line 2: .*updates: 1.5"),
-        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 5', 1), "line 3: .*had spent less"),
+        ("log.jsonl", lambda text: text.replace('"updates": 1', '"updates": 5', 1), "line 3: .*its cost is lower than"),
         ("log.jsonl", lambda text: "[1]\n" + text, "line 1: expected an evaluation"),
     ],
 )
@@ -292,7 +293,7 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(table, joined.frame(), check_dtype=False)
     assert list(table["method"]) == ["A|B", "C", "D"]
     assert math.isnan(table["updates_to_target"][2])
-    assert r"Accuracy less that of A\|B, in percentage points" in text
+    assert r"difference to the accuracy of A\|B at equal cost, in percentage points" in text
     assert "| D | -37.00 ± 2.48 | -37.00 ± 2.48 | " in text
     beside = pd.read_csv(files[4])
     pd.testing.assert_frame_equal(beside, joined.differences("A|B"))

@@ -207,7 +207,9 @@ def test_infinities_of_a_mask_stay_and_others_are_refused():
     waiting = accumulate(None, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
     waiting = accumulate(waiting, {"even": torch.ones(3), "mask": mask.clone()}, now, 1.0)
     assert torch.equal(apply_pending(waiting, now, {"step": 0.5})["mask"], mask)
-    with pytest.raises(ArgumentError, match="buffers: mask: expected finite values, or those of the current model"):
+    with pytest.raises(
+        ArgumentError, match="buffers: mask: expected finite values, or the values of the current model"
+    ):
         accumulate(None, {"even": torch.ones(3), "mask": -mask}, now, 1.0)
 
 

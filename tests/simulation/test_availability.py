@@ -32,7 +32,7 @@ def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
     clients = availability_trace((1.0, "a", "leave"), (9.0, "a", "return"))
     clients.dispatch("a", 1.0)
     assert clients.next() == AvailabilityChange(1.0, "a", "leave", lost_tasks=0)
-    with pytest.raises(ArgumentError, match="client: 'a' does not take part at 1 s"):
+    with pytest.raises(ArgumentError, match="client: expected a client that is available at 1 s, got 'a'"):
         clients.dispatch("a", 1.0)
     assert clients.next().time == 2.0
     assert clients.next() == AvailabilityChange(9.0, "a", "return")
@@ -56,14 +56,14 @@ def test_what_a_failed_client_did_is_lost():
     clients.dispatch("a", 1.0)
     done = clients.next()
     assert (done.time, done.dispatched, done.relative_delay) == (3.5, 1.5, 0)
-    with pytest.raises(ManifoldAggError, match="no task"):
+    with pytest.raises(ManifoldAggError, match="expected a task in flight"):
         clients.next()
 
 
 def test_a_client_joins_when_it_is_declared_and_not_before():
     clients = availability_trace((4.0, "b", "join"), available=["a"])
     assert clients.available == {"a"}
-    with pytest.raises(ArgumentError, match="client: 'b' does not take part"):
+    with pytest.raises(ArgumentError, match="client: expected a client that is available at 0 s, got 'b'"):
         clients.dispatch("b", 1.0)
     assert clients.next() == AvailabilityChange(4.0, "b", "join")
     assert clients.available == {"a", "b"}
@@ -206,10 +206,10 @@ def test_churn_is_here_for_its_part_of_the_time():
             lambda: AvailabilityTrace(constant(), [(1.0, "a", "fail")]),
             r"changes\[0\]: expected an AvailabilityChange, got \(1.0",
         ),
-        (lambda: availability_trace((1.0, "a", "return")), "cannot happen to a client that is here"),
-        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "leave")), "cannot happen to a client that is away"),
-        (lambda: availability_trace((1.0, "a", "join"), available=["a"]), "cannot happen to a client that is here"),
-        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "join")), "cannot happen to a client that is away"),
+        (lambda: availability_trace((1.0, "a", "return")), "got one that is available"),
+        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "leave")), "got one that is unavailable"),
+        (lambda: availability_trace((1.0, "a", "join"), available=["a"]), "got one that is available"),
+        (lambda: availability_trace((1.0, "a", "fail"), (2.0, "a", "join")), "got one that is unavailable"),
         (
             lambda: churn(["a"], Deterministic(0.0), Deterministic(0.0), 1.0, np.random.default_rng(0)),
             "up, down: expected",

@@ -32,7 +32,7 @@ def test_delays_count_from_now():
     assert clock.peek() == 3.0
     assert clock.next() == (3.0, "b")
     assert clock.peek() == math.inf
-    with pytest.raises(ManifoldAggError, match="no event"):
+    with pytest.raises(ManifoldAggError, match="expected a scheduled event"):
         clock.next()
 
 

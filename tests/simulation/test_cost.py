@@ -281,5 +281,5 @@ def test_no_other_axis_and_no_budget_below_the_first_row():
     rows = rows_of([])
     with pytest.raises(ArgumentError, match="axis: expected one of updates, time, gradients, bytes; got 'update'"):
         last_within_budget(rows, "update", 1)
-    with pytest.raises(ArgumentError, match="budget: expected a row that had spent -1 of bytes at most"):
+    with pytest.raises(ArgumentError, match="budget: expected a row with at most -1 bytes"):
         last_within_budget(rows, "bytes", -1)

@@ -205,7 +205,7 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: Gaussian(0.0, 1.0), "location: expected a finite number > 0"),
         (lambda: Gaussian(1.0, -1.0), "scale: expected a finite number >= 0"),
         (lambda: LogNormal(0.0, 1.0), "mean: expected"),
-        (lambda: LogNormal(1e300, 1e306), "mean: expected delays that are finite"),
+        (lambda: LogNormal(1e300, 1e306), "mean: expected finite delays"),
         (lambda: LogNormal(1.0, 1e7), "deviation: expected a finite number >= 0 and <= 1e\\+06"),
         (lambda: HalfNormal(math.nan), "mean: expected"),
         (lambda: Exponential(math.inf), "mean: expected"),

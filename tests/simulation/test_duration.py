@@ -50,7 +50,7 @@ def test_a_duration_may_exceed_the_last_task():
     given = {"delays": Deterministic(0.25), "availability": changes}
     found = run(federation(), METHOD, duration=1000.0, **given)
     assert 2.5 <= found.times[-1] < 1000.0
-    with pytest.raises(ArgumentError, match=f"no client has a task after {len(found.trace)} updates"):
+    with pytest.raises(ArgumentError, match=f"expected a client with a task after {len(found.trace)} updates"):
         run(federation(), METHOD, num_updates=len(found.trace) + 1, **given)
 
 

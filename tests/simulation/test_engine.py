@@ -114,7 +114,7 @@ def test_a_scheduler_of_ones_own_is_used_up(federation):
     mine = PriorityScheduler(6, np.random.default_rng([federation.seed, 1]))
     assert run(federation, ASYNC, num_updates=9, scheduler=mine) == default
     assert run(federation, ASYNC, num_updates=9, scheduler=lambda c, g: PriorityScheduler(len(c), g)) == default
-    with pytest.raises(ArgumentError, match="scheduler: expected a new one, got one at .* s with 5 tasks"):
+    with pytest.raises(ArgumentError, match="scheduler: expected a new scheduler, got one at .* s with 5 tasks"):
         run(federation, ASYNC, num_updates=9, scheduler=mine)
 
 
@@ -126,7 +126,7 @@ def test_a_run_is_its_own_replay(federation):
         federation, Method("FedGS", rules.FedGS(1.0), LOCAL), num_updates=25, scheduler=ReplayScheduler(records)
     )
     assert (other.clients, other.times) == (one.clients, one.times)
-    with pytest.raises(ArgumentError, match="no client has a task after 25 updates"):
+    with pytest.raises(ArgumentError, match="expected a client with a task after 25 updates"):
         run(federation, ASYNC, num_updates=26, scheduler=ReplayScheduler(records))
 
 
@@ -136,7 +136,7 @@ def test_changes_of_clients_without_samples_do_not_count():
     assert run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1e-9, idle, "fail")]) == run(
         sparse, ASYNC, num_updates=5
     )
-    with pytest.raises(ArgumentError, match="client=30.* takes no part"):
+    with pytest.raises(ArgumentError, match="expected changes of participating clients, got .*client=30"):
         run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1.0, 30, "fail")])
 
 
@@ -258,16 +258,16 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ({"concurrency": 0}, "concurrency: expected"),
         (
             {"delays": {0: Deterministic(1.0)}},
-            "delays: expected one for each client that takes part; missing for 1, 2, 3",
+            "delays: expected a delay for each participating client; missing for 1, 2, 3",
         ),
         ({"delays": 3.0}, "delays: expected a Delay, or a mapping from clients, got 3.0"),
         ({"delays": "nowhere.csv"}, "path: nowhere.csv cannot be read"),
-        ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that makes one, got None"),
-        ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that makes one, got 'priority'"),
-        ({"availability": 5}, "availability: expected AvailabilityChanges, or a function that makes them, got 5"),
+        ({"scheduler": lambda c, g: None}, "scheduler: expected a Scheduler, or a function that returns one, got None"),
+        ({"scheduler": "priority"}, "scheduler: expected a Scheduler, or a function that returns one, got 'priority'"),
+        ({"availability": 5}, "availability: expected AvailabilityChanges, or a function that returns them, got 5"),
         (
             {"availability": "churn"},
-            "availability: expected AvailabilityChanges, or a function that makes them, got 'churn'",
+            "availability: expected AvailabilityChanges, or a function that returns them, got 'churn'",
         ),
         ({"on_update": 3}, "on_update: expected a function, got 3"),
         ({"progress": 3}, "progress: expected a function, got 3"),
@@ -284,10 +284,12 @@ def test_what_does_not_fit_is_refused_by_name(federation, options, words):
 
 def test_nobody_to_ask_is_refused(federation):
     nobody = replace(federation, train=[part[:0] for part in federation.train])
-    with pytest.raises(ArgumentError, match="federation: expected clients with samples, got no such client"):
+    with pytest.raises(ArgumentError, match="federation: expected clients with samples, got clients without samples"):
         run(nobody, ASYNC, num_updates=3)
     untested = replace(federation, held_out=[part[:0] for part in federation.held_out])
-    with pytest.raises(ArgumentError, match="federation: expected clients with held-out samples, got none"):
+    with pytest.raises(
+        ArgumentError, match="federation: expected clients with held-out samples, got clients without held-out samples"
+    ):
         run(untested, ASYNC, num_updates=3)
 
 

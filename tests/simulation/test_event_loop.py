@@ -258,7 +258,7 @@ def play(loop, told):
 
 def test_nobody_left_is_said_with_the_number_of_answers():
     told = []
-    with pytest.raises(ArgumentError, match="no client has a task after 5 updates"):
+    with pytest.raises(ArgumentError, match="expected a client with a task after 5 updates"):
         play(alone([AvailabilityChange(5.0, 0, "fail"), AvailabilityChange(5.0, 1, "leave")]), told)
     assert sum(isinstance(event, DropoutEvent) for event in told) == 1
 
@@ -268,7 +268,7 @@ def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
     assert loop.next() == DispatchEvent(0)
     for call, words in (
         (loop.next, "event_loop: expected `submit` or `acknowledge` first"),
-        (lambda: loop.submit(1, 1.0), "client: expected the one of the last DispatchEvent"),
+        (lambda: loop.submit(1, 1.0), "client: expected the client of the last DispatchEvent"),
         (lambda: loop.submit(0, -1.0), "work: expected"),
         (lambda: loop.acknowledge(True), "event_loop: expected a CompletionEvent to acknowledge"),
     ):
@@ -278,7 +278,7 @@ def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
     assert loop.next() == DispatchEvent(1)
     assert loop.submit(1, 1.0) == (1, 0)
     event = loop.next()
-    with pytest.raises(ArgumentError, match="client: expected the one of the last DispatchEvent, got 0"):
+    with pytest.raises(ArgumentError, match="client: expected the client of the last DispatchEvent, got 0"):
         loop.submit(0, 1.0)
     loop.acknowledge(True)
     assert (event.task_id, loop.next()) == ((0, 0), DispatchEvent(0))
@@ -293,10 +293,13 @@ def test_what_does_not_fit_is_refused_by_name():
     for call, words in (
         (
             lambda: EventLoop(clients, AsyncSampler(None, generator), used),
-            "scheduler: expected a new one, .* with 1 task",
+            "scheduler: expected a new scheduler, got one .* with 1 task",
         ),
-        (lambda: alone([AvailabilityChange(1.0, 9, "leave")]), "availability: .*client=9.* takes no part"),
-        (lambda: alone([AvailabilityChange(1.0, 0, "return")]), "changes: .* cannot happen to a client that is here"),
+        (
+            lambda: alone([AvailabilityChange(1.0, 9, "leave")]),
+            "availability: expected changes of participating clients, got .*client=9",
+        ),
+        (lambda: alone([AvailabilityChange(1.0, 0, "return")]), "changes: .* got one that is available"),
         (lambda: alone(["leave"]), r"changes\[0\]: expected an AvailabilityChange"),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -127,7 +127,7 @@ def test_a_closed_network_takes_no_more_than_its_tasks():
     network = JacksonNetwork([1.0], [1.0], np.random.default_rng(0), concurrency=2)
     network.dispatch(0)
     network.dispatch(0)
-    with pytest.raises(ArgumentError, match="all 2 of `concurrency` are in flight"):
+    with pytest.raises(ArgumentError, match="expected fewer than concurrency = 2 tasks in flight"):
         network.dispatch(0)
 
 

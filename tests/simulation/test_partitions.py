@@ -207,7 +207,7 @@ def test_bad_input_is_refused_by_name(change, words):
         (lambda g: shards_partition([0, 1], 2, 0, g), "shards_per_client: expected an integer >= 1, got 0"),
         (
             lambda g: cyclic_partition([0, 1], 2, 3, g),
-            "labels_per_client: expected at most 2, as many labels as there are, got 3",
+            "labels_per_client: expected at most the number of labels, 2, got 3",
         ),
         (lambda g: cyclic_partition([0, 1], 2, 0, g), "labels_per_client: expected an integer >= 1, got 0"),
         (lambda g: disjoint_partition([0, 1, 0], 3, g), "clients: expected at most one for each of 2 labels, got 3"),

@@ -1,8 +1,11 @@
 """Server rules: immutable values with pure methods, one per file.
 
-The cost that a rule states is that of `Server.receive`, in words of 32 bits a parameter that are read from memory,
-written there, and newly made; a model is in float32, comes late, has two control points where it is a curve, and three
-updates are what waits. What several operations read while it is in cache is counted once.
+The docstring of each rule states the cost of `Server.receive`: the 32-bit words per parameter that are read from
+memory, written to memory, and allocated. The assumptions are:
+
+- Models are in float32, and updates are stale.
+- A curve has two control points, and a buffer has room for three updates.
+- Data that several operations read while it is in cache counts once.
 """
 
 from manifoldagg.federated.rules.adamasfl import AdaMasFL

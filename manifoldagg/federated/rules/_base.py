@@ -32,14 +32,18 @@ __all__ = ["ServerRule", "TangentRule", "commit", "move_to"]
 class ServerRule(KeywordHints, abc.ABC):
     """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
 
-    `needs_flat` says what of it has no meaning on curved leaves, in the plural; such a space is rejected. So does
-    `needs_linear_leaves`, of what has a meaning on leaves of low rank too: inner products and sums of points.
-    `uses_drift` says whether a step depends on where the model has gone since the client left; of others who is late
-    needs no base. `not_private_because` says why [`Private`][manifoldagg.federated.rules.Private] rejects it.
+    Class attributes:
 
-    `rate_kind` is the unit of the option `rate`: `"share"` of the way to the client's model, `"step"` that is
-    multiplied by the weight of the client, `"mean"` for a step on the mean of a buffer, and `""` for every other unit,
-    such as the length of a step of Adam. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
+    - `needs_flat`: a plural noun for the operations of the rule that are undefined on curved leaves. If it is set, the
+      rule rejects spaces with curved leaves.
+    - `needs_linear_leaves`: a plural noun for operations that need inner products and sums of points. They are also
+      defined on low-rank leaves. If it is set, the rule rejects all other curved leaves.
+    - `uses_drift`: whether a step depends on the movement of the model since the dispatch of the update. If it is
+      false, a stale update does not need its base.
+    - `not_private_because`: the reason why [`Private`][manifoldagg.federated.rules.Private] rejects the rule.
+    - `rate_kind`: the unit of the option `rate`: `"share"` of the distance to the client's model, `"step"` if it is
+      multiplied by the weight of the client, `"mean"` for a step along the mean of a buffer, and `""` for every other
+      unit, such as the length of an Adam step. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
     """
 
     rate_kind: ClassVar[str] = ""
@@ -74,7 +78,8 @@ class ServerRule(KeywordHints, abc.ABC):
         """Reject a space that the rule does not support.
 
         Raises:
-            ArgumentError: naming its curved leaves, and what needs them flat.
+            ArgumentError: if the space has unsupported leaves. The message names them and the operations that need
+                flat leaves.
         """
         if getattr(space, "flat", False):
             return
@@ -82,12 +87,12 @@ class ServerRule(KeywordHints, abc.ABC):
         if lacks := self.needs_flat or ("" if space.ambient else self.needs_linear_leaves):
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
             name = type(self).__name__
-            raise ArgumentError(f"space: {lacks}, of {name}, need flat leaves; these are curved: {curved}")
+            raise ArgumentError(f"space: expected flat leaves for the {lacks} of {name}, got curved leaves: {curved}")
 
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """A rule that transports tangents between points, by `transport` and `rungs` if the space is curved."""
+    """A rule that transports tangents between points, with `transport` and `rungs` if the space is curved."""
 
     transport: str | None = field(default=None, kw_only=True)
     rungs: int = field(default=DEFAULT_RUNGS, kw_only=True)
@@ -109,11 +114,11 @@ class TangentRule(ServerRule):
             raise ArgumentError(f"transport: expected None on a flat space, got {short_repr(self.transport)}")
         elif self.transport not in (None, "projection"):
             given = short_repr(self.transport)
-            raise ArgumentError(f"transport: expected None or 'projection' where leaves are of low rank, got {given}")
+            raise ArgumentError(f"transport: expected None or 'projection' for low-rank leaves, got {given}")
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Compute the combinations in the state of a plan, then its model, into `out` if it is given."""
+    """Compute the combinations in the state of a plan and then its model, which is written to `out` if given."""
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
     state = materialize(state)
@@ -126,7 +131,7 @@ def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[S
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:
-    r"""Return $\exp_\Theta u$ for the combination $u$ of the rows of a frame with `coefficients`."""
+    r"""Return $\exp_\Theta u$, where $u$ is the combination of the frame rows with `coefficients`."""
     if frame.transporter is None:
         return frame.move(gram, coefficients)
     here = frame.transporter.current

@@ -1,4 +1,4 @@
-"""Buffered rules: displacements are summed as they arrive, and the last one of a buffer moves the model."""
+"""Buffered rules: they sum displacements on arrival, and the last update of a buffer moves the model."""
 
 import abc
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""The mean $\bar\Delta$ of a full buffer, a tangent at the current model $\Theta$ that is computed lazily.
+    r"""Mean $\bar\Delta$ of a full buffer, a lazily computed tangent at the current model $\Theta$.
 
     Attributes:
-        space: of the points.
-        current: $\Theta$.
-        frame: with the rows v, g and, beyond the first update, the sum before it.
+        space: the space of the points.
+        current: the current model $\Theta$.
+        frame: the frame with the rows v and g and, after the first update, the previous sum.
         coefficients: the coefficients of the mean on these rows.
-        gram: their inner products.
+        gram: the inner products of these rows.
     """
 
     space: Manifold
@@ -48,8 +48,8 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        r"""Yield $\bar\Delta$ on a flat space by chunks, together with those of other vectors, to bound the memory."""
-        rows: tuple[Any, ...] = self.frame.rows  # vectors: rules that need windows take no others
+        r"""Yield chunks of $\bar\Delta$ on a flat space together with the same chunks of `others`, to bound memory."""
+        rows: tuple[Any, ...] = self.frame.rows  # vectors, as rules that use chunks do not accept tensor lists
         less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
         for parts in chunks(self.current, *rows, *less, *others):
@@ -71,16 +71,17 @@ class BufferMean:
 class BufferedRule(TangentRule):
     r"""A rule that sums displacements, then takes one step $\eta_g \cdot \frac1A \sum_i a_i \Delta_i$.
 
-    $\Delta_i$ is taken against the client's own base. On a curved space it is transported to the current point, which
-    rests while the rule waits, and summed there in float64. Where leaves are of low rank the sum is one of matrices, of
-    which their spaces' `state_rank` is kept. The state has the sum as one tensor, in units of the
-    largest $a_i$ so far and rounded once an update, the number and the total weight of its terms. One `gram` and one
-    `combine` each, as for one update.
+    $\Delta_i$ is the displacement from the client's own base. On a curved space, the rule transports it to the current
+    point, which is constant while the buffer fills, and sums in float64. For low-rank leaves, the sum is a sum of
+    matrices, truncated to the `state_rank` of their spaces.
 
-    A displacement is rejected that is so long that the square of a sum of such would overflow in the dtype of the
-    model: what one client sends cannot make the updates of others overflow.
+    The state stores the sum as one tensor, and the number and the total weight of its terms. The sum is in units of the
+    largest $a_i$ so far and is rounded once per update. Each update needs one `gram` and one `combine`.
 
-    Updates change nothing but that sum, which a `mechanism` can therefore bound and add noise to.
+    The rule rejects a displacement if the square of a sum of such displacements would overflow in the dtype of the
+    model. So the update of one client cannot make the updates of other clients overflow.
+
+    Updates affect the state only through this sum. A `mechanism` can therefore clip its terms and add noise to it.
     """
 
     rate: Rate
@@ -90,7 +91,7 @@ class BufferedRule(TangentRule):
     @property
     @abc.abstractmethod
     def buffer_size(self) -> int:
-        """The number of updates of a step."""
+        """The number of updates per step."""
 
     def update_weight(self, update: Update) -> float:
         """Return $a_i$, the weight of a displacement."""
@@ -107,15 +108,15 @@ class BufferedRule(TangentRule):
     def apply_step(
         self, state: State, mean: BufferMean, rate: float, out: Tensor | None
     ) -> tuple[Any, float, dict[str, Any]]:
-        """Return the new model, its distance, and the changes of the state: by default a step along the mean.
+        """Return the new model, its distance from the current model, and the changes of the state.
 
-        A rule that computes its model from whole vectors may write it into `out`.
+        The default is a step along the mean. A rule that computes its model from whole vectors may write it to `out`.
         """
         model, norm = mean.step(rate)
         return model, norm, {}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what the waiting updates will add to the model, as terms of a sum: a factor and a displacement."""
+        """Return the contribution of the buffered updates to the next step: pairs of a factor and a displacement."""
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []
         factor = self.step_size(state) * state["scale"] / (self.divisor(state["total"]) or 1.0)
@@ -141,9 +142,9 @@ class BufferedRule(TangentRule):
         *,
         out: Tensor | None = None,
     ) -> tuple[State, Outcome]:
-        """Plan a step with an optional `mechanism` between displacements and their sum.
+        """Plan a step, with an optional `mechanism` that clips displacements and adds noise to their sum.
 
-        `out` is memory for the new model of a rule that needs whole vectors.
+        `out` is an output buffer for the new model of a rule that needs whole vectors.
         """
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
@@ -170,7 +171,8 @@ class BufferedRule(TangentRule):
             waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
             numbers |= frame.diagnostics
             rest = LinearStep(frame, lambda gram: self._linear_metrics(frame, gram)) if linear else None
-            # Sums of displacements no longer than the root of the largest number, in units of the largest share.
+            # The sum is finite: the norm of each displacement is at most the square root of the largest number divided
+            # by the buffer size, and the sum is in units of the largest share.
             finite = frame.transporter is None
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=finite, linear=rest)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
@@ -192,7 +194,7 @@ class BufferedRule(TangentRule):
         return after | changes, Outcome(model, update.client_state, numbers)
 
     def checked_length(self, frame: Frame, gram: Gram) -> float:
-        """Return the length of the displacement, after checking that the square of a sum of such does not overflow."""
+        """Return the norm of the displacement. Check that the square of a sum of such norms does not overflow."""
         largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
         return check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
 
@@ -203,7 +205,7 @@ class BufferedRule(TangentRule):
 
 
 def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
-    """Return the norm of a combination of the rows, or a bound on it if a row was not read."""
+    """Return the norm of a combination of the rows, or an upper bound if a row was not read."""
     if frame.unmeasured:
         return frame.norm_bound(np.array(coefficients, dtype=object))
     return safe_sqrt(Corrected.single(frame, gram, coefficients).inner_products()[0][0])

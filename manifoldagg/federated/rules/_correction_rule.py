@@ -1,4 +1,4 @@
-"""Rules whose coefficients are those of a correction: the server step of Manifold (9)-(12)."""
+"""Rules with the coefficients of a correction: the server step of Manifold (9)-(12)."""
 
 import abc
 from collections.abc import Callable
@@ -32,10 +32,10 @@ def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
 
 
 class CorrectionRule(GramRule):
-    """A `GramRule` that moves along the curve of the displacements under a correction.
+    """A `GramRule` that moves along the curve of the corrected displacements.
 
-    A correction may add rows of its own and keep a state, which is the entry `correction` of the rule's state. If it
-    cancels nearly all of a displacement, a second `gram` reads the rest.
+    A correction may add rows and may have a state, which is stored as the entry `correction` of the rule's state. If
+    the correction cancels nearly all of a displacement, a second `gram` measures the remainder.
     """
 
     @property
@@ -69,7 +69,7 @@ class CorrectionRule(GramRule):
             if self.overshoot == "extend" and not self.single_point and not space.ambient:
                 curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
                 raise ArgumentError(
-                    f"overshoot: extend follows a polynomial, which needs flat leaves; not so: {curved}"
+                    f"overshoot: expected 'clamp', as 'extend' needs flat leaves; got curved leaves: {curved}"
                 )
             still = Update(None, start, start, start[None])
             self.correction.apply(frame_from_update(space, still, transport=self.transport, rungs=self.rungs))
@@ -80,7 +80,7 @@ class CorrectionRule(GramRule):
 class ScheduledRule(CorrectionRule):
     r"""A `CorrectionRule` with $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
 
-    What the options mean says [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] documents the options.
     """
 
     rate_kind: ClassVar[str] = "step"
@@ -99,8 +99,8 @@ class ScheduledRule(CorrectionRule):
             raise ArgumentError(f"dominance: expected a Dominance, got {short_repr(self.dominance)}")
 
     @cached_property
-    def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # as above
-        """As in `CorrectionRule`, if the rate does not decay with the drift."""
+    def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
+        """The coefficients of `CorrectionRule` if `decay` is 0. A decaying rate depends on inner products."""
         return None if self.decay else super().fixed_coefficients
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:

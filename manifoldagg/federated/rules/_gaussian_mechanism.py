@@ -1,4 +1,4 @@
-"""Clipping and Gaussian noise between displacements and their sum."""
+"""The Gaussian mechanism: clipping of displacements, and noise on their sum."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from manifoldagg.errors import RuleError
 __all__ = ["GaussianMechanism", "derive_key"]
 
 SAMPLE_BLOCK_SIZE = 2**18
-"""Numbers that are drawn at once."""
+"""The number of samples per call of the generator."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class GaussianMechanism:
     r"""Gaussian mechanism $\sum_i a_i \min(1, C / \|\Delta_i\|) \Delta_i + \sigma C z$, $z \sim N(0, I)$, $a_i \le 1$.
 
     Args:
-        clip: C.
-        noise: $\sigma$.
+        clip: the clipping norm C.
+        noise: the noise multiplier $\sigma$.
         key: the secret key.
     """
 
@@ -32,10 +32,10 @@ class GaussianMechanism:
     key: Sequence[int]
 
     def clipped_weight(self, weight: float, norm: float) -> tuple[float, float]:
-        r"""Return $a \min(1, C / \|\Delta\|)$ of a displacement of this length, and its second factor.
+        r"""Return $a \min(1, C / \|\Delta\|)$ for a displacement of this norm, and the second factor alone.
 
         Raises:
-            RuleError: if a is above 1, more than the noise is made for.
+            RuleError: if a exceeds 1, for which the noise is not calibrated.
         """
         if weight > 1:
             raise RuleError(f"staleness: expected a weight of at most 1 under Private, got {weight:g}")
@@ -45,7 +45,7 @@ class GaussianMechanism:
     def add_noise(
         self, frame: Frame, coefficients: list[float], scale: float, version: int
     ) -> tuple[Frame, list[float]]:
-        """Return the sum of the rows of a frame with `coefficients`, and noise as one row more, in units of `scale`."""
+        """Add noise to the combination of frame rows with `coefficients`, as a further row in units of `scale`."""
         if not (self.noise and scale):
             return frame, coefficients
         total: Tensor = frame.materialize(coefficients)
@@ -55,10 +55,10 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """Sample z from the key and the sum: equal sums get equal bits, and different sums get different noise.
+        """Sample z from the key and the sum. Equal sums get equal noise, and different sums get different noise.
 
-        A server that resumes from an older checkpoint computes other sums. With the noise of those that it has
-        forgotten, the difference of two models would have none.
+        A server that resumes from an older checkpoint computes different sums than before. If the noise were the same,
+        it would cancel in the difference of the two models.
         """
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
@@ -71,7 +71,7 @@ class GaussianMechanism:
 
 
 def derive_key(secret: bytes) -> list[int]:
-    """Return the key that the state of a rule stores: numbers of 32 bits.
+    """Return the key for the state of a rule: 32-bit integers.
 
     Example:
         >>> len(derive_key(b"secret"))

@@ -26,10 +26,11 @@ __all__ = [
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, description: str = "one model") -> None:
-    """Check that an update has `count` points; `None` accepts any positive number.
+    """Check that an update has `count` points. `None` accepts any positive number.
 
     Raises:
-        ArgumentError: if it has another number, with `description`, the number that the rule expects.
+        ArgumentError: if the number of points differs. The message contains `description`, the expected number in
+            words.
     """
     given = len(update.points)
     if given == 0 or given != (count or given):
@@ -42,31 +43,33 @@ def frame_from_update(
 ) -> Frame:
     r"""Return the rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
 
-    On a flat space, and where leaves are of low rank, they are differences of the update's own tensors. On a curved one
-    $v_i = \log_{\Theta^t} \varphi_i$, transported to $\Theta^\tau$; where the space has a projection, this is done in
-    float64.
+    On flat spaces and low-rank leaves, the rows are differences of the tensors of the update. On other curved spaces,
+    $v_i = \log_{\Theta^t} \varphi_i$ is transported to $\Theta^\tau$. If the space has a projection, this computation
+    uses float64.
 
     Args:
-        space: of the points.
-        update: with base, current and points, which the server has validated.
-        transport: on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]; where leaves are of low rank
-            `"projection"` takes what of the differences is tangent at $\Theta^\tau$.
-        rungs: of a ladder.
-        tensors: whether the named tensors of such a space are segments.
+        space: the space of the points.
+        update: an update whose base, current model and points the server has validated.
+        transport: the transport on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]. For low-rank
+            leaves, `"projection"` projects the differences onto the tangent space at $\Theta^\tau$.
+        rungs: the number of rungs of a ladder.
+        tensors: whether each named tensor of the space is a segment.
 
     Raises:
-        ArgumentError: if a point is out of reach, or a derivative is followed.
+        ArgumentError: if the log at a point is undefined, or if an outer functorch transform tracks derivatives.
     """
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)
     if needs_autograd_path(rows):
         rows = tuple([detach(row) for row in rows])
         if needs_autograd_path(rows):
-            raise ArgumentError("update: a server step has no derivative; call it outside of functorch transforms")
+            raise ArgumentError(
+                "update: expected tensors outside of functorch transforms, as a server step is not differentiable"
+            )
     base, current, *points = rows
     if space.flat or space.ambient:
         segments = None
-        # A row of tensors is a point of a parameter space, whose leaves are the same for every point.
+        # A tuple of tensors is a point of a parameter space, whose leaves are the same for every point.
         point = base[0] if isinstance(base, tuple) else base
         if tensors:
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(point)} or None
@@ -76,7 +79,7 @@ def frame_from_update(
             segments = segments or ambient.segments
         if update.is_pseudo_gradient:
             if ambient.leaves:
-                raise ArgumentError("points: expected models: of low-rank leaves there are no pseudo-gradients")
+                raise ArgumentError("points: expected models, as low-rank leaves do not support pseudo-gradients")
             return Frame.of_gradients(points, base, current, segments=segments)
         return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
     base, current, points = (in_float64(space, x) for x in (base, current, update.points.detach()))
@@ -85,15 +88,15 @@ def frame_from_update(
 
 
 def unit_coefficients(k: int) -> Matrix:
-    """Return for each of k rows its coefficients as a combination of the rows."""
+    """Return the coefficients of each of k rows as a combination of the rows: the identity matrix."""
     return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:
-    """Return the float64 point of the space whose rounding is `x`; `x` itself if the space has no projection."""
+    """Return `x` in float64, projected onto the space. Without a projection, return `x` unchanged."""
     return space._project(x.double()) if "project" in space.capabilities else x
 
 
 def safe_sqrt(square: float) -> float:
-    """Return the square root of a square that rounding can leave slightly below zero."""
+    """Return the square root of a square that can be slightly negative because of rounding."""
     return math.sqrt(max(square, 0.0))

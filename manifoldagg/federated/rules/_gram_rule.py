@@ -31,8 +31,8 @@ class GramRule(TangentRule):
 
     where $v_i = \varphi_i - \Theta^t$ are the displacements of the client's models and $g = \Theta^\tau - \Theta^t$ is
     the drift of the server. A subclass has two methods: `coefficients` computes $c$ from the inner products of the
-    rows, and `rate` returns $\rho$. It never sees a vector, so that it works on any model: one pass reads the rows,
-    and one pass writes the new model. On a curved space $v_i = \log_{\Theta^t} \varphi_i$ is transported to
+    rows, and `rate` returns $\rho$. A subclass does not access vectors, so it works on any model. One pass reads the
+    rows, and one pass writes the new model. On a curved space, $v_i = \log_{\Theta^t} \varphi_i$ is transported to
     $\Theta^\tau$, and the new model is $\exp_{\Theta^\tau}(\rho\, u)$.
 
     The state is a dict with the number `version`, which counts the steps. `coefficients` may add entries to it.
@@ -40,10 +40,10 @@ class GramRule(TangentRule):
     Class attributes:
 
     - `granularity`: `"model"`, or `"tensor"` if `gram` has one matrix for each named tensor.
-    - `single_point`: whether an update is one model (n = 1). With `False` it may be a curve of n control points.
-    - `overshoot`: `"clamp"` limits $\rho$ to 1, `"extend"` does not.
-    - `fixed_coefficients`: the coefficients $c$ of $(v, g)$ if they are constants, and the rate does not depend on
-      inner products; then one pass over the parameters is enough. With `None` they are the result of `coefficients`.
+    - `single_point`: whether an update is one model (n = 1). With `False`, it may be a curve of n control points.
+    - `overshoot`: `"clamp"` limits $\rho$ to 1; `"extend"` does not.
+    - `fixed_coefficients`: the coefficients $c$ of $(v, g)$ if they are constants and the rate does not depend on
+      inner products. In this case, one pass over the parameters is enough. With `None`, the rule calls `coefficients`.
 
     To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
     [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
@@ -70,7 +70,7 @@ class GramRule(TangentRule):
     cohort: ClassVar[int] = 1
     accepts_tensor_lists: ClassVar[bool] = True
     single_point: ClassVar[bool] = True
-    not_private_because: ClassVar[str] = "every single update moves the model; FedBuff(1) is such a rule that can be"
+    not_private_because: ClassVar[str] = "every update moves the model; use FedBuff(1) instead"
     granularity = "model"
     overshoot = "clamp"
     fixed_coefficients: ClassVar[tuple[float, ...] | None] = None
@@ -84,13 +84,13 @@ class GramRule(TangentRule):
             state: the state before the step. It must not be modified.
 
         Returns:
-            k = n + 1 numbers, one for each row. For a curve (m, k): the coefficients of m control points. With
-            granularity `"tensor"` (S, m, k): a matrix for each named tensor. And the next state, whose `version` the
-            caller updates.
+            A tuple of the coefficients and the next state. The coefficients are k = n + 1 numbers, one for each row.
+            For a curve, they are a matrix (m, k) for m control points. With granularity `"tensor"`, they have shape
+            (S, m, k): one matrix for each named tensor. The caller updates the `version` of the state.
         """
 
     def rate(self, state: State, update: Update) -> float:
-        r"""Return $\rho \ge 0$, the part of the displacement $u$ by which the model moves.
+        r"""Return $\rho \ge 0$, the fraction of the displacement $u$ by which the model moves.
 
         Args:
             state: the state before the step.
@@ -103,15 +103,15 @@ class GramRule(TangentRule):
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
-        """Return the displacements that the coefficients make of the rows of a frame.
+        """Return the corrected displacements: the combinations of the frame rows with `coefficients`.
 
         Raises:
-            RuleError: if `coefficients` does not return numbers for each row, and a dict.
+            RuleError: if `coefficients` does not return a tuple of one number for each row and a dict.
         """
         gram = frame.gram(self.granularity)
         result: Any = self.coefficients(gram, state)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise RuleError(f"coefficients: expected the coefficients and the state, a dict, got {short_repr(result)}")
+            raise RuleError(f"coefficients: expected a tuple of coefficients and a dict, got {short_repr(result)}")
         lines, after = result
         c = np.array(lines, dtype=object)
         if c.ndim not in (1, 2, 3) or c.shape[-1] != len(frame.rows):
@@ -120,7 +120,7 @@ class GramRule(TangentRule):
         return Corrected(frame, gram, np.atleast_2d(c), after, gram)
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
-        """Return the entries of the next state beside `version`."""
+        """Return the entries of the next state except `version`."""
         return dict(corrected.state)
 
     def client_state(self, update: Update) -> ClientState:

@@ -16,33 +16,33 @@ from manifoldagg.manifolds.formulas import distance, norm
 __all__ = ["exp_projected", "parameter_at_distance_on", "project_if_possible", "step_along_curve", "tangents_at"]
 
 GRID_INTERVALS = 64
-"""Into how many parts [0, 1] is cut to find where a distance is reached for the first time."""
+"""The number of equal intervals of [0, 1] in the search for the first crossing of a distance."""
 EVALUATION_BATCH = 8
-"""So many places are looked at together, and the bracket is cut into so many parts each time."""
+"""The number of parameters per evaluation of the curve, and of sections per refinement of the bracket."""
 BRACKET_TOLERANCE = 1e-9
-"""Where the distance is as good as linear."""
+"""The width of a bracket in which the distance is linear up to rounding."""
 
 
 def step_along_curve(
     space: Manifold, current: Tensor, tangents: Tensor, step_curve: StepCurve, rho: float
 ) -> tuple[float, Tensor, float]:
-    r"""Step on the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
+    r"""Step along the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
 
-    One tangent is a geodesic: $s$ is what it is on a line. With more, a pull-back by the chord takes the smallest $s$
-    with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
+    For one tangent, the curve is a geodesic and $s = \rho$, as on a line. For several tangents, the chord pull-back
+    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
 
     Args:
-        space: curved.
-        current: $\Theta^\tau$, of its shape.
-        tangents: $u_1, \dots, u_n$ at `current`, as the step curve has straightened them.
-        step_curve: which curve they make, and what the rate means on it.
-        rho: $\rho \ge 0$, what is left of it on this curve.
+        space: a curved space.
+        current: the point $\Theta^\tau$.
+        tangents: the tangents $u_1, \dots, u_n$ at `current`, after `StepCurve.straighten`.
+        step_curve: the type of the curve, and the meaning of the rate on it.
+        rho: the effective rate $\rho \ge 0$ on this curve.
 
     Returns:
-        $s$, the new point, and its distance from `current`.
+        The parameter $s$, the new point, and its distance from `current`.
 
     Raises:
-        ArgumentError: if a point of the curve is out of reach of `current`.
+        ArgumentError: if the log at `current` of a point of the curve is undefined.
     """
     if len(tangents) == 1:
         return rho, exp_projected(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
@@ -57,19 +57,20 @@ def step_along_curve(
 def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float) -> float:
     r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
-    The first change of sign on 64 equidistant places, whose bracket is cut down until a chord is exact: a curve that
-    comes to the distance and leaves it again between two places is not seen.
+    The function finds the first sign change on a grid of 64 intervals and refines its bracket until linear
+    interpolation is exact up to rounding. It does not detect a curve that crosses the distance twice within one
+    interval.
 
     Args:
-        curve: on any space.
-        phi: its control points.
-        rho: in [0, 1].
+        curve: a curve on any space.
+        phi: the control points of the curve.
+        rho: the fraction $\rho \in [0, 1]$ of the distance.
 
     Returns:
-        $s$; 0 where the curve ends where it starts; 1 where it comes to the distance at its end only.
+        The parameter $s$. It is 0 if the curve ends at its start, and 1 if only the end reaches the distance.
 
     Raises:
-        ArgumentError: if a point of the curve has no distance from its start.
+        ArgumentError: if the distance of a point of the curve from its start is not finite.
 
     Source: Manifold (12).
 
@@ -92,7 +93,9 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
             reached = distance(curve.space, phi[0].expand_as(points), points).tolist()
             for place, away in zip(places, reached, strict=True):
                 if not math.isfinite(away):
-                    raise ArgumentError(f"points: no distance along the corrected curve, at {place:g} of it")
+                    raise ArgumentError(
+                        f"points: expected a finite distance along the corrected curve, got {away:g} at s = {place:g}"
+                    )
                 after = goal - away
                 if after <= 0:
                     return before, place, gap, after
@@ -102,8 +105,8 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
 
     found = section(0.0, 1.0, goal, GRID_INTERVALS)
     low, high, ahead, behind = found or (1.0, 1.0, 0.0, 0.0)
-    # Not `bernstein.find_sign_change`: it evaluates one place a step, where a batch of points costs
-    # little more than one.
+    # `bernstein.find_sign_change` evaluates one parameter per step. A batch of points costs little more
+    # than one point, so this search evaluates batches.
     while found is not None and high - low > BRACKET_TOLERANCE:
         low, high, ahead, behind = found
         found = section(low, high, ahead, EVALUATION_BATCH)

@@ -1,7 +1,7 @@
-r"""The curve of a step: the path that it follows, and how far along it the rate takes it.
+r"""The curve of a step, and the parameter on it that corresponds to a rate.
 
-The corrected displacements $u_1, \dots, u_n$ of a curve's points, with $u_0 = 0$, say where it goes: as control points
-of a Bézier curve, or as corners of a polygon. Everything here is arithmetic on their inner products.
+The corrected displacements $u_1, \dots, u_n$ of the points, with $u_0 = 0$, define the curve: as the control points of
+a Bézier curve or as the vertices of a polygon. This module computes with their inner products only.
 """
 
 import math
@@ -31,11 +31,13 @@ class StepCurve:
     r"""Curve of the corrected displacements, and the meaning of the rate $\rho$ on it.
 
     Args:
-        overshoot: `"clamp"`: $\rho$ is at most 1.
-        pull_back: `"chord"`: $\rho$ is a part of the distance to the end; `"none"`: of the parameter;
-            `"conflict_free_prefix"`: of the parameter at which the curve turns against the drift.
-        curve_weight: $\kappa$: the curve is $\kappa$ times itself and $1 - \kappa$ times its chord, at each parameter.
-        polygon: whether the points are corners.
+        overshoot: the meaning of $\rho > 1$: `"clamp"` limits $\rho$ to 1.
+        pull_back: the unit of $\rho$. `"chord"`: a fraction of the distance to the end; `"none"`: a fraction of the
+            parameter range; `"conflict_free_prefix"`: a fraction of the parameter at which the curve turns against the
+            drift.
+        curve_weight: the weight $\kappa$: at each parameter, the curve is $\kappa$ times the original curve plus
+            $1 - \kappa$ times its chord.
+        polygon: whether the points are the vertices of a polygon.
 
     Example:
         >>> StepCurve(pull_back="none").weights(2, 0.5)
@@ -53,7 +55,7 @@ class StepCurve:
         """Return the weights of $u_1, …, u_n$ at the parameter s."""
         line = _polygon_weights(n, s) if self.polygon else weights(n, s)[1:]
         if self.curve_weight != 1:
-            # A Bézier curve and a polygon with points on the chord, equally far apart, run along it evenly.
+            # A Bézier curve or a polygon with equidistant points on the chord traverses it at constant speed.
             line = [self.curve_weight * weight for weight in line]
             line[-1] += (1 - self.curve_weight) * s
         return line
@@ -61,7 +63,7 @@ class StepCurve:
     def position(
         self, inner: InnerProducts, drift_products: Sequence[float], rho: float
     ) -> tuple[float, list[float], float]:
-        r"""Return the parameter s for a rate $\rho$, the weights of $u_1, …, u_n$ at s, and the distance of this point.
+        r"""Return the parameter s for a rate $\rho$, the weights of $u_1, …, u_n$ at s, and the norm of this point.
 
         Args:
             inner: the inner products of the displacements.
@@ -79,16 +81,16 @@ class StepCurve:
         else:
             s = self.parameter(inner, self.effective_rate(rho, drift_products))
             weights = self.weights(n, s)
-        # `sum` rounds differently from Python 3.12 on, `reduce` does not.
+        # From Python 3.12 on, `sum` uses compensated summation. `reduce` gives the same bits in every version.
         images = [reduce(add, map(mul, weights, column)) for column in zip(*inner, strict=True)]
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def position_on_line(self, rho: float) -> float:
-        r"""Return the parameter s for a rate $\rho$ if the curve is one displacement, on which s is the rate."""
+        r"""Return the parameter s for a rate $\rho$ on a single displacement, where s is the rate."""
         return min(rho, 1.0) if self.overshoot == "clamp" else rho
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        r"""Return the effective rate of $\rho \ge 0$, given the inner products of the displacements with the drift."""
+        r"""Return the effective rate for $\rho \ge 0$, given the inner products of the displacements with the drift."""
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
     def parameter(self, inner: InnerProducts, rho: float) -> float:
@@ -103,11 +105,11 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        r"""Return the allowed fraction of the curve: the whole curve, except for `"conflict_free_prefix"`.
+        r"""Return the usable fraction of the curve: 1, except for `"conflict_free_prefix"`.
 
-        The leg from $u_{k-1}$ to $u_k$ disagrees where its product with the drift is negative. What comes before the
-        first one that does is the part, but one leg at least: of whoever disagrees from the start, the first leg is
-        what keeps the balance with those that do not.
+        The segment from $u_{k-1}$ to $u_k$ conflicts if its inner product with the drift is negative. The prefix ends
+        before the first conflicting segment but contains at least one segment. So clients that conflict from the start
+        still contribute to the model.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -118,7 +120,7 @@ class StepCurve:
         return 1.0
 
     def straighten(self, tangents: Tensor) -> Tensor:
-        """The tangents (n, ...) at the points of the straightened curve; of a chord only the last one, a geodesic."""
+        """Return the tangents (n, ...) of the straightened curve. For a chord, return only the last one, a geodesic."""
         if self.curve_weight == 0:
             return tangents[-1:]
         if self.curve_weight == 1:
@@ -138,7 +140,7 @@ class StepCurve:
         ]
 
     def _straightened_gram(self, inner: InnerProducts) -> InnerProducts:
-        """The inner products of the points of the straightened curve."""
+        """Return the inner products of the points of the straightened curve."""
         if self.curve_weight == 1:
             return inner
         rows = [self._straightened_products(row) for row in inner]
@@ -147,7 +149,7 @@ class StepCurve:
 
 
 def _polygon_weights(n: int, s: float) -> list[float]:
-    """Return the weights of the n corners after the start."""
+    """Return the weights of the n vertices after the start."""
     piece = min(int(s * n), n - 1)
     part = s * n - piece
     line = [0.0] * n
@@ -158,7 +160,7 @@ def _polygon_weights(n: int, s: float) -> list[float]:
 
 
 def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
-    r"""Return the smallest s at which a polygon is $\rho \le 1$ times as far from its start as its end is.
+    r"""Return the smallest s at which the distance from the start is $\rho \le 1$ times the distance of the end.
 
     Example:
         >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)
@@ -168,19 +170,19 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
     chord = inner[-1][-1]
     if chord <= 0 or rho < NEGLIGIBLE:
         return 0.0
-    # In units of the chord, so that no square under- or overflows.
+    # Distances are relative to the chord, so that squares neither underflow nor overflow.
     goal = rho * rho
-    # The squared distance is convex on a piece: what is reached between two corners is reached at the second.
+    # The squared distance is convex on a segment, so a value that is reached inside a segment is reached at its end.
     piece = next((k for k in range(n) if inner[k][k] / chord >= goal), n - 1)
     end: Any = inner[piece][piece] / chord
     start = inner[piece - 1][piece - 1] / chord if piece else 0.0
     product = inner[piece - 1][piece] / chord if piece else 0.0
-    # |(1 - r) p + r q|² = goal is a r² + 2 b r = c with c >= 0, whose root >= 0 is taken.
+    # |(1 - r) p + r q|² = goal is equivalent to a r² + 2 b r = c with c >= 0. The solution is the root r >= 0.
     a = start - 2 * product + end
     b = product - start
     c = max(goal - start, 0.0)
     root = math.sqrt(max(b * b + a * c, 0.0))
-    # Of the two ways to write it, the one that does not subtract.
+    # The root has two equivalent formulas. This uses the one without cancellation.
     part = 0.0
     if b < 0 < a:
         part = (root - b) / a

@@ -1,4 +1,4 @@
-"""Buffered rules that store each displacement separately, until the last one of a buffer moves the model."""
+"""Buffered rules that store each displacement separately until the last update of a buffer moves the model."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
 
 class StoredBufferRule(TangentRule):
-    r"""Rule that stores K displacements $\Delta_i$ and their $s_i = s(\tau - t_i)$, then takes one step by `combine`.
+    r"""Rule that stores K displacements $\Delta_i$ with $s_i = s(\tau - t_i)$, and then computes one step by `combine`.
 
-    $\Delta_i$ is taken against the client's own base, and on a curved space transported to the current point, which
-    rests while the rule waits. Nothing that a client says of its weight counts. A displacement is rejected that is so
-    long that the square of a sum of K such would overflow in the dtype of the model.
+    $\Delta_i$ is the displacement from the client's own base. On a curved space, the rule transports it to the current
+    point, which is constant while the buffer fills. The rule ignores sample counts and weights. It rejects a
+    displacement if the square of a sum of K such displacements would overflow in the dtype of the model.
     """
 
     cohort: ClassVar[int] = 1
@@ -50,19 +50,21 @@ class StoredBufferRule(TangentRule):
         factors: Sequence[float],
         out: Tensor | None,
     ) -> tuple[Any, float, Gram]:
-        r"""Return the new model, its distance, and inner products, the first two of which are those of the last update.
+        r"""Return the new model, its distance from the current model, and inner products of rows.
+
+        The first two rows of the inner products are those of the last update.
 
         Args:
-            space: of the points.
-            update: the last one.
-            frame: of it.
-            stored: the displacements before it, in the order in which they came.
-            factors: $\eta_g s_i$ of each of these, then of the last one.
-            out: memory for the new model of a rule that needs whole vectors.
+            space: the space of the points.
+            update: the last update.
+            frame: the frame of the last update.
+            stored: the previous displacements, in the order of arrival.
+            factors: the factors $\eta_g s_i$ of the stored displacements, followed by that of the last update.
+            out: an output buffer for the new model of a rule that needs whole vectors.
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what each waiting update could add to the model: a factor and a displacement."""
+        """Return the largest contribution of each buffered update to the next step: a factor and a displacement."""
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
 
@@ -77,7 +79,7 @@ class StoredBufferRule(TangentRule):
     def plan(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Plan a step. A rule that needs whole vectors may write its model into `out`."""
+        """Plan a step. A rule that needs whole vectors may write its model to `out`."""
         check_points(self, update)
         share = weight_at(self.staleness, update.staleness)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
@@ -91,7 +93,7 @@ class StoredBufferRule(TangentRule):
                 "displacements": held | {name: frame.for_state([1.0, 0.0])},
             }
             numbers = {"cosine": gram.cosine, "weight": share, "buffered": float(len(held) + 1)}
-            # Displacements no longer than the root of the largest number.
+            # The state is finite: each stored norm is at most the square root of the largest number.
             sound = frame.transporter is None
             return waiting, Outcome(None, update.client_state, numbers | frame.diagnostics, state_is_finite=sound)
         rate = rate_at(self.rate, state["version"])
@@ -102,10 +104,10 @@ class StoredBufferRule(TangentRule):
         return after, Outcome(model, update.client_state, numbers | frame.diagnostics)
 
     def checked_gram(self, frame: Frame) -> Gram:
-        """Return the inner products of the rows, after checking the length of the first.
+        """Return the inner products of the rows, after checking the norm of the first row.
 
         Raises:
-            ArgumentError: if it is.
+            ArgumentError: if the square of a sum of K such rows would overflow.
         """
         gram = frame.gram()
         longest = safe_sqrt(torch.finfo(frame.dtype).max) / self.size
@@ -114,9 +116,9 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """A `StoredBufferRule` that of each entry takes the mean of those in the middle, `num_trimmed` from either end.
+    """A `StoredBufferRule` that averages the middle values of each entry, without `num_trimmed` at either end.
 
-    Windows of all displacements are sorted beside the model: no more is held than K of such.
+    The rule sorts chunks of all displacements, so its working memory is K + 1 chunks.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
@@ -124,7 +126,7 @@ class CoordinateWiseRule(StoredBufferRule):
     @property
     @abc.abstractmethod
     def num_trimmed(self) -> int:
-        """Return the number of values to discard at either end."""
+        """The number of values to discard at either end."""
 
     def combine(
         self,
@@ -158,8 +160,8 @@ class CoordinateWiseRule(StoredBufferRule):
 def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
     """Sort vectors entrywise in place, with `scratch` as working memory.
 
-    By exchanges of neighbours, K rounds of them: vectors are compared at the speed of memory, which for the few that
-    wait is less than a sort of each entry takes.
+    Odd-even transposition sort: K rounds exchange neighbouring vectors. Each comparison runs at memory bandwidth. For
+    the few vectors of a buffer, this is faster than sorting each entry.
 
     Example:
         >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]

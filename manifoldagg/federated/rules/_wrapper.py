@@ -1,4 +1,4 @@
-"""Base class of rules that wrap another rule and have its requirements."""
+"""Base class of rules that wrap another rule and inherit its requirements."""
 
 from manifoldagg._validation import KeywordHints
 from manifoldagg.federated.types import Rule, has_plan
@@ -7,7 +7,7 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule(KeywordHints):
-    """A rule that wraps another one, `rule`, and reads models as the wrapped rule does."""
+    """A rule that wraps another rule, `rule`, and accepts the same model formats."""
 
     rule: Rule
 

@@ -1,4 +1,4 @@
-"""AdaMasFL: MasFL with normalised steps, whose rates follow from S, K and T or are given."""
+"""AdaMasFL: MasFL with normalised steps, and with rates that are derived from S, K and T or set explicitly."""
 
 import math
 from collections.abc import Mapping
@@ -28,28 +28,32 @@ class AdaMasFL(ControlVariateRule):
 
     $$\eta = \frac{1}{K \sqrt T}, \qquad \beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{(SK)^{1/4}}{T^{3/4}}.$$
 
-    A client takes K steps of length $\eta$ in the trainer
-    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. So
-    $\|\Delta_i\| \le 1$, T steps go no farther than $T \gamma = (SKT)^{1/4}$, and losses times $\kappa$ change nothing.
-    An update that is longer than K steps, up to rounding, is rejected.
+    A client performs K steps of length $\eta$ with the trainer
+    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. Therefore:
 
-    Each of the three can be set in place of what is derived, and what a client is asked for and believed follows it.
+    - $\|\Delta_i\| \le 1$, and T steps move the model by at most $T \gamma = (SKT)^{1/4}$.
+    - Scaling the losses by $\kappa$ does not change the result.
+    - The rule rejects an update that is longer than K steps, up to rounding.
+
+    Each of $\eta$, $\beta$ and $\gamma$ can be set explicitly. The message to the client and the length check use the
+    explicit value.
 
     A client that returns two updates before a step counts once towards S, and both displacements are in the mean over
-    all updates. Clients that join late, leave, fail or return are treated as in MasFL. After T steps the rates stay.
+    all updates. Clients that join late, leave, fail or return are treated as in MasFL. After T steps, the rates remain
+    constant.
 
     Args:
-        size: S.
-        steps: K, local steps.
-        server_steps: $T$, steps of the server that are planned, at least SK where $\beta$ is derived.
-        clients: N, as in MasFL.
-        initial: as above.
-        eta: $\eta$; derived where not given.
-        beta: $\beta \in (0, 1]$, as above.
-        gamma: $\gamma$, as above.
+        size: the number S of distinct clients per step.
+        steps: the number K of local steps.
+        server_steps: the planned number $T$ of server steps; at least SK if $\beta$ is derived.
+        clients: the number N of clients, as in MasFL.
+        initial: the initial control variates, as in MasFL.
+        eta: the local rate $\eta$; `None` derives it.
+        beta: the momentum $\beta \in (0, 1]$; `None` derives it.
+        gamma: the server rate $\gamma$; `None` derives it.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved.
 
     Source: MasFL, Algorithms 3 and 4, Theorem 2.
 
@@ -123,18 +127,20 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """Return the rows that sum to the displacements so far, and the length of the last one.
+        """Return the rows of the sum of displacements so far, and the norm of the last displacement.
 
         Raises:
-            ArgumentError: if the last one is longer than K steps.
+            ArgumentError: if the last displacement is longer than K steps.
         """
         point = update.points[0].detach()
         base = update.base.detach()
         inner = gram([point, base], minus=[base, None])[0]
         length, far = (safe_sqrt(inner[i, i].item()) for i in (0, 1))
-        # Each step rounds a point of the size of the base and what has been walked.
+        # Each step rounds a point whose norm is at most that of the base plus the length of the steps.
         far += self.steps * self.local_rate
         limit = self.steps * (self.local_rate * (1 + 1e-6) + 2 * torch.finfo(base.dtype).eps * far)
         if not length <= limit:
-            raise ArgumentError(f"points: expected at most {self.steps} steps from the base, {limit:g}; got {length:g}")
+            raise ArgumentError(
+                f"points: expected a distance of at most {limit:g} ({self.steps} steps) from the base, got {length:g}"
+            )
         return ([point, pending["moved"]], [base, None], length) if pending else ([point], [base], length)

@@ -14,12 +14,13 @@ class ASGD(ScheduledRule):
 
     $\Theta^{\tau+1} = \Theta^\tau + \rho\, v$ with $v = \Theta_i - \Theta^t$, $\rho = S\, w_i\, \eta_g(\tau)$.
 
-    On a curved space $\exp_{\Theta^\tau}(\rho\, v)$, with $v = \log_{\Theta^t} \Theta_i$ transported to $\Theta^\tau$.
+    On a curved space, the new model is $\exp_{\Theta^\tau}(\rho\, v)$, with $v = \log_{\Theta^t} \Theta_i$ transported
+    to $\Theta^\tau$.
 
-    Options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    The options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Dean et al. 2012; Report (5); Manifold (AsyncTan).
 

@@ -20,14 +20,14 @@ __all__ = ["AsyncBezier"]
 
 AUTO = "auto"
 CURVE_WEIGHT_GAIN = 0.02
-"""Of the means by which a curve weight is chosen: they look back over fifty updates."""
+"""The gain of the moving averages that determine the automatic curve weight. They average about 50 updates."""
 PROGRESS_GAIN = 0.01
-"""Of the mean pace, once it is the mean of a hundred."""
+"""The minimum gain of the running mean of the progress, which is an average of about 100 updates."""
 MAX_PROGRESS_RATIO = 100.0
-"""How many times the mean a pace may be, or the mean it."""
+"""The largest ratio between the progress of a client and the mean, in both directions."""
 MIN_PROGRESS = 1e-100
 MAX_PROGRESS = 1e100
-"""A pace beyond these is none: ratios of what lies between are numbers."""
+"""The range of valid progress values. The ratio of two values in this range is finite and nonzero."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +36,40 @@ class AsyncBezier(ScheduledRule):
 
     $\Theta^{\tau+1} = \iota_\psi(s)$ on the corrected curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$.
 
-    $\pi$ is OrthoDC, control point by control point; the candidate is $\hat\Theta = \iota_\psi(1)$; the rate
-    $\rho = S\, w_i\, \eta_g(\tau)$ is pulled back to the smallest $s$ with
+    $\pi$ is OrthoDC, applied to each control point. The candidate is $\hat\Theta = \iota_\psi(1)$. The rate is
+    $\rho = S\, w_i\, \eta_g(\tau)$. The step uses the smallest $s$ with
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
-    That weighs clients by the length of their chord over the speed of their curve. Where a curve follows the path of
-    local training, $s = \min(1, \rho)$ itself (`pull_back="none"`) is the step that tends to the client's gradient as
-    $\rho \to 0$.
+    This pull-back weights clients by the ratio of the length of their chord to the speed of their curve. If the curve
+    follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step approaches the
+    client's gradient as $\rho \to 0$.
 
-    Options beside those below are those of
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]; `decay=1` is AsyncBezierED.
+    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. `decay=1` is
+    AsyncBezierED.
 
     Args:
-        threshold: $\vartheta \in [-1, 1]$ of OrthoDC; `"auto"` chooses -1, 0 or 1 at each update, on a flat space, by
-            [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
-        pull_back: `"chord"` is the distance above; `"none"`: $s = \rho$; `"conflict_free_prefix"`: $s = \rho\, a$,
-            where $a$ is the part of the curve before the first leg, from one point to the next, whose product with the
-            drift is negative, and one leg at least.
-        curve_weight: $\kappa \in [0, 1]$: the curve is $\kappa$ times the client's and $1 - \kappa$ times its chord; 0
-            is the step of [`ASGD`][manifoldagg.federated.rules.ASGD] where nothing is corrected. `"auto"`:
-            $\kappa = 1 - r$ within [0, 1], where $r$ is the mean cosine of displacements and drifts over the
-            last fifty updates, each weighed by both lengths. It is 0 before there has been a drift, and grows as the
-            run agrees with itself no more.
-        normalise: divide $\rho$ by the client's pace $\eta_i K_i$ over the running mean of paces, at which clients
-            with different local rates or steps have one say. The message has the number `progress`, and the payload
-            brings the client's, as [`Trajectory`][manifoldagg.federated.clients.Trajectory] does.
-        polygon: read the points as the corners of a polygon, equally far apart in the parameter, such as the n points
-            of `Trajectory(pieces=n)`; else as the control points of a Bézier curve of degree n.
+        threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
+            each update, as in [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
+        pull_back: the computation of $s$ from $\rho$. `"chord"`: the smallest $s$ at the distance above; `"none"`:
+            $s = \rho$; `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is the fraction of the curve before the
+            first segment (between consecutive points) whose inner product with the drift is negative, and at least one
+            segment.
+        curve_weight: the weight $\kappa \in [0, 1]$. The curve is $\kappa$ times the client's curve plus $1 - \kappa$
+            times its chord. Without corrections, 0 gives the step of [`ASGD`][manifoldagg.federated.rules.ASGD].
+            `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1], where $r$ is the mean cosine of displacements and
+            drifts over about 50 updates, weighted by the product of both norms. This weight is 0 before the first drift
+            and increases as displacements and drifts agree less.
+        normalise: divide $\rho$ by the ratio of the client's progress $\eta_i K_i$ to the running mean of the progress.
+            So clients with different local rates or numbers of steps have equal influence. The message and the payload
+            contain the number `progress`; [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns it.
+        polygon: interpret the points as the vertices of a polygon with equidistant parameters, such as the n points of
+            `Trajectory(pieces=n)`. Otherwise, they are the control points of a Bézier curve of degree n.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Source: Manifold (9)-(12), Algorithm 1. Cost: with n control points, n + 2 vectors are read twice and one
-    is written.
+    Source: Manifold (9)-(12), Algorithm 1. With n control points, an update reads n + 2 vectors twice and writes one.
 
     Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
 
@@ -79,7 +79,7 @@ class AsyncBezier(ScheduledRule):
         >>> AsyncBezier(threshold="auto").correction
         AutoThreshold(decay=0.95)
 
-        The path of a client that has turned, halfway: its first leg.
+        A step of half the parameter range along a path with two segments reaches the end of the first segment:
 
         >>> import torch
         >>> from manifoldagg.federated import Update
@@ -104,7 +104,7 @@ class AsyncBezier(ScheduledRule):
         check_choice("pull_back", self.pull_back, PULL_BACK_MODES)
         if self.overshoot == "extend" and (self.polygon or self.pull_back == "conflict_free_prefix"):
             what = "a polygon" if self.polygon else "the conflict-free prefix"
-            raise ArgumentError(f"overshoot: expected 'clamp', as nothing follows the end of {what}; got 'extend'")
+            raise ArgumentError(f"overshoot: expected 'clamp', as {what} has no extension; got 'extend'")
 
     @cached_property
     def correction(self) -> Correction:
@@ -112,7 +112,7 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The names of the numbers that payloads contain."""
+        """The names of the numbers in payloads."""
         return ("progress",) if self.normalise else ()
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -135,7 +135,7 @@ class AsyncBezier(ScheduledRule):
         if self.normalise:
             pace = _client_progress(update)
             mean = state.get("progress", pace)
-            # The mean that a client meets is that of the others before it: it would else bear on its own step.
+            # The step uses the mean of previous updates only, so that a client cannot influence its own step.
             gain = max(1 / (state["version"] + 1), PROGRESS_GAIN)
             kept["progress"] = mean + gain * (_clipped(pace, mean) - mean)
         if isinstance(self.curve_weight, str):
@@ -149,10 +149,10 @@ class AsyncBezier(ScheduledRule):
 
 
 def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
-    """Validate a number in [least, 1], or `"auto"`.
+    """Check that an option is a number in [`minimum`, 1] or `"auto"`.
 
     Raises:
-        ArgumentError: naming it.
+        ArgumentError: if the option has another value. The message names the option.
     """
     if not isinstance(value, str):
         check_number(name, value, at_least=minimum, at_most=1)
@@ -161,18 +161,18 @@ def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
 
 
 def _client_progress(update: Update) -> float:
-    """Return the progress of a client along its gradient: the local rate times the steps."""
+    """Return the progress of a client along its gradient: the local rate times the number of steps."""
     return check_number(
         "numbers: progress", update.numbers.get("progress", 0.0), at_least=MIN_PROGRESS, at_most=MAX_PROGRESS
     )
 
 
 def _clipped(progress: float, mean: float) -> float:
-    """Clip a pace to a bounded distance from the mean of other clients, to limit the effect of one value."""
+    """Clip a progress value to a bounded ratio to the mean, to limit the effect of one value."""
     return min(max(progress, mean / MAX_PROGRESS_RATIO), mean * MAX_PROGRESS_RATIO)
 
 
 def _auto_curve_weight(state: State) -> float:
-    """Return the weight of the curve beside its chord, from the agreement of the run so far."""
+    """Return the curve weight for the mean cosine of displacements and drifts so far."""
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

@@ -19,27 +19,27 @@ class AsyncCorrected(ScheduledRule):
 
     $\Theta^{\tau+1} = \iota_\psi(s)$ on the curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$, for any $\pi$.
 
-    What a correction remembers is kept in the rule's state; one that works on each named tensor by itself
-    (`granularity="tensor"`) has its own matrix for each. A plain model is a curve of one point. The rate is
-    $\rho = S\, w_i\, \eta_g(\tau)$.
+    The rule's state includes the state of the correction. A correction with `granularity="tensor"` uses a separate
+    matrix for each named tensor. A plain model is a curve of one point. The rate is $\rho = S\, w_i\, \eta_g(\tau)$.
 
     Args:
-        rate: $\eta_g$: a number, or a function of the version $\tau$, such as `manifoldagg.federated.schedules` has.
-        decay: $\alpha \in [0, 1]$, the strength of the staleness penalty $S$ of Manifold (10).
-        penalty_limit: the largest $S$.
-        overshoot: what a $\rho$ above 1 means: `"clamp"` it to 1 or `"extend"` the curve (of a flat space).
-        correction: $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
-        dominance: a penalty on clients that return updates often.
-        transport: how tangents travel on a curved space: `"parallel"`, `"ladder"`, `"projection"`; `None` is parallel
-            where a leaf has it in closed form, a ladder elsewhere. Where leaves are of low rank `None` takes inner
-            products and sums of the matrices and truncates the new one; `"projection"` takes what of the differences is
-            tangent at the current model, and its retraction. At a leaf whose model has a lower rank than its factors
-            both are the same: the number `ambient` says at how many.
-        rungs: of a ladder.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as those in
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$ of Manifold (10).
+        penalty_limit: the upper limit of $S$.
+        overshoot: the meaning of $\rho > 1$: `"clamp"` limits it to 1, `"extend"` extends the curve (on a flat space).
+        correction: the correction $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
+        dominance: an optional penalty on clients that return updates often.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. `None` uses
+            parallel transport for leaves with a closed form, and a ladder for other leaves. For low-rank leaves, `None`
+            uses inner products and sums of the matrices and truncates the new matrix; `"projection"` uses the
+            tangential part of the differences at the current model, and a retraction. Both are equal at a leaf whose
+            model has a lower rank than its factors. The metric `ambient` counts these leaves.
+        rungs: the number of rungs of a ladder.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where a correction does not work on a space, naming the
-            leaf.
+        ArgumentError: if an option is out of range (the message names it), or if the correction does not support a leaf
+            of the space (the message names the leaf).
 
     Source: Manifold (9)-(12), Algorithm 1.
 

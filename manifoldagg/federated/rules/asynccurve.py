@@ -34,44 +34,47 @@ class AsyncCurve(ServerRule):
     $\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta$, $s = \min(1,
     \eta(\tau) / (N p_i))$.
 
-    The end $\hat\Theta = \Theta^\tau + \pi(\Theta_i - \Theta^t)$ is corrected by OrthoDyn, and then the control point
-    turns with the chord (Report (17)):
+    OrthoDyn corrects the end $\hat\Theta = \Theta^\tau + \pi(\Theta_i - \Theta^t)$. The control point then rotates with
+    the chord (Report (17)):
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right).$$
 
-    $s$ is a place on the curve itself: neither $w_i$ nor the staleness has a part in it, and no distance is pulled
-    back. $p_i$ is the part of all updates that come from the client, as of
+    $s$ is a parameter of the curve. It depends neither on $w_i$ nor on the staleness, and the rule does not pull back a
+    distance. $p_i$ is the fraction of all updates that come from the client, as in
     [`Dominance`][manifoldagg.federated.rules.Dominance].
 
-    A client that has returned an update before is sent moments for its Adam,
+    The server sends moments for Adam to each client that has returned an update before:
 
-    $$m = (\Theta^{\tau-1} - \Theta^\tau) / n_i, \qquad v = m \odot m,$$
+    $$m = (\Theta^{\tau-1} - \Theta^\tau) / n_i, \qquad v = m \odot m.$$
 
-    of the last step of the model that it starts from, its own where it is dispatched at once. $n_i$ are the batches of
-    a pass, the number `batches` of its payload.
+    They come from the last step of the model that the client receives. This is the client's own step if the client is
+    dispatched immediately. $n_i$ is the number of batches per epoch, the number `batches` of the client's payload.
 
-    *Periodic averaging*: the versions $\tau \ge$ `start` with $\tau \equiv 0$ (mod `cycle`) are averaged, and each
-    `periodic`-th is overwritten with the average, which then begins anew: what
-    [`SWA`][manifoldagg.averaging.SWA] with `reset_point` does, here in the state of the rule, since what listens to a
-    server cannot write its model. The average of a run is that of a `SWA` that the server is given.
+    *Periodic averaging*: the rule averages the versions $\tau \ge$ `start` with $\tau \equiv 0$ (mod `cycle`). Every
+    `periodic` versions, it overwrites the model with the average and restarts the average. This is
+    [`SWA`][manifoldagg.averaging.SWA] with `reset_point`. It is part of the rule because subscribers of a server cannot
+    write its model. To average a whole run, pass an `SWA` to the server.
 
-    *Participation*: a late joiner starts without moments; one that failed or left keeps its count, and its part of the
-    updates falls meanwhile, so that it steps further when it is back; an old ticket is taken with its whole drift.
+    *Participation*: a late joiner starts without moments. A client that failed or left keeps its count. Its fraction of
+    the updates decreases in the meantime, so its next step is longer. An update on an old ticket includes its whole
+    drift.
 
     Args:
-        clients: $N$.
-        rate: $\eta$: a number, or a function of the version $\tau$; the paper's are cyclic.
-        correction: $\pi$ of the end.
-        smoothed: $p_i = (c_i + 1) / (k + N)$; else $c_i / k$.
-        start: the first version that is averaged.
-        cycle: of the versions that are averaged.
-        offset: 1: all of this one version later, as in the paper's Algorithm 1.
-        periodic: of the versions that are overwritten; `None`: none, and nothing is averaged.
+        clients: the number $N$ of clients.
+        rate: the rate $\eta$: a number or a function of the version $\tau$. The paper uses cyclic rates.
+        correction: the correction $\pi$ of the end.
+        smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
+        start: the first version to average.
+        cycle: the interval between averaged versions.
+        offset: the number of versions by which the averaging is delayed; 1 in the paper's Algorithm 1.
+        periodic: the interval between overwritten versions. `None` disables the averaging.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where a space is curved, naming its leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
-    Source: Report (16), (17), (31), (32), Algorithm 1 with $\hat\Theta$ before $\hat\varphi$ and the weight 2.
+    Source: Report (16), (17), (31), (32), and Algorithm 1 with two changes: $\hat\Theta$ is computed before
+    $\hat\varphi$, and $\hat\varphi$ has the weight 2.
 
     Cost: an update that moves the model reads 16 words a parameter, writes 3 and makes 2.
 
@@ -145,7 +148,7 @@ class AsyncCurve(ServerRule):
         return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 
     def _state_is_finite(self, corrected: Corrected) -> bool:
-        """Return whether the rows are short enough that every combination of them is finite."""
+        """Return whether the norms of the rows are small enough that every combination of them is finite."""
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
         if corrected.auxiliary is None or not plain or self.periodic is not None:
             return False
@@ -155,12 +158,12 @@ class AsyncCurve(ServerRule):
         return sum(map(safe_sqrt, squares)) <= limits.max * limits.eps / 64
 
     def _is_overwritten(self, version: int) -> bool:
-        """Return whether the average overwrites a version."""
+        """Return whether the rule overwrites this version with the average."""
         place = version - self.offset
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """Add a new version to the average, and overwrite the version with the average when it is due."""
+        """Add a new version to the average. Overwrite the version with the average if it is due."""
         if self.periodic is None:
             return {}
         place = version - self.offset
@@ -181,9 +184,10 @@ class AsyncCurve(ServerRule):
 
 
 def _step_coefficients(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
-    """Return the step on the frame rows and the control point minus the base, (k + 1,) or (S, k + 1), and its length.
+    """Return the coefficients of the step, (k + 1,) or (S, k + 1), and the norm of the step.
 
-    `None` where their inner products do not say how the control point turns, or how long the step is.
+    The rows are those of the frame, followed by the control point minus the base. A result is `None` if cancellation
+    makes the inner products too inaccurate for the rotation or for the norm.
     """
     left = corrected.gram.transform(corrected.coefficients).sum(0)
     if corrected.auxiliary is None or lost_to_cancellation(left, corrected.gram.matrix):

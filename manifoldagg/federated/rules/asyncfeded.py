@@ -1,4 +1,4 @@
-"""AsyncFedED: staleness measured as a distance, which sets the step size and the epochs of the next task."""
+"""AsyncFedED: staleness measured as a distance, which determines the step size and the epochs of the next task."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ __all__ = ["AsyncFedED"]
 
 MAX_FLOAT = sys.float_info.max
 MAX_EPOCHS = 2**53
-"""So many epochs at most: a message's number holds every integer up to here."""
+"""The largest number of epochs. The numbers of a message are floats, which represent all integers up to 2**53."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +30,37 @@ class AsyncFedED(TangentRule):
     $$\gamma_i = \frac{\|\Theta^\tau - \Theta^t\|}{\|\Delta_i\|}, \qquad \eta_i = \frac{\lambda}{\gamma_i + \epsilon},
       \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor),$$
 
-    where $K_i$ is the number of epochs that the client trains next: the message's number `epochs`, which the trainer
-    [`Epochs`][manifoldagg.federated.clients.Epochs] uses. In the first versions $\gamma_i = \bar\gamma$.
+    where $K_i$ is the number of epochs of the client's next task. The message contains it as the number `epochs`, which
+    the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$.
 
-    $\gamma_i = 0$ without a drift: the client's step is $\lambda / \epsilon$ of its displacement. If a
-    client has not moved, the model and its $K_i$ are unchanged. A late joiner starts with $K^0$, and a returning client
-    keeps its $K_i$. An old ticket has a long drift, so that its step is short and its next task has fewer epochs. A
-    failed task changes nothing.
+    Special cases:
 
-    On a curved space distances are the space's, and $\Delta_i$ is followed by exp; `transport` and `rungs` are those of
+    - Without a drift, $\gamma_i = 0$, and the client's step is $\lambda / \epsilon$ times its displacement.
+    - If a client has not moved, the model and its $K_i$ are unchanged.
+    - A late joiner starts with $K^0$, and a returning client keeps its $K_i$.
+    - An old ticket has a long drift. So its step is short, and the client's next task has fewer epochs.
+    - A failed task changes nothing.
+
+    On a curved space, distances are geodesic, and the step is an exp. `transport` and `rungs` are those of
     [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        rate: $\lambda$: a number, or a function of the version $\tau$.
-        epsilon: $\epsilon > 0$; at 1 a fresh update is multiplied by $\lambda$.
-        target: $\bar\gamma$.
-        gain: $\kappa$; 0 leaves the epochs as they are.
-        epochs: $K^0$.
-        warm_up: for so many versions $\gamma_i = \bar\gamma$.
+        rate: the rate $\lambda$: a number or a function of the version $\tau$.
+        epsilon: the constant $\epsilon > 0$. At 1, a fresh update is multiplied by $\lambda$.
+        target: the target staleness $\bar\gamma$.
+        gain: the gain $\kappa$ of the epochs. 0 keeps the number of epochs constant.
+        epochs: the initial number of epochs $K^0$.
+        warm_up: the number of initial versions with $\gamma_i = \bar\gamma$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1, and (47) for the first versions.
 
     Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
 
     Example:
-        The server has gone 2 from the base, the client 1.
+        The server has moved by 2 from the base, and the client by 1.
 
         >>> import manifoldagg, torch
         >>> current, base, update = ([torch.tensor([x])] for x in (2.0, 0.0, 1.0))
@@ -87,7 +90,7 @@ class AsyncFedED(TangentRule):
         return Message(current, numbers={"epochs": float(self.next_epochs(client_state))})
 
     def next_epochs(self, client_state: ClientState) -> int:
-        """Return the next $K_i$ of a client with this client state."""
+        """Return the number of epochs $K_i$ of the next task of a client."""
         return int((client_state or {}).get("epochs", self.epochs))
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
@@ -100,7 +103,7 @@ class AsyncFedED(TangentRule):
         epochs = self.next_epochs(update.client_state)
         gamma = self.target
         if version >= self.warm_up:
-            # Without a move the ratio would be infinite or 0 / 0, and the step is 0 at any rate.
+            # Without a displacement, the ratio is infinite or 0 / 0. The step is then 0 for any rate.
             gamma = min(drift / moved, MAX_FLOAT) if moved > 0 else math.nan
         if moved > 0:
             change = min(max(self.gain * (self.target - gamma), -float(epochs)), float(MAX_EPOCHS))

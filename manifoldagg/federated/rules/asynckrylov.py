@@ -18,23 +18,22 @@ class AsyncKrylov(ScheduledRule):
 
     $\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n)$, with the $\pi$ of KrylovDC.
 
-    A client sends n points of its path, equally many local steps apart, the last of which is its model: a
-    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`. The server goes along the chord; the
-    points before the end say how much of the drift the client would have met again. For no further gradient, n models
-    are sent instead of one; with n = 1 this is [`ASGD`][manifoldagg.federated.rules.ASGD].
+    A client sends n points of its path after equal numbers of local steps; the last point is its model. The trainer is
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`. The server steps along the chord. The
+    points before the end determine how much of the drift the client's path already contains. The rule needs no further
+    gradients, but each client sends n models instead of one. With n = 1, this is
+    [`ASGD`][manifoldagg.federated.rules.ASGD].
 
-    Options beside those below are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        granularity: as in [`KrylovDC`][manifoldagg.corrections.KrylovDC].
-        tolerance: as above.
+        granularity: the granularity, as in [`KrylovDC`][manifoldagg.corrections.KrylovDC].
+        tolerance: the tolerance, as in `KrylovDC`.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Source: of this library.
-
-    Cost: with n points, n + 2 vectors are read twice and one is written.
+    Source: this library. With n points, an update reads n + 2 vectors twice and writes one.
 
     Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
 
@@ -49,7 +48,7 @@ class AsyncKrylov(ScheduledRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        KrylovDC(self.granularity, tolerance=self.tolerance)  # which says what does not fit
+        KrylovDC(self.granularity, tolerance=self.tolerance)  # validates the options
 
     @cached_property
     def correction(self) -> Correction:

@@ -34,31 +34,32 @@ class CA2FL(ServerRule):
 
     $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,$$
 
-    every $h_i$ as it was before the buffer began to fill; then $h_i \leftarrow \Delta_i$, of several the last one.
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is taken against the client's own base. If all N clients are in every buffer,
-    v is their mean.
+    where each $h_i$ has its value from before the first update of the buffer. Then $h_i \leftarrow \Delta_i$; if a
+    client has several updates in the buffer, the last one counts. $\Delta_i = \Theta_i - \Theta^{t_i}$ is the
+    displacement from the client's own base. If all N clients are in every buffer, v is the mean of their displacements.
 
     $\sum_j h_j$ and the buffer are stored in float64, so that the next displacement of a client cancels an extremely
     long one. A displacement is rejected if K squares of its length overflow in the dtype of the model.
 
-    A client costs the server one vector (its $h_i$, in the client state), a buffer at most K more: those $h_i$ that
-    its updates replace. A late joiner has no $h_i$ yet; `unknown` is the replacement. The last displacement of a client
-    that leaves stays in $\bar h$. An update on an old ticket counts like any other, and its displacement is stored. A
-    failed task changes nothing.
+    The server stores one vector per client (its $h_i$, in the client state), and at most K more for the buffer: the
+    $h_i$ that its updates replace. A late joiner has no $h_i$ yet; `unknown` determines the replacement. The last
+    displacement of a client that leaves remains in $\bar h$. An update on an old ticket counts like any other update,
+    and its displacement is stored. A failed task changes nothing.
 
-    Published code is known to calibrate with a cache that is never filled, which is FedBuff without staleness weights.
-    Here a flush fills it, and $\sum_j h_j$ moves by exactly what the clients of the buffer changed.
+    Some published code never fills the cache, which makes it FedBuff without staleness weights. In this implementation,
+    each step fills the cache, and $\sum_j h_j$ changes by exactly the changes of the clients in the buffer.
 
     Args:
-        size: K.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        clients: N, or more after more clients have returned updates; `None` counts those, including this buffer.
-        unknown: the $h_i$ of a client that has none: `"zero"`, the paper's, or `"mean"`: $\bar h$, then over those that
-            have one, so that a newcomer does not count twice.
+        size: the number K of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        clients: the number N of clients. It grows if more clients return updates. `None` counts the clients that have
+            returned an update, including those in the current buffer.
+        unknown: the $h_i$ of a client that has returned no update. `"zero"` is the paper's choice. `"mean"` uses
+            $\bar h$ over the clients that have returned an update, so that a new client does not count twice.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            displacements of different bases are not kept side by side there.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because the rule stores displacements from different bases.
 
     Source: Wang et al. 2024 (ICLR), Algorithm 2; OrthoFL D.2.
 
@@ -66,7 +67,7 @@ class CA2FL(ServerRule):
         writes 3 and makes 4.
 
     Example:
-        Of two clients, the one that is not in the buffer is remembered.
+        The rule uses the cached displacement of the client that is not in the buffer:
 
         >>> import torch
         >>> from manifoldagg.federated import Payload, Server
@@ -103,7 +104,7 @@ class CA2FL(ServerRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what the next step adds to the model if all later updates are zero, as terms of a sum."""
+        """Return the next step if all later updates are zero, as a list of terms."""
         rate = rate_at(self.rate, state["version"])
         among = max(state["cached"], (self.clients or 0) if self.unknown == "zero" else 0, 1)
         factors = {"buffer": rate / self.size, "sum": rate / among}
@@ -133,12 +134,12 @@ class CA2FL(ServerRule):
         for name, row in rows.items():
             frame = frame if row is None else frame.with_row(name, row)
         count = state["count"] + 1
-        # Only a step needs to know how long what waits is.
+        # Only a step needs the inner products with the buffer.
         gram = (bare if count < self.size else frame).gram()
         longest = safe_sqrt(torch.finfo(update.current.dtype).max) / self.size
         check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=longest)
         cache = frame.materialize(_coefficients(frame, v1=1.0))
-        # What is added is what will be taken away again: the cache, as it was rounded.
+        # The sums contain the rounded cache, because later steps subtract exactly this cache.
         rounded = frame.with_row("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
         guests = state["guests"] + (slot == NO_SLOT)
@@ -158,7 +159,7 @@ class CA2FL(ServerRule):
         line = _coefficients(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
         norm = safe_sqrt(Corrected.single(frame, gram, line).inner_products()[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
-        # h_i goes to its last displacement: of two in this buffer, the first counts no more.
+        # h_i becomes the client's last displacement, so an earlier one of this buffer is subtracted.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
         after = {
             "version": state["version"] + 1,
@@ -167,12 +168,12 @@ class CA2FL(ServerRule):
             "sum": _combine_float64(rounded, **change),
         }
         numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
-        # No displacement is longer than the root of the largest number: sums of them in float64 are finite.
+        # Each norm is at most the square root of the largest number, so sums in float64 are finite.
         return after, Outcome(model, mine, numbers, state_is_finite=True)
 
 
 def _coefficients(frame: Frame, **coefficients: Any) -> list[float]:
-    """Return one coefficient for each row of a frame, 0 for rows that are not named."""
+    """Return one coefficient for each row of a frame, and 0 for unnamed rows."""
     return [coefficients.get(name, 0.0) for name in frame.names]
 
 

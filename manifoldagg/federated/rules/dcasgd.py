@@ -1,4 +1,4 @@
-"""DC-ASGD: a linear step along an update that is expanded to first order at its base."""
+"""DC-ASGD: a linear step along an update with a first-order correction for the drift."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,24 +19,24 @@ class DCASGD(ScheduledRule):
 
     $\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g)$, $\rho = S\, w_i\, \eta_g(\tau)$.
 
-    With `"constant"` (DC-ASGD-c) $\lambda$ is a number; with `"adaptive"` (DC-ASGD-a) it is
+    With `"constant"` (DC-ASGD-c), $\lambda$ is a number. With `"adaptive"` (DC-ASGD-a), it is
 
     $$\lambda_0 / \sqrt{m + 10^{-7}}, \qquad m \leftarrow \beta\, m + (1 - \beta)\, v \odot v,$$
 
-    elementwise, $m$ beginning at 0. The displacement $v$ is read as minus a gradient.
+    elementwise, where $m$ is initially 0. The rule treats the displacement $v$ as a negative gradient.
 
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        variant: `"adaptive"` or `"constant"`.
-        strength: $\lambda_0$ or $\lambda$; 2 or 0.04 where not given.
-        square_decay: $\beta$.
+        variant: the variant, `"adaptive"` or `"constant"`.
+        strength: the strength $\lambda_0$ or $\lambda$. The default is 2 for `"adaptive"` and 0.04 for `"constant"`.
+        square_decay: the decay $\beta$ of the squares.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            products by coordinates depend on the coordinates.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because elementwise products depend on the coordinates.
 
-    Source: Zheng et al. 2017; Report (12). Cost: the product is one more row, in float64, and $m$ is the state.
+    Source: Zheng et al. 2017; Report (12). The product is a further float64 row, and $m$ is the state.
 
     Cost: an update that moves the model reads 13 words a parameter, writes 3 and makes 2.
 
@@ -48,7 +48,7 @@ class DCASGD(ScheduledRule):
         [tensor([2.])]
     """
 
-    needs_flat: ClassVar[str] = "products by coordinates"
+    needs_flat: ClassVar[str] = "elementwise products"
     variant: str = field(default="adaptive", kw_only=True)
     strength: float | None = field(default=None, kw_only=True)
     square_decay: float = field(default=0.95, kw_only=True)

@@ -21,28 +21,33 @@ class DeFedAvg(FedAvg):
 
     $\Theta \leftarrow \Theta + \eta_g\, \dfrac1k \sum_{i=1}^k \Delta_i$ over the first k updates that arrive.
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each, which may be an older version. Stragglers do not
-    block a round, and their updates are not discarded. In each round the model goes to k clients drawn uniformly
-    without
-    replacement from all N, busy or not, so that the mean of $\Delta$ over draws is that of all clients, however
-    differently fast they are. It is [`FedAvg`][manifoldagg.federated.rules.FedAvg] with equal weights, and
-    [`FedBuff`][manifoldagg.federated.rules.FedBuff] with a constant staleness weight; what is its own is `draw`.
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the client's base, which may be an older version.
+    Stragglers do not block a round, and their updates are not discarded. In each round, the server sends the model to k
+    clients drawn uniformly without replacement from all N clients, including busy clients. So the expectation of
+    $\Delta$ is the mean over all clients, whatever their speeds are.
 
-    Who joins or leaves is in the next draw or not; a client that is drawn while it works holds several tickets, and a
-    cohort may have several of its updates; an old ticket counts in full; for a failed task the cohort waits until
-    another one comes.
+    The step is that of [`FedAvg`][manifoldagg.federated.rules.FedAvg] with equal weights, and that of
+    [`FedBuff`][manifoldagg.federated.rules.FedBuff] with a constant staleness weight. This rule adds `draw`.
+
+    Participation:
+
+    - Clients can join or leave between two draws.
+    - A client that is drawn while it is training has several tickets. A cohort may contain several of its updates.
+    - An update on an old ticket counts in full.
+    - After a failed task, the cohort waits for another update.
 
     `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        cohort: k.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        weighted: by each client's share of the data $w_i$; equally, as in the paper, otherwise.
+        cohort: the number k of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal, as in the
+            paper.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Source: Wang et al. 2024 (DeFedAvg-nIID), as MasFL Table 1 compares it.
+    Source: Wang et al. 2024 (DeFedAvg-nIID), as compared in MasFL, Table 1.
 
     Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
         1 and makes 2.
@@ -55,21 +60,22 @@ class DeFedAvg(FedAvg):
     weighted: bool = field(default=False, kw_only=True)
 
     def draw(self, clients: Sequence[Client], generator: np.random.Generator) -> list[Client]:
-        """Sample k distinct clients uniformly; the result depends on the arguments only.
+        """Sample k distinct clients uniformly. The result depends only on the arguments.
 
         Args:
-            clients: all N, once each.
-            generator: draws them.
+            clients: all N clients, without duplicates.
+            generator: the random generator.
 
         Raises:
-            ArgumentError: if they are fewer than k, one comes twice or is unhashable, or they have no order.
+            ArgumentError: if `clients` is not a sequence, has fewer than k clients, or contains duplicates or
+                unhashable clients.
         """
         try:
             once = len({*clients}) == len(clients) and not isinstance(clients, Set | Mapping)
         except TypeError:
             raise ArgumentError(f"clients: expected a sequence of hashable names, got {short_repr(clients)}") from None
         if not once:
-            raise ArgumentError("clients: expected a sequence with every client once")
+            raise ArgumentError("clients: expected a sequence without duplicate clients")
         if len(clients) < self.cohort:
             raise ArgumentError(f"clients: expected at least {self.cohort} to draw from, got {len(clients)}")
         return [clients[i] for i in generator.permutation(len(clients))[: self.cohort]]

@@ -20,22 +20,24 @@ __all__ = ["DelayedNesterov"]
 class DelayedNesterov(ServerRule):
     r"""Rule with Nesterov momentum that changes with every N-th update.
 
-    $\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m)$; with every N-th update the momentum changes first:
+    Each update moves the model by $\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m)$. With every N-th update, the
+    momentum changes first:
 
     $$m \leftarrow \beta m + \frac1N \sum v, \qquad
       \Theta \leftarrow \Theta + \eta\,\bigl(v / N + (1 - cN + c)\, \beta m\bigr),$$
 
-    with the sum of the last N displacements. N = 1 is the momentum of Nesterov.
+    where $\sum v$ is the sum of the last N displacements. N = 1 is Nesterov momentum.
 
     Args:
-        size: N.
-        rate: $\eta$: a number, or a function of the version $\tau$.
-        beta: $\beta \in [0, 1)$.
-        activation: $c \in [0, 1/N]$, the part of the momentum that goes with the others.
+        size: the number N of updates per change of the momentum.
+        rate: the rate $\eta$: a number or a function of the version $\tau$.
+        beta: the momentum coefficient $\beta \in [0, 1)$.
+        activation: the fraction $c \in [0, 1/N]$ of the momentum that is applied with each of the other N - 1 updates.
         weighted: multiply $v$ by the worker's share of the data $w_i$.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
     Source: Liu et al. 2024, arXiv 2401.09135, Algorithm 3.
 
@@ -56,7 +58,7 @@ class DelayedNesterov(ServerRule):
     cohort: ClassVar[int] = 1
     accepts_tensor_lists: ClassVar[bool] = True
     uses_drift: ClassVar[bool] = False
-    not_private_because: ClassVar[str] = "every single update moves the model"
+    not_private_because: ClassVar[str] = "every update moves the model"
     needs_linear_leaves: ClassVar[str] = "momenta from other points"
     size: int = 4
     rate: Rate = 0.7
@@ -74,7 +76,7 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what later steps add to the model if all later updates are zero."""
+        """Return the sum of later steps if all later updates are zero."""
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)
         waits = max(self.size - 1 - state["count"], 0) * self.activation
@@ -94,7 +96,7 @@ class DelayedNesterov(ServerRule):
         total = v + rows.get("buffer", 0.0)
         m = rows.get("momentum", 0.0 * v)
         count = state["count"] + 1
-        full = count >= self.size  # more of them came under a larger size
+        full = count >= self.size  # the count exceeds `size` if a resumed server had a larger `size`
         after = {"version": state["version"] + 1, "count": 0 if full else count}
         if full:
             m = self.beta * m + total / count
@@ -102,7 +104,7 @@ class DelayedNesterov(ServerRule):
             after["momentum"] = frame.for_state(m) if full else state["momentum"]
         if not full:
             after["buffer"] = frame.for_state(total)
-        # Otherwise the steps of a huge momentum would make every later update overflow.
+        # A larger momentum would make every later update overflow.
         largest = safe_sqrt(torch.finfo(frame.dtype).max)
         for row in (m, total):
             check_number("points: size of the momentum", frame.combination_norm(gram, row), at_most=largest)

@@ -15,12 +15,12 @@ __all__ = ["Dominance"]
 class Dominance:
     r"""Penalty that multiplies the global rate by $1 / (N p_i)$ and limits the product to 1.
 
-    $p_i$ is the part of all updates so far, this one among them, that come from the client: $c_i$ of $k$. How many
-    those are is kept in the client state, so that the state of a rule does not grow with its clients.
+    $p_i$ is the fraction of all updates so far, including the current update, that come from the client: $c_i$ of $k$.
+    The client state stores $c_i$, so that the state of a rule does not grow with the number of clients.
 
     Args:
-        clients: $N$.
-        smoothed: $p_i = (c_i + 1) / (k + N)$; else $c_i / k$.
+        clients: the number $N$ of clients.
+        smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
 
     Raises:
         ArgumentError: if `clients` is not a positive integer.
@@ -52,7 +52,7 @@ class Dominance:
         """Return the number of updates of a client with this client state, including the current one.
 
         Raises:
-            ArgumentError: if it is no mapping, or its `updates` no count.
+            ArgumentError: if the client state is not a mapping, or its entry `updates` is not a nonnegative integer.
         """
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ArgumentError(f"client_state: expected a mapping or None, got {short_repr(client_state)}")

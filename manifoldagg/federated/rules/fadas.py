@@ -29,32 +29,38 @@ class FADAS(BufferedRule):
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot
       \Delta, \qquad \hat v \leftarrow \max(\hat v, v)$$
 
-    on the mean $\Delta = \frac1M \sum_i \Delta_i$, each $\Delta_i = \Theta_i - \Theta^{t_i}$ against the client's own
-    base, and no correction of bias. With $\tau_{\max}$ the largest staleness in the buffer, $\eta_\tau = \eta$ if
-    $\tau_{\max} \le \tau_c$, else $\min(\eta, 1 / \tau_{\max})$. With $\beta_1 = \beta_2 = 0$ the step is
-    $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, the maximum over all buffers so far.
+    where $\Delta = \frac1M \sum_i \Delta_i$ is the mean and $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement
+    from the client's own base. The moments are not bias-corrected. Let $\tau_{\max}$ be the largest staleness in the
+    buffer. Then $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$
+    otherwise. With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the
+    maximum over all buffers so far.
 
-    It knows no clients: who joins, leaves or fails changes nothing but which displacements come; an old ticket lowers
-    the rate of its whole buffer, however many fresh updates are in it.
+    The rule stores no client states, so clients can join, leave or fail at any time. An update on an old ticket lowers
+    the rate of its whole buffer.
 
-    Published implementations differ, each in some of these: they divide by $\sqrt v$ where $\hat v$ is meant, correct
-    the bias of both moments, multiply $\eta$ by $1 / \tau_{\max}$ (here `adaptive="scale"`), or take the displacement
-    of a stale client against the current model. Here $\hat v$ divides, nothing is corrected, and the base is the one
-    that the client started from.
+    Published implementations differ in some of these points:
+
+    - They divide by $\sqrt v$ instead of $\sqrt{\hat v}$.
+    - They correct the bias of both moments.
+    - They use the rate $\eta / \tau_{\max}$ (here `adaptive="scale"`).
+    - They compute the displacement of a stale client from the current model.
+
+    This rule divides by $\sqrt{\hat v}$, corrects no bias, and uses the base that the client started from.
 
     Args:
-        size: M.
-        rate: $\eta$: a number, or a function of the version $\tau$.
-        beta1: $\beta_1$.
-        beta2: $\beta_2$.
-        epsilon: $\epsilon > 0$.
-        initial_square: where $\hat v$ begins; v and m begin at 0.
-        delay_threshold: $\tau_c$, in versions.
-        adaptive: what a staler buffer does to the rate: `"bound"`, $\min(\eta, 1 / \tau_{\max})$; `"scale"`,
-            $\eta / \tau_{\max}$; `"none"`.
+        size: the number M of updates per step.
+        rate: the rate $\eta$: a number or a function of the version $\tau$.
+        beta1: the decay $\beta_1$ of the first moment.
+        beta2: the decay $\beta_2$ of the second moment.
+        epsilon: the constant $\epsilon > 0$.
+        initial_square: the initial value of $\hat v$. The initial values of v and m are 0.
+        delay_threshold: the threshold $\tau_c$, in versions.
+        adaptive: the rate for $\tau_{\max} > \tau_c$: `"bound"` is $\min(\eta, 1 / \tau_{\max})$, `"scale"` is
+            $\eta / \tau_{\max}$, and `"none"` is $\eta$.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
     Source: Wang et al. 2024 (ICML), Algorithm 1 and its delay-adaptive rate.
 
@@ -99,9 +105,9 @@ class FADAS(BufferedRule):
 
     def init(self, space: Manifold, start: Tensor) -> State:
         check_number("initial_square", self.initial_square, at_most=torch.finfo(start.dtype).max)
-        # Where nothing has moved yet it alone divides.
+        # Entries that have never moved are divided by epsilon alone.
         least = torch.tensor(self.epsilon, dtype=torch.float64).to(start.dtype).item()
-        check_number(f"epsilon in {start.dtype}", least, above=0)
+        check_number(f"epsilon: in {start.dtype}", least, above=0)
         largest = torch.full_like(start, self.initial_square)
         zeros = {"m": torch.zeros_like(start), "v": torch.zeros_like(start), "largest": largest}
         return super().init(space, start) | zeros | {"max_staleness": 0}
@@ -122,7 +128,7 @@ class FADAS(BufferedRule):
         return self.delay_adapted_rate(super().step_size(state), state["max_staleness"])
 
     def delay_adapted_rate(self, rate: float, max_staleness: int) -> float:
-        r"""Return $\eta_\tau$ for a buffer whose stalest update is `max_staleness` versions old.
+        r"""Return $\eta_\tau$ for a buffer whose largest staleness is `max_staleness`, in versions.
 
         Example:
             >>> [FADAS().delay_adapted_rate(0.5, late) for late in (0, 1, 2, 4)]

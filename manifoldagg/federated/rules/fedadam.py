@@ -24,25 +24,26 @@ __all__ = ["FedAdam"]
 class FedAdam(FedAvg):
     r"""Rule with Adam on the server over the mean of a cohort.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{m}{\sqrt{v} + \epsilon}$ on the mean $\Delta$ of a cohort, with
+    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{m}{\sqrt{v} + \epsilon}$ for the mean $\Delta$ of a cohort, with
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
       v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta,$$
 
-    without a correction of bias; m begins at 0.
+    without bias correction. The initial value of m is 0.
 
     Args:
-        cohort: k, and $\Delta$ as in [`FedAvg`][manifoldagg.federated.rules.FedAvg].
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        weighted: by each client's share of the data $w_i$; equally otherwise.
-        beta1: $\beta_1$.
-        beta2: $\beta_2$.
-        epsilon: $\epsilon > 0$, the paper's $\tau$; a normal number in the dtype of the model, with a finite square.
-        initial_square: where v begins; $\epsilon^2$, the least that the paper allows, where not given.
+        cohort: the number k of updates per step. $\Delta$ is as in [`FedAvg`][manifoldagg.federated.rules.FedAvg].
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
+        beta1: the decay $\beta_1$ of the first moment.
+        beta2: the decay $\beta_2$ of the second moment.
+        epsilon: the constant $\epsilon > 0$, $\tau$ in the paper. It must be a normal number with a finite square in
+            the dtype of the model.
+        initial_square: the initial value of v. The default is $\epsilon^2$, the smallest value that the paper allows.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            squares by coordinates depend on the coordinates.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because elementwise squares depend on the coordinates.
 
     Source: Reddi et al. 2021, Algorithm 2.
 
@@ -127,5 +128,5 @@ def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: 
 
 
 def model_distance(model: Tensor, current: Tensor) -> float:
-    """Return the length of a step."""
+    """Return the Euclidean distance between two models."""
     return safe_sqrt(gram([model], minus=current)[0, 0, 0].item())

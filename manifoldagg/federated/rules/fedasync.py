@@ -21,21 +21,20 @@ class FedAsync(CorrectionRule):
     $\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i$ with
     $\alpha_\tau = \alpha \cdot s(\tau - t)$.
 
-    On a curved space $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$.
+    On a curved space, the new model is $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$.
 
     `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        rate: $\alpha > 0$: a number, or a function of the version $\tau$. A number is at most 1 unless `weighted`. The
-            product $\alpha_\tau$ is clamped to 1.
-        staleness: $s$, such as `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
+        rate: the rate $\alpha > 0$: a number or a function of the version $\tau$. A number must be at most 1 unless
+            `weighted` is set. The product $\alpha_\tau$ is clamped to 1.
+        staleness: the staleness weight $s$: `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
             `manifoldagg.federated.staleness`, or any function of an int.
-        weighted: multiply $\alpha_\tau$ by the client's share of the data $w_i$, as the experiments of
-            Manifold do.
+        weighted: multiply $\alpha_\tau$ by the client's share of the data $w_i$, as in the experiments of Manifold.
 
     Raises:
-        ArgumentError: if `rate` is not a positive number, if it is above 1 without `weighted`, or if `staleness` cannot
-            be called.
+        ArgumentError: if `rate` is not a positive number, if it is above 1 without `weighted`, or if `staleness` is not
+            callable.
 
     Source: Xie et al. 2019, Algorithm 1; Manifold (AsyncPos).
 

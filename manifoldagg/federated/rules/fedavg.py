@@ -17,27 +17,27 @@ class FedAvg(BufferedRule):
 
     $\Theta \leftarrow \Theta + \eta_g\, \dfrac{\sum_i w_i\, \Delta_i}{\sum_i w_i}$ over a cohort of k clients.
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the base of each client, so that a straggler of an earlier round is
-    averaged like the others. FedProx is this rule with the trainer
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the client's own base, so a straggler from an earlier
+    round is averaged like the others. FedProx is this rule with the trainer
     [`Proximal`][manifoldagg.federated.clients.Proximal].
 
-    With K steps of gradient descent of rate $\eta$ on quadratic losses of Hessians $H_i$ and minimisers $a_i$, and the
-    proximal term $\mu$, the fixed point is $(\sum w_i P_i)^{-1} \sum w_i P_i a_i$ with
-    $P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$, $A_i = H_i + \mu I$: not the joint minimiser, unless $K = 1$ and
-    $\mu = 0$, or clients agree.
+    Suppose that clients perform K steps of gradient descent with rate $\eta$ and proximal term $\mu$ on quadratic
+    losses with Hessians $H_i$ and minimisers $a_i$. Then the fixed point is $(\sum w_i P_i)^{-1} \sum w_i P_i a_i$ with
+    $P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. This is not the joint minimiser, unless $K = 1$
+    and $\mu = 0$, or all clients have the same minimiser.
 
-    On a curved space the $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ are averaged at $\Theta$, and followed by exp;
+    On a curved space, the rule averages $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ at $\Theta$ and applies exp.
     `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        cohort: k.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        weighted: by each client's share of the data $w_i$; equally otherwise.
+        cohort: the number k of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Source: McMahan et al. 2017; with $\eta_g$ Reddi et al. 2021, Algorithm 1; Li et al. 2020 (FedProx).
+    Source: McMahan et al. 2017; Reddi et al. 2021, Algorithm 1 (for $\eta_g$); Li et al. 2020 (FedProx).
 
     Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
         1 and makes 2.
@@ -69,5 +69,5 @@ class FedAvg(BufferedRule):
     def update_weight(self, update: Update) -> float:
         if not self.weighted:
             return 1.0
-        # The weights of one cohort are shares of different totals, where these grew meanwhile.
+        # The total sample count can grow within a cohort, so `weight` may refer to different totals.
         return update.weight if update.share is None else update.share

@@ -18,21 +18,21 @@ class FedBuff(BufferedRule):
 
     $\Theta \leftarrow \Theta + \eta_g\, \dfrac1K \sum_{i=1}^K s(\tau - t_i)\, \Delta_i$ after every K updates.
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from, wherever the server is by now.
-    With K = 1 and a constant $s$ it is [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the model that the client started from. With K = 1 and
+    a constant $s$, this is [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.
 
-    On a curved space it averages as [`FedAvg`][manifoldagg.federated.rules.FedAvg]; `transport` and `rungs`
+    On a curved space, the rule averages like [`FedAvg`][manifoldagg.federated.rules.FedAvg]. `transport` and `rungs`
     are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        size: K.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        staleness: $s$: any function of an int.
-        normalise: divide by $\sum_i s(\tau - t_i)$ in place of K.
+        size: the number K of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        staleness: the staleness weight $s$: any function of an int.
+        normalise: divide by $\sum_i s(\tau - t_i)$ instead of K.
         weighted: multiply $s$ by the client's share of the data $w_i$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Nguyen et al. 2022, Algorithm 1.
 
@@ -40,7 +40,7 @@ class FedBuff(BufferedRule):
         1 and makes 2.
 
     Example:
-        Two fresh updates, then a fresh one and one that is a version late.
+        The first buffer has two fresh updates. The second has a fresh update and an update of staleness 1.
 
         >>> import manifoldagg, torch
         >>> rule, start = FedBuff(2), [torch.tensor([0.0])]
@@ -74,7 +74,8 @@ class FedBuff(BufferedRule):
         kept = weight_at(self.staleness, update.staleness)
         if not self.weighted:
             return kept
-        # A mean over the buffer divides by the weights itself, which are shares of totals that may differ.
+        # A normalised mean divides by the sum of the weights. `share` is comparable within the buffer, whereas
+        # `weight` may refer to different totals.
         return kept * (update.weight if update.share is None or not self.normalise else update.share)
 
     def divisor(self, total: float) -> float:

@@ -1,4 +1,4 @@
-"""FedGS: a linear step along an update without its conflict with the drift (gradient surgery)."""
+"""FedGS: a linear step along an update after removing its conflict with the drift (gradient surgery)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +22,10 @@ class FedGS(ScheduledRule):
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        update_form: which update the surgery works on: the `"tangent"` $v$, or the `"position"` $v - g$.
+        update_form: the update to correct: the `"tangent"` $v$ or the `"position"` $v - g$.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Manifold §4.1; Yu et al. 2020.
 

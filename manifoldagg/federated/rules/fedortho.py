@@ -16,10 +16,10 @@ class FedOrtho(ScheduledRule):
     $\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 1$,
     $\rho = S\, w_i\, \eta_g(\tau)$.
 
-    Options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    The options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
     Source: Manifold §4.1.
 

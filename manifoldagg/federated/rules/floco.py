@@ -19,9 +19,9 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["FLOCO"]
 
 NUM_SCALES = 1000
-"""How many sizes of the simplex are tried."""
+"""The number of candidate scales of the simplex."""
 MIN_CENTRE_DISTANCE = 1e-4
-"""Centres nearer than this count as this near, so that two equal ones do not decide."""
+"""The lower limit of distances in the energy, so that two equal centres do not dominate it."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,37 @@ class FLOCO(ServerRule):
     $\Phi_j \leftarrow \sum_i w_i\, \Phi_{ij} / \sum_i w_i$ over a cohort of k clients.
 
     Clients return the n vertices of a simplex as their points. The model is the centroid, $\Theta = \tfrac1n \sum_j
-    \Phi_j$; it moves as under [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids, and with one
-    vertex it is FedAvg.
+    \Phi_j$. It moves like [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids. With one vertex,
+    the rule is FedAvg.
 
-    A client draws its models in the region $(1 - \lambda)\, c + \lambda\, y$, $y$ uniform in the simplex, with
-    $\lambda$ half the `radius`: the copy of the simplex within the ball $\|x - c\|_1 \le$ `radius`. (In that ball the
-    published code draws coordinates that may be negative and do not sum to 1.) The centre $c$ is stored in the client
-    state:
+    A client samples its models in the region $(1 - \lambda)\, c + \lambda\, y$, where $y$ is uniform in the simplex and
+    $\lambda$ is half the `radius`. This region is a scaled copy of the simplex within the ball
+    $\|x - c\|_1 \le$ `radius`. (The published code samples coordinates in that ball that may be negative and do not sum
+    to 1.) The client state stores the centre $c$:
 
-    - Without `personalize_from` and up to that version there is none: the region is the whole simplex.
-    - The signals of the cohort of that step are the displacements $d_i$ of its centroids. Their n principal axes A
-      (about the mean $\bar d$) are kept, and the scale z at which the $A (d_i - \bar d) / z$, projected on the
-      simplex, have the least Riesz energy.
-    - A later client without a centre gets $c = \operatorname{proj}(A (d_i - \bar d) / z)$, for good.
+    - Without `personalize_from`, and up to that version, clients have no centre. Their region is the whole simplex.
+    - The signals of the cohort of that version are the displacements $d_i$ of its centroids. The rule stores their n
+      principal axes A (about the mean $\bar d$). It also stores the scale z that minimises the Riesz energy of the
+      projections of $A (d_i - \bar d) / z$ on the simplex.
+    - Each later client without a centre gets the permanent centre $c = \operatorname{proj}(A (d_i - \bar d) / z)$.
 
-    *Participation*: a late joiner trains in the whole simplex until its first update has placed it; one that comes back
-    finds its region. The vertices of an old ticket count with the drift of the model added to them, as a displacement
-    from the centroid that they started from; `max_staleness=0` of the server rejects them. One that fails is waited
-    for no longer than for another update.
+    *Participation*: a late joiner trains in the whole simplex until its first update determines its centre. A returning
+    client keeps its region. The rule adds the drift of the model to the vertices of an old ticket, so that they count
+    as a displacement from their original centroid. To reject them, use `max_staleness=0` of the server. After a failed
+    task, the cohort waits for another update.
 
     Args:
-        cohort: k.
-        vertices: n.
-        radius: of the regions, in (0, 2].
-        personalize_from: the version from which clients have regions; `None`: never.
-        weighted: by each client's share of the data $w_i$; equally otherwise.
-        initial_std: standard deviation of the first vertices about the start, which is their centroid.
-        seed: of these.
+        cohort: the number k of updates per step.
+        vertices: the number n of vertices.
+        radius: the radius of the regions, in (0, 2].
+        personalize_from: the version from which clients have regions. `None` disables regions.
+        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
+        initial_std: the standard deviation of the initial vertices about the start, which is their centroid.
+        seed: the seed of the initial vertices.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where a space is curved, naming its leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1; Report §5.1.
 
@@ -104,7 +105,7 @@ class FLOCO(ServerRule):
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         placed = {"centre": client_state["centre"]} if client_state and "centre" in client_state else {}
-        # Where the server rounds what clients start from, the vertices lie about that point.
+        # A server that rounds dispatched models sends a rounded `current`. The vertices are shifted to this centroid.
         centroid = combine(None, [*state["vertices"]], [1 / self.vertices] * self.vertices)
         vertices = empty_like(state["vertices"])
         for j, row in enumerate(vertices):
@@ -122,12 +123,13 @@ class FLOCO(ServerRule):
         vertices = state["vertices"]
         for j, square in enumerate(gram([*points], minus=base)[0].diagonal().tolist()):
             check_number(f"points[{j}]: squared distance from the base", square)
-        # As in FedAvg: the weights of one cohort are shares of different totals, where these grew meanwhile.
+        # The total sample count can grow within a cohort, so `weight` may refer to different totals.
         weight = update.weight if update.share is None else update.share
         share = check_number("weight", weight if self.weighted else 1.0, above=0)
         count = state["count"] + 1
         total = state["total"] + share
-        # A client's vertices less the server's, and the drift, which is 0 but for old tickets.
+        # Each row is the client's vertex minus the server's vertex plus the drift, which is nonzero for old tickets
+        # only.
         waiting = empty_like(vertices)
         for j, row in enumerate(waiting):
             before = state["buffer"][j] if "buffer" in state else None
@@ -152,7 +154,7 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Return the signals of the cohort and the client state, with the client's centre if it can be computed."""
+        """Return the signals of the cohort and the client state, with the client's centre once the axes are known."""
         memory = update.client_state
         now = state["version"] == self.personalize_from
         known = "axes" in state and not (memory and "centre" in memory)
@@ -169,13 +171,13 @@ class FLOCO(ServerRule):
 def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
     r"""Project onto the simplex: $\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
 
-    Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, $t$ from the largest entries.
+    Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, where $t$ depends on the largest entries.
 
     Example:
         >>> project_to_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
         tensor([0.7500, 0.2500, 0.0000], dtype=torch.float64)
     """
-    # Less the largest, which moves no projection: sums of entries of any size keep the digits that count.
+    # Subtracting the largest entry does not change the projection and avoids cancellation in the sums.
     x = (x - x.amax(-1, keepdim=True)) / scale
     falling = x.sort(-1, descending=True).values
     shifts = (falling.cumsum(-1) - 1) / torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
@@ -184,17 +186,17 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    r"""Return the principal axes of m vectors about 0, and the coordinates of the vectors on them.
+    r"""Return the principal axes of m vectors about 0, and the coordinates of the vectors on these axes.
 
-    From the Gram matrix of the vectors alone. Axes beyond their rank are 0. The sign of an axis is that of the largest
-    of its weights.
+    The computation uses only the Gram matrix of the vectors. Axes beyond the rank are 0. The sign of an axis makes its
+    weight of largest magnitude positive.
 
     Args:
-        signals: m vectors.
-        count: n axes.
+        signals: the m vectors.
+        count: the number n of axes.
 
     Returns:
-        The axes (n, P) and coordinates (m, n) in float64.
+        The axes (n, P) and the coordinates (m, n) in float64.
 
     Example:
         >>> axes, places = principal_axes([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 1.0])], 1)
@@ -216,10 +218,10 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""Return the $z$ that spreads the projections of `coordinates` / z on the simplex best.
+    r"""Return the scale $z$ with the best spread of the projections of `coordinates` / z on the simplex.
 
-    Of `NUM_SCALES` equal parts of the largest norm the one with the least energy $\sum_{i < j} \|y_i - y_j\|^{-2}$; the
-    smallest where all places are one.
+    The candidates are `NUM_SCALES` equidistant fractions of the largest norm. The result minimises the energy
+    $\sum_{i < j} \|y_i - y_j\|^{-2}$. If all coordinates are equal, the result is the smallest candidate.
     """
     reach = float(coordinates.norm(dim=-1).max())
     if reach == 0:

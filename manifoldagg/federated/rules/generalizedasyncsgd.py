@@ -44,25 +44,30 @@ class GeneralizedAsyncSGD(CorrectionRule):
 
     $\Theta \leftarrow \Theta - \dfrac{\eta}{n\, p_i}\, g_i(\Theta^t)$ for each task that client i completes.
 
-    Tasks are routed: whenever one is completed, the next goes to client i with probability $p_i$, busy or not, and
-    waits there first in, first out. Then $\mathbb E_{i \sim p}$ of a step is $-\eta \cdot \frac1n \sum_i g_i$, whatever
-    the routing. The gradient comes as the model $\Theta^t - g_i$, one step of gradient descent of rate 1, as the
-    trainer [`Gradient`][manifoldagg.federated.clients.Gradient] makes it. The step is not clamped. Any staleness has
-    the same weight.
+    Routing: after each completed task, the next task is assigned to client i with probability $p_i$, even if the client
+    is busy. The tasks of a client form a first-in, first-out queue. Then the expectation $\mathbb E_{i \sim p}$ of a
+    step is $-\eta \cdot \frac1n \sum_i g_i$ for any routing.
 
-    n is the number of clients in the routing. One that is not in it, or has no share, is rejected, so who joins late
-    needs a routing (and a rule) in which it is; who leaves keeps its share, and its tasks must be routed again by p to
-    leave the mean as it is. A failed task is one gradient less. A client may hold several tickets at a time, and old
-    ones count in full.
+    The client returns the gradient as the model $\Theta^t - g_i$, which is one step of gradient descent with rate 1.
+    The trainer [`Gradient`][manifoldagg.federated.clients.Gradient] does this. The step is not clamped, and its weight
+    does not depend on the staleness.
+
+    Participation:
+
+    - n is the number of clients in the routing. The rule rejects a client that is not in the routing or has the share
+      0. A late joiner needs a new routing and a new rule.
+    - A client that leaves keeps its share. To keep the expectation, route its tasks again with the probabilities p.
+    - A failed task omits one gradient.
+    - A client may have several tickets at the same time, and old tickets count in full.
 
     Args:
-        routing: p: shares of the tasks, 1 in sum up to 1e-6; a mapping from clients, or a sequence for clients 0 to
-            n - 1, such as the p of `manifoldagg.routing.optimise_routing`.
-        rate: $\eta$: a number, or a function of the version $\tau$.
+        routing: the shares p of the tasks, with sum 1 up to 1e-6: a mapping from clients, or a sequence for the clients
+            0 to n - 1, such as the p of `manifoldagg.routing.optimise_routing`.
+        rate: the rate $\eta$: a number or a function of the version $\tau$.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            a point there does not say how long a gradient was.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because a point on a curved leaf does not determine the norm of the gradient.
 
     Source: Queue, Algorithm 1, line 9 (Leconte et al. 2024).
 

@@ -1,4 +1,4 @@
-"""HeLoCo: late pseudo-gradients, rotated tensor by tensor towards the outer momentum."""
+"""HeLoCo: stale pseudo-gradients, rotated towards the outer momentum for each tensor."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,36 +20,38 @@ __all__ = ["HeLoCo"]
 
 @dataclass(frozen=True)
 class HeLoCo(ServerRule):
-    r"""Rule with outer momentum that rotates late pseudo-gradients towards it.
+    r"""Rule that rotates stale pseudo-gradients towards the outer momentum.
 
     $\Theta \leftarrow \Theta + \eta\,(G + \beta m)$, $m \leftarrow \beta m + (1 - \beta)\, G$, $G = \rho\,\pi v$.
 
-    Of a tensor with $c = \cos(v, m)$ and the confidence $q = \|v\| / (\|v\| + \kappa \|m\|)$,
+    For a tensor with $c = \cos(v, m)$ and the confidence $q = \|v\| / (\|v\| + \kappa \|m\|)$,
 
     $$\pi v = \begin{cases} v & c \ge c_\mathrm{ok} \\
     \|v\|\, \dfrac{u}{\|u\|}, \quad u = (1 - \lambda)\, \dfrac{v}{\|v\|} + \lambda\, \dfrac{m}{\|m\|}, \quad
     \lambda = \min(1, k_d (1 - c)\, q) & 0 \le c < c_\mathrm{ok} \\
     v - b\, c\, \|v\|\, \dfrac{m}{\|m\|}, \quad b = \min(b_\mathrm{max}, -k_s\, c\, q) & c < 0. \end{cases}$$
 
-    Where $v$ or $m$ is zero, $\pi v = v$. Workers start ahead of $\Theta$, at $\bar\Theta = \Theta + \eta \beta m$.
-    Here the model *is* that point, so that with any host a worker starts from the model and $v$ is what it moved:
-    $\bar\Theta \leftarrow \bar\Theta + \eta\,(G + 2 \beta m - \beta m_\text{before})$. Where the rate changes, what was
-    ahead is taken back at the new one.
+    If $v$ or $m$ is zero, $\pi v = v$. With `look_ahead`, workers start at $\bar\Theta = \Theta + \eta \beta m$, ahead
+    of $\Theta$. The server stores $\bar\Theta$ as its model, so that workers of any framework start from the model and
+    $v$ is their displacement: $\bar\Theta \leftarrow \bar\Theta + \eta\,(G + 2 \beta m - \beta m_\text{before})$. If
+    the rate changes, the rule subtracts the previous look-ahead at the new rate.
 
     Args:
-        rate: $\eta$: a number, or a function of the version $\tau$.
-        beta: $\beta \in [0, 1)$.
-        staleness: $\rho$, a function of the staleness.
+        rate: the rate $\eta$: a number or a function of the version $\tau$.
+        beta: the momentum coefficient $\beta \in [0, 1)$.
+        staleness: the weight $\rho$: a function of the staleness.
         weighted: multiply $\rho$ by the worker's share of the data $w_i$.
-        cosine_threshold: $c_\mathrm{ok} \in [0, 1]$.
-        shrink_strength: $k_s \ge 0$.
-        max_shrink: $b_\mathrm{max} \in [0, 1]$.
-        rotation_strength: $k_d \ge 0$.
-        confidence_scale: $\kappa \ge 0$.
-        look_ahead: as above; else the model is $\Theta$, and workers start there.
+        cosine_threshold: the threshold $c_\mathrm{ok} \in [0, 1]$.
+        shrink_strength: the strength $k_s \ge 0$.
+        max_shrink: the limit $b_\mathrm{max} \in [0, 1]$.
+        rotation_strength: the strength $k_d \ge 0$.
+        confidence_scale: the scale $\kappa \ge 0$.
+        look_ahead: store $\bar\Theta$ as the model, as above. Otherwise, the model is $\Theta$, and workers start
+            there.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
     Source: Al Asif et al. 2026, arXiv 2606.00271, (5), (7)-(15), (18), (19).
 
@@ -89,7 +91,7 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what later steps add to the model if all later updates are zero."""
+        """Return the sum of later steps if all later updates are zero."""
         if "momentum" not in state:
             return []
         first = 2 * self.beta - 1 if self.look_ahead else self.beta
@@ -100,7 +102,7 @@ class HeLoCo(ServerRule):
         check_points(self, update)
         frame = frame_from_update(space, update, tensors=True)
         known = "momentum" in state
-        here = frame.current  # less itself: the momentum before there is one
+        here = frame.current  # subtracted from itself, it is the initial momentum 0
         frame = frame.with_row("momentum", state["momentum"] if known else here, None if known else here)
         gram = frame.gram("tensor")
         share = weight_at(self.staleness, update.staleness) * (update.weight if self.weighted else 1.0)
@@ -109,7 +111,7 @@ class HeLoCo(ServerRule):
         turned = [self.correction_coefficients(part[0, 0], part[0, 2], part[2, 2]) for part in gram.parts]
         step = np.array([share * (a * v + b * m) for a, b in turned])
         kept = self.beta * m + (1 - self.beta) * step
-        # Otherwise the steps of a huge momentum would make every later update overflow.
+        # A larger momentum would make every later update overflow.
         largest = safe_sqrt(torch.finfo(frame.dtype).max)
         check_number("points: size of the momentum", safe_sqrt(gram.squared_norm(kept)), at_most=largest)
         line = rate * (step + self.beta * (2 * kept - m if self.look_ahead else kept))

@@ -27,30 +27,32 @@ class Krum(StoredBufferRule):
 
     $\Theta \leftarrow \Theta + \dfrac{\eta_g}{m} \sum_{i \in M} x_i$ after every K updates.
 
-    $x_i = s(\tau - t_i)\, \Delta_i$. M are the m of smallest score, of equal ones those that came first:
+    Here, $x_i = s(\tau - t_i)\, \Delta_i$, and M are the m displacements with the smallest score. For equal scores, the
+    earlier displacement is selected. The score is
 
     $$\sum_{j \in N_i} \|x_i - x_j\|^2, \qquad N_i \text{ the } K - f - 2 \text{ nearest of the others}.$$
 
-    $m = 1$ is Krum, more are Multi-Krum. On a curved space the $\Delta_i$ are transported to the model, and distances
-    are those of its tangents; where leaves are of low rank they are matrices. `transport` and `rungs` are those of
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    $m = 1$ is Krum, and $m > 1$ is Multi-Krum. On a curved space, the rule transports the $\Delta_i$ to the model and
+    measures distances between tangents. For low-rank leaves, it measures distances between matrices. `transport` and
+    `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
-    Breakdown point: whatever f of them are, the squared distances of a chosen one to some $K - 2f - 2$ of the others
-    sum to no more than the smallest score that these have among themselves. More than K / 2 that agree lead the model
-    anywhere. What is near in all entries together may be far in a few: where models are
-    long, and honest displacements far apart, there is room for much between them.
+    Breakdown point: if f displacements are arbitrary, the squared distances of a selected displacement to some
+    $K - 2f - 2$ of the other displacements sum to at most the smallest score of these among themselves. A colluding
+    majority of more than K / 2 clients controls the model. A displacement that is near in norm may still be far in a
+    few entries. If models are large and honest displacements differ, an attacker can therefore change some entries a
+    lot.
 
     Args:
-        size: K > 2f + 2.
-        num_byzantine: f.
-        num_selected: m, at most K - f - 2.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        staleness: $s$: any function of an int.
+        size: the number K of updates per step, with K > 2f + 2.
+        num_byzantine: the number f of Byzantine clients.
+        num_selected: the number m of selected displacements, at most K - f - 2.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        staleness: the staleness weight $s$: any function of an int.
 
     Raises:
-        ArgumentError: naming the option that is out of range.
+        ArgumentError: if an option is out of range. The message names it.
 
-    Source: Blanchard et al. 2017, sections 4 and 5 (Multi-Krum), of displacements.
+    Source: Blanchard et al. 2017, sections 4 and 5 (Multi-Krum), applied to displacements.
 
     Cost: an update that moves the model reads 7 words a parameter, writes 1 and makes 0; one that waits reads 5,
         writes 1 and makes 2. It holds K - 1 displacements.
@@ -103,7 +105,7 @@ class Krum(StoredBufferRule):
         for name, row in stored.items():
             frame = frame.with_row(name, row)
         gram = self.checked_gram(frame)
-        # The last one is the first row, and the drift lies between it and the others.
+        # Row 0 is the last update, row 1 the drift, and the other rows are the stored displacements.
         places = [*range(2, len(frame.rows)), 0]
         scale = np.array(factors)
         inner = gram.matrix[np.ix_(places, places)].astype(float) * np.outer(scale, scale)
@@ -115,8 +117,10 @@ class Krum(StoredBufferRule):
 
 
 def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:
-    r"""Which of K vectors with these inner products (K, K) have the smallest sums of squared distances to their
-    $K - f - 2$ nearest others; of equal ones the first.
+    r"""Return the indices of the `num_selected` vectors with the smallest Krum scores.
+
+    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours. For equal scores,
+    the vector with the lower index is selected. `inner` (K, K) are the inner products of the vectors.
 
     Example:
         >>> x = np.array([[0.0], [9.0], [1.0], [2.25], [1.5]])

@@ -1,4 +1,4 @@
-"""MasFL: a momentum of control variates that neither heterogeneous data nor delays bias."""
+"""MasFL: momentum with control variates, without bias from heterogeneous data or delays."""
 
 import abc
 import sys
@@ -24,18 +24,21 @@ __all__ = ["MasFL"]
 
 INITIAL_MODES = ("gradient", "zero")
 MAX_NORM = sys.float_info.max / 4
-"""Longer than that nothing is known of a vector."""
+"""The largest norm that is represented exactly. Larger norms are stored as the largest finite number."""
 
 
 @dataclass(frozen=True)
 class ControlVariateRule(ServerRule):
     r"""Base class of MasFL and AdaMasFL: the control variates $c_i$, their mean $c$ and the momentum $g$.
 
-    $c_i$ is the mean gradient that client i sent last, stored in the client state. $g$ and $c$ are the state of the
-    rule, and the buffer is one sum. $c$ and the sum are in float64: a gradient that was far too long is forgotten with
-    the client's next one. Nothing waits that a step cannot be taken with: `reach` in the state and lengths beside the
-    vectors bound what one would make, and where they do not settle it, it is made. A client that returns two updates
-    before a step counts once: $c_i^+ - c_i$ telescopes to its last.
+    $c_i$ is the last mean gradient of client i, stored in the client state. $g$ and $c$ are the state of the rule, and
+    the buffer is one sum. $c$ and the sum are in float64, so that the next gradient of a client cancels an extremely
+    long one.
+
+    The rule buffers an update only if a step with it is finite. The norms in the state bound the result of a step. If
+    the bounds do not prove that it is finite, the rule computes the step and checks it.
+
+    A client that returns two updates before a step counts once, because $c_i^+ - c_i$ telescopes to its last gradient.
     """
 
     cohort: ClassVar[int] = 1
@@ -64,15 +67,17 @@ class ControlVariateRule(ServerRule):
     def apply_step(
         self, state: State, update: Update, g: Tensor, out: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the new model and the metrics of the step; also called before buffering if `entry_change_bound` is too
-        long."""
+        """Return the new model and the metrics of the step.
+
+        The rule also calls this method before buffering if `entry_change_bound` does not prove that a step is finite.
+        """
 
     @abc.abstractmethod
     def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
-        """Return a bound on the movement of any entry by the buffered updates, for momenta of at most this length."""
+        """Return a bound on the change of any model entry by the buffered updates for norms of g up to `g_norm`."""
 
     def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
-        """Return the buffered values, beside the sum, including this update."""
+        """Return the buffered values other than the sum, including this update."""
         return {}
 
     def message_numbers(self) -> dict[str, float]:
@@ -107,7 +112,7 @@ class ControlVariateRule(ServerRule):
         allowed = (0,) if self.initial == "zero" else (1,) if memory is None else (0, 1)
         if opening not in allowed:
             expected = "1 for the first update of a client" if allowed == (1,) else " or ".join(map(str, allowed))
-            raise ArgumentError(f"numbers: opening: expected {expected}; got {opening:g}")
+            raise ArgumentError(f"numbers: opening: expected {expected}, got {opening:g}")
         gradient = update.tensors["gradient"].detach()
         length = _saturated_norm(gradient)
         joined = state["joined"] + (memory is None)
@@ -159,14 +164,14 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return $g$ and $c$ after a step, where the sum is `rows` minus `minus`."""
+        """Return $g$ and $c$ after a step. `rows` minus `minus` is the sum of the buffer."""
         beta = self.momentum
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]
         means = [state["num_clients"] / num_clients] + [1 / num_clients] * count
         g = empty_like(state["g"])
         c = empty_like(state["c"])
-        # At most the first row has one: what waits is a sum.
+        # Only the first row can have a subtrahend, because the second row is the buffered sum.
         less = [row for row in minus if row is not None]
         for here, there, old, before, *parts in chunks(g, c, state["c"], state["g"], *rows, *less):
             lines = parts[:count]
@@ -181,22 +186,22 @@ class ControlVariateRule(ServerRule):
     def _is_bounded(
         self, state: State, pending: Mapping[str, Any], norm_bounds: Mapping[str, float], dtype: torch.dtype
     ) -> bool:
-        """Return whether the lengths prove that a step is finite, as no entry exceeds the length of its vector."""
+        """Return whether the norms prove that a step is finite, as no entry exceeds the norm of its vector."""
         most = torch.finfo(dtype).max
         wide = max(norm_bounds["c"], pending.get("length", 0.0)) <= MAX_NORM
-        # Beside the largest number, what is below a quarter of its last place is lost: whatever the model, it stays.
+        # A change below a quarter of an ulp of the largest number cannot make a finite model entry overflow.
         still = self.entry_change_bound(state, pending, norm_bounds["g"]) <= most * torch.finfo(dtype).eps / 8
         return wide and norm_bounds["g"] <= most / 4 and still
 
 
 def _saturated_norm(vector: Tensor) -> float:
-    """Return the length, or the largest finite number if its square overflows."""
+    """Return the norm, or the largest finite number if the square of the norm overflows."""
     length = safe_sqrt(gram([vector])[0, 0, 0].item())
     return length if length <= MAX_NORM else sys.float_info.max
 
 
 def _norms(state: State) -> dict[str, float]:
-    """Return the lengths of $g$ and $c$."""
+    """Return the norms of $g$ and $c$."""
     return {name: _saturated_norm(state[name]) for name in ("g", "c")}
 
 
@@ -209,28 +214,30 @@ class MasFL(ControlVariateRule):
     $$g \leftarrow \beta \Big(\frac1S \sum_{i \in S} (c_i^+ - c_i) + c\Big) + (1 - \beta)\, g, \qquad
       \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i),$$
 
-    the first with the old $c$. A client is sent $\Theta$, $\beta c + (1 - \beta) g$ and its own $c_i$, for the trainer
-    [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. Where all gradients of the joint loss
-    $\frac1N \sum f_i$ vanish, $g = c = 0$ and $c_i = \nabla f_i$, no client moves: no bias, whatever K, delays or data.
+    where the update of $g$ uses the old $c$. The server sends $\Theta$, $\beta c + (1 - \beta) g$ and the client's
+    $c_i$ to the trainer [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. At a stationary point of the
+    joint loss $\frac1N \sum f_i$ with $g = c = 0$ and $c_i = \nabla f_i$, no client moves. So there is no bias for any
+    K, any delays and any data.
 
-    A late joiner first sends its $c_i$ (or has $c_i = 0$) and N grows: $c$ stays the mean. A client that leaves
-    keeps its last $c_i$ in it. A late update on an old ticket is $c_i^+$ like any other; a ticket that is dropped
-    changes nothing.
+    A late joiner first sends its $c_i$ (or has $c_i = 0$), and N grows, so that $c$ remains the mean. The last $c_i$ of
+    a client that leaves remains in $c$. An update on an old ticket is an ordinary $c_i^+$. A dropped ticket changes
+    nothing.
 
     Args:
-        size: S.
-        rate: $\gamma$: a number, or a function of the version; the paper takes $\beta / 4L$.
-        beta: $\beta \in (0, 1]$; the paper takes $\sqrt{SK/T}$.
-        clients: N, before whose first updates the model does not move; with `initial="zero"` what $c$ is a mean over.
-            `None`: of those who have joined so far. More may always join.
-        initial: where $c_i$ begins: at the mean `"gradient"` of K batches where a client starts first, which it is
-            asked for, with $g = c$; or at `"zero"`.
+        size: the number S of distinct clients per step.
+        rate: the rate $\gamma$: a number or a function of the version. The paper uses $\beta / 4L$.
+        beta: the momentum coefficient $\beta \in (0, 1]$. The paper uses $\sqrt{SK/T}$.
+        clients: the number N of clients. With `initial="gradient"`, the model does not move before their first updates.
+            With `initial="zero"`, $c$ is a mean over N clients. `None` counts the clients that have joined so far.
+            Further clients can always join.
+        initial: the initial $c_i$. `"gradient"` requests the mean gradient of K batches at the client's first start,
+            and starts with $g = c$. `"zero"` starts with 0.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved.
 
-    Source: MasFL, Algorithms 1 and 2. The points of a payload are not read. Cost: 2 P for the state, P for what waits,
-        P a client.
+    Source: MasFL, Algorithms 1 and 2. The rule does not read the points of a payload. The memory is 2 P for the state,
+        P for the buffer, and P per client.
 
     Cost: an update that moves the model reads 14 words a parameter, writes 5 and makes 4; one that waits reads 7,
         writes 3 and makes 4.

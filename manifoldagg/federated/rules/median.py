@@ -1,4 +1,4 @@
-"""The entrywise median of a buffer, which a minority of clients cannot move out of the others' range."""
+"""The entrywise median of a buffer, which a minority of clients cannot move out of the range of the others."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -16,24 +16,25 @@ class Median(CoordinateWiseRule):
 
     $\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
 
-    The median is that of each entry; of an even number the mean of the two in the middle.
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ against the model that the client started from; sample counts do not weigh.
+    The rule computes the median of each entry. For even K, it is the mean of the two middle values.
+    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the model that the client started from. The rule
+    ignores sample counts.
 
-    Breakdown point: with at most $\lceil K/2 \rceil - 1$ displacements that are whatever they are, each entry of the
-    step lies between the smallest and the largest of the others'. With one more it is anything. Within that range it
-    may still be led anywhere, entry by entry; and where clients hold different data the median is not the mean, with
-    no liar at all.
+    Breakdown point: if at most $\lceil K/2 \rceil - 1$ displacements are arbitrary, each entry of the step is between
+    the smallest and the largest value of the other displacements. With one more, it is unbounded. Attackers can still
+    choose each entry within that range. If clients have different data, the median differs from the mean even without
+    attackers.
 
     Args:
-        size: K.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        staleness: $s$: any function of an int.
+        size: the number K of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        staleness: the staleness weight $s$: any function of an int.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            medians of entries depend on the coordinates.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because entrywise medians depend on the coordinates.
 
-    Source: Yin et al. 2018, Algorithm 1 (option I), of displacements.
+    Source: Yin et al. 2018, Algorithm 1 (option I), applied to displacements.
 
     Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
         writes 1 and makes 2. It holds K - 1 displacements.
@@ -48,7 +49,7 @@ class Median(CoordinateWiseRule):
         [tensor([3., 1.])]
     """
 
-    needs_flat: ClassVar[str] = "medians of entries"
+    needs_flat: ClassVar[str] = "entrywise medians"
     size: int = 10
     rate: Rate = 1.0
     staleness: Weight = field(default_factory=Polynomial)

@@ -1,4 +1,4 @@
-"""Momentum for any rule: past movements of the model continue."""
+"""Momentum for any rule."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,17 +41,21 @@ __all__ = ["Momentum"]
 
 @dataclass(frozen=True)
 class Momentum(WrapperRule):
-    r"""Wrapper with $u \leftarrow \beta u + (\Theta' - \Theta)$, $\Theta \leftarrow \Theta + u$ of a step to $\Theta'$.
+    r"""Wrapper that adds momentum to a rule.
 
-    On a curved space $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, with $u$
-    transported along this step. The log is the shortest way from $\Theta$ to $\Theta'$: a step that was longer, beyond
-    the injectivity radius, is rejected. So is a $u$ whose square overflows in the dtype of the model. A buffered update
-    leaves $u$ unchanged. Of leaves of low rank $u$ is a sum of matrices, of which their spaces' `state_rank` is kept.
+    If the wrapped rule steps from $\Theta$ to $\Theta'$, then $u \leftarrow \beta u + (\Theta' - \Theta)$ and
+    $\Theta \leftarrow \Theta + u$.
+
+    On a curved space, $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, and $u$ is
+    transported along this step. The log is the shortest geodesic from $\Theta$ to $\Theta'$, so the wrapper rejects a
+    step beyond the injectivity radius. It also rejects a $u$ whose squared norm overflows in the dtype of the model. A
+    buffered update does not change $u$. For low-rank leaves, $u$ is a sum of matrices, truncated to the `state_rank` of
+    their spaces.
 
     Args:
-        rule: any rule.
-        beta: $\beta \in [0, 1)$.
-        nesterov: $\Theta \leftarrow \Theta' + \beta u$, with the new $u$, of a rule that works on rows; so
+        rule: the wrapped rule.
+        beta: the momentum coefficient $\beta \in [0, 1)$.
+        nesterov: use $\Theta \leftarrow \Theta' + \beta u$ with the new $u$. The rule must support `plan`. For example,
             `Momentum(FedAvg(k, 0.7), nesterov=True)` is the outer step of DiLoCo.
 
     Raises:
@@ -72,7 +76,7 @@ class Momentum(WrapperRule):
         [tensor([4.2500])]
     """
 
-    not_private_because: ClassVar[str] = "what it moves by is what the rule in it does; write Momentum(Private(rule))"
+    not_private_because: ClassVar[str] = "it applies the step of the wrapped rule; use Momentum(Private(rule))"
     rule: Rule
     beta: float = 0.9
     nesterov: bool = field(default=False, kw_only=True)
@@ -82,7 +86,7 @@ class Momentum(WrapperRule):
         check_rule_protocol(self.rule)
         check_decay("beta", self.beta)
         if self.nesterov and not self.accepts_tensor_lists:
-            raise ArgumentError(f"nesterov: expected a rule that works on rows, got {type(self.rule).__name__}")
+            raise ArgumentError(f"nesterov: expected a rule that supports `plan`, got {type(self.rule).__name__}")
 
     @property
     def is_private(self) -> bool:
@@ -90,7 +94,7 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what later steps add to the model if all later updates are zero, as terms of sums."""
+        """Return the sum of later steps if all later updates are zero, as lists of terms."""
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
         repeated = 1 / (1 - self.beta)
@@ -101,22 +105,22 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs of a private rule that it checks itself; a rejection of them would reveal them."""
+        """The inputs whose finiteness a private rule checks itself, because a rejection would reveal them."""
         return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
 
     @property
     def tensors(self) -> Mapping[str, int | None]:
-        """The further tensors of a payload, as the wrapped rule requires them."""
+        """The further tensors of a payload that the wrapped rule requires."""
         return getattr(self.rule, "tensors", {})
 
     @property
     def numbers(self) -> Sequence[str]:
-        """The further numbers of a payload, as the wrapped rule requires them."""
+        """The further numbers of a payload that the wrapped rule requires."""
         return getattr(self.rule, "numbers", ())
 
     def init(self, space: Manifold, start: Point) -> State:
         if self.nesterov and not space.flat:
-            raise ArgumentError("nesterov: expected a flat space, where a step and a velocity have a sum")
+            raise ArgumentError("nesterov: expected a flat space, as it adds a step and a velocity")
         return {"rule": self.rule.init(space, start)}
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -153,7 +157,7 @@ class Momentum(WrapperRule):
             check_log(space, here, u, outcome.numbers.get("norm", 0.0), math.sqrt(torch.finfo(current.dtype).eps))
             if "velocity" in state:
                 velocity = check_finite("state['velocity']", state["velocity"])
-                # The point was rounded since: what that took the velocity off the tangent space goes.
+                # Rounding moved the point after the velocity was computed. The projection restores tangency.
                 u = u + self.beta * tangents_at(space, here, velocity[None])[0]
             moved = float(norm(space, here, u))
             model = empty_like(current) if out is None else out
@@ -162,7 +166,7 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan the same step as algebra on the rows of the wrapped rule's step."""
+        """Plan a step with coefficients on the rows of the wrapped rule's step."""
         rule: Any = self.rule
         inner, outcome = rule.plan(space, state["rule"], update)
         after = {**state, "rule": inner}
@@ -194,7 +198,9 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, linear=LinearStep(frame, metrics))
 
     def _measured(self, frame: Frame, velocity: Matrix, gram: Gram | None) -> tuple[Frame, Gram | None]:
-        """Check the size of the next velocity; return the rows with inner products, or `None` if bounds are enough.
+        """Check the norm of the next velocity. Return the frame and its inner products.
+
+        The inner products are `None` if bounds on the norm are sufficient.
 
         Args:
             frame: the rows of the step.
@@ -212,15 +218,15 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """Check that a log has the length of the rule's step, as it has not outside the injectivity radius.
+    """Check that a log has the length of the rule's step, which fails outside the injectivity radius.
 
     Raises:
-        ArgumentError: if it is none, or a shorter way.
+        ArgumentError: if the log is not finite, or is shorter than the step.
     """
     shortest = float(norm(space, x, check_finite("points: log of the rule's step", log)))
     radius = float(space._injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf
     if step_norm > max(radius, (1 + tolerance) * shortest):
         raise ArgumentError(
             f"points: expected a step of the rule within the injectivity radius {radius:.3g}, "
-            f"got one of {step_norm:.3g}"
+            f"got a step of length {step_norm:.3g}"
         )

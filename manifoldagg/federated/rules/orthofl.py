@@ -30,43 +30,47 @@ PROTOCOLS = ("server", "client")
 class OrthoFL(ServerRule):
     r"""Rule with per-client models and orthogonal calibration.
 
-    $W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$, $\beta_t = \beta\, s(\tau - t)$; the client resumes from
+    $W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$ with $\beta_t = \beta\, s(\tau - t)$. The client resumes from
 
     $$W_m^{+} = W_m + \Delta - \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}\,\Delta_m,
     \qquad \Delta = W^t - W^{\tau+}, \quad \Delta_m = W_m - W_m^{\tau+},$$
 
     for each named tensor. $W^{\tau+}$ is the global model after the client's last update, including that update, and
-    $W_m^{\tau+}$ where it started; both are the model that it was first sent. A shift that is zero is one whose every
-    entry is zero, and is computed without a sum.
+    $W_m^{\tau+}$ is the model from which the client started. Before the client's first update, both are the first model
+    that it received. A shift counts as zero if every entry is zero, without a sum over the entries.
 
-    The option `protocol`: with `"server"` a client is sent $W_m^{+}$ and returns a model, so any trainer will do; the
-    server keeps $W_m^{+}$ and $W^{t+}$ for it. With `"client"` it is sent $W^t$ and $\beta_t$, and the trainer
-    [`Calibrated`][manifoldagg.federated.clients.Calibrated] makes both; the server keeps $W^t$ for it until
-    it comes for it. A function of the client is the hybrid; its result for a client must not change. Starts are the
-    same, bit for bit.
+    The option `protocol` determines where $W_m^{+}$ is computed. The models from which clients start are bit-identical
+    in all cases.
 
-    A late joiner starts from the global model. A client that was away, failed or was rejected keeps its start; what
-    the others did meanwhile is in its next $\Delta$. An update on a ticket that was in flight when a later one was used
-    is mixed into the model by its staleness, and leaves the client's start as it is.
+    - `"server"`: the server sends $W_m^{+}$, and the client returns a model, so any trainer works. The server stores
+      $W_m^{+}$ and $W^{t+}$ for the client.
+    - `"client"`: the server sends $W^t$ and $\beta_t$, and the trainer
+      [`Calibrated`][manifoldagg.federated.clients.Calibrated] computes $W_m^{+}$ and $W^{t+}$. The server stores $W^t$
+      until the client's next dispatch.
+    - A function of the client: a hybrid of both. Its result for a client must not change.
+
+    A late joiner starts from the global model. A client that was absent, failed or was rejected keeps its start, and
+    its next $\Delta$ includes the progress of the other clients. If a later ticket of the client was applied first, an
+    update on the earlier ticket is mixed into the model by its staleness and does not change the client's start.
 
     Args:
-        rate: $\beta$: a number, or a function of the version; $\beta_t$ is clamped to 1.
-        staleness: $s$; the paper counts delays from 1, and takes $s_a(x) = x^{-a}$ of them.
+        rate: the rate $\beta$: a number or a function of the version. $\beta_t$ is clamped to 1.
+        staleness: the staleness weight $s$. The paper counts delays from 1 and uses $s_a(x) = x^{-a}$.
         weighted: multiply $\beta_t$ by the client's share of the data.
         protocol: `"server"`, `"client"`, or a function from the client to one of the two.
-        calibration: `"orthogonal"`; `"none"`, which is FedAsync; `"pairwise"`: $W_m + \Delta - \operatorname{proj}
-            \Delta_m$ on the span of the latest updates of all other clients, which the state keeps, also of those
-            that left.
+        calibration: `"orthogonal"`, `"none"` or `"pairwise"`. `"none"` is FedAsync. `"pairwise"` is $W_m + \Delta -
+            \operatorname{proj} \Delta_m$ with the projection onto the span of the latest updates of all other clients.
+            The state stores these updates, including those of clients that left.
         granularity: `"tensor"`, or `"model"` (full projection).
-        moving_average: otherwise $W^{t+} = W_m^{+}$.
+        moving_average: use the moving average above. Otherwise, $W^{t+} = W_m^{+}$.
 
     Raises:
-        ArgumentError: naming the option that is out of range, or `protocol` where clients lack what the option needs;
-            where the space is curved, but for leaves of low rank, of which the server alone calibrates.
+        ArgumentError: if an option is out of range (the message names it), if `protocol` is not supported by the other
+            options, or if the space is curved. Low-rank leaves are supported with `protocol="server"`.
 
-    Source: OrthoFL (3)-(7), Algorithms 1 and 2, §5.3. The authors' code takes both shifts from the client's start and
-        the last client's calibrated model, drops a shift whose entries sum to 0, copies tensors with `bn` in their
-        name, and begins with $\beta_t = 1$; this follows the paper.
+    Source: OrthoFL (3)-(7), Algorithms 1 and 2, §5.3. This implementation follows the paper. The authors' code
+        computes both shifts from the client's start and the last client's calibrated model, drops a shift whose entries
+        sum to 0, copies tensors with `bn` in their name, and starts with $\beta_t = 1$.
 
     Cost: an update that moves the model reads 25 words a parameter, writes 6 and makes 5.
 
@@ -102,17 +106,15 @@ class OrthoFL(ServerRule):
             check_choice("protocol", self.protocol, PROTOCOLS)
         if self.protocol != "server" and (self.calibration != "orthogonal" or not self.moving_average):
             raise ArgumentError(
-                "protocol: expected server: a client can calibrate its own shift only, and only beside an average"
+                "protocol: expected 'server', as clients support only calibration='orthogonal' with moving_average=True"
             )
         if self.calibration == "none" and not self.moving_average:
-            raise ArgumentError("moving_average: expected True, as there is no calibrated model to put in its place")
+            raise ArgumentError("moving_average: expected True, as calibration='none' computes no calibrated model")
 
     def init(self, space: Manifold, start: Tensor) -> State:
         state = super().init(space, start)
         if space.ambient and self.protocol != "server":
-            raise ArgumentError(
-                f"protocol: expected 'server' where leaves are of low rank, got {short_repr(self.protocol)}"
-            )
+            raise ArgumentError(f"protocol: expected 'server' for low-rank leaves, got {short_repr(self.protocol)}")
         return state | ({"updates": {}} if self.calibration == "pairwise" else {})
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -139,7 +141,7 @@ class OrthoFL(ServerRule):
         kept = weight_at(self.staleness, update.staleness)
         rate = rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)
         rate = min(check_number("rate: step size", rate), 1.0)
-        # The ticket is older than what is kept: the start that it left with is gone.
+        # The ticket is older than the stored start, so the start of this ticket is no longer available.
         late = memory is not None and state["version"] - update.staleness < memory["version"]
         known = memory is not None and not late and "start" in memory
         start = memory["start"] if known else base
@@ -185,7 +187,7 @@ class OrthoFL(ServerRule):
 
 
 def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
-    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once, so that server and client get the same bits.
+    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once, so that server and client compute the same bits.
 
     Example:
         >>> import torch
@@ -196,7 +198,7 @@ def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None 
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    r"""Return the shift between two models, rounded once, by which server and client calibrate.
+    r"""Return the shift between two models, rounded once, so that server and client compute the same bits.
 
     Example:
         >>> import torch

@@ -33,38 +33,42 @@ __all__ = ["Private"]
 class Private(WrapperRule):
     r"""Wrapper that adds client-level differential privacy to a rule.
 
-    A rule that moves by sums of updates, for which it gets
+    The wrapped rule must step along a sum of updates $\sum_i a_i \Delta_i$. The wrapper replaces this sum by
 
-    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1,$$
+    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1.$$
 
-    in place of $\sum_i a_i \Delta_i$: whatever one update is, the sum without it is at most C away. All else that the
-    rule does follows from this sum. With $\sigma = 0$ and $C = \infty$ it is the rule itself, bit for bit.
+    Adding or removing one update changes the sum before the noise by at most C. The rest of the step depends only on
+    this sum. With $\sigma = 0$ and $C = \infty$, the results are bit-identical to those of the wrapped rule.
 
-    One model is a Gaussian mechanism of noise multiplier $\sigma$ for a client with one update in the buffer, and of
-    $\sigma / m$ for one with m. The total loss of a client is therefore at most that of a single such mechanism of
-    $\sigma / \sqrt n$ with $n = \sum_j m_j^2$ over all buffers j: `numbers["participations"]` is the largest n of all
-    clients so far, and [`epsilon`][manifoldagg.integrations.accounting.epsilon] says what that amounts to. What is
-    protected, from whom, and what is not: [Differential privacy](../guide/differential_privacy.md). An update whose
-    displacement is not finite, or too long for the dtype, counts as a zero update instead of being rejected.
+    Accounting: each model is the output of a Gaussian mechanism. Its noise multiplier is $\sigma$ for a client with one
+    update in the buffer, and $\sigma / m$ for a client with m updates. The total privacy loss of a client is therefore
+    at most that of a single Gaussian mechanism with noise multiplier $\sigma / \sqrt n$, where $n = \sum_j m_j^2$ over
+    all buffers j. The metric `numbers["participations"]` is the largest n of all clients so far, and
+    [`epsilon`][manifoldagg.integrations.accounting.epsilon] converts it to $\varepsilon$. The threat model is described
+    in [Differential privacy](../guide/differential_privacy.md).
+
+    An update whose displacement is not finite or is too long for the dtype counts as a zero update. It is not rejected.
 
     Args:
-        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Others are rejected with the
-            reason. `Momentum(Private(rule))` is as private as the rule.
-        clip: C, in the units of an update's norm.
-        noise: $\sigma$.
-        participations: the largest n of any client; an update that would exceed it is rejected.
-        seed: for experiments alone: who knows it can take the noise away. `None` draws a secret from the system.
+        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Other rules are rejected
+            with the reason. `Momentum(Private(rule))` is as private as `Private(rule)`.
+        clip: the clipping norm C, in the units of an update's norm.
+        noise: the noise multiplier $\sigma$.
+        participations: the limit of n for each client. An update that would exceed it is rejected.
+        seed: a seed for experiments only, because it allows anyone to subtract the noise. `None` uses a secret from the
+            operating system.
 
     Raises:
-        ArgumentError: naming the option that is out of range, or why the rule cannot be private; if the space is not
-            flat; for an outer optimizer.
+        ArgumentError: if an option is out of range, the rule cannot be private (the message gives the reason), the
+            space is not flat, or the rule is used in an outer optimizer.
         RuleError: if a staleness weight is above 1.
 
     Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models), Algorithm 1; Dong, Roth, Su
         2022, Corollary 3.3, for the composition.
 
     Cost: an update that moves the model reads 19 words a parameter, writes 3 and makes 2; one that waits reads 7,
-        writes 1 and makes 2. So with `FedBuff` and noise; to draw it, and a digest of the sum, take most of the time.
+        writes 1 and makes 2. These numbers are for `FedBuff` with noise. Sampling the noise and hashing the sum take
+        most of the time.
 
     Example:
         >>> import manifoldagg, torch
@@ -76,7 +80,7 @@ class Private(WrapperRule):
         1
     """
 
-    not_private_because: ClassVar[str] = "it is private already"
+    not_private_because: ClassVar[str] = "it is already private"
     is_private: ClassVar[bool] = True
     """Whether a server rejects options that would reveal a single client."""
     rule: Rule
@@ -93,7 +97,7 @@ class Private(WrapperRule):
             why = getattr(self.rule, "not_private_because", ServerRule.not_private_because)
             raise ArgumentError(f"rule: {name} cannot be private: {why}")
         if getattr(self.rule, "weighted", False):
-            raise ArgumentError(f"rule: expected {name}(weighted=False): sample counts are the clients' own data")
+            raise ArgumentError(f"rule: expected {name}(weighted=False), as sample counts are private data of clients")
         check_number("noise", self.noise, at_least=0)
         if self.noise or self.clip != math.inf:
             check_number("clip", self.clip, above=0)
@@ -104,11 +108,11 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the rule checks itself: the points, as a rejection of them would reveal them."""
+        """The inputs whose finiteness the rule checks itself. They include the points, as a rejection reveals them."""
         return ("points", *getattr(self.rule, "self_checked", ()))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what the waiting updates of the wrapped rule will add to the model."""
+        """Return the contribution of the wrapped rule's buffered updates to the next step."""
         carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
         return carried
 
@@ -116,7 +120,9 @@ class Private(WrapperRule):
         inner = self.rule.init(space, start)
         if not space.flat:
             curved = ", ".join(str(leaf) for leaf in space.leaves(start) if not leaf.space.flat)
-            raise ArgumentError(f"space: clipping and noise, of Private, need flat leaves; these are curved: {curved}")
+            raise ArgumentError(
+                f"space: expected flat leaves for the clipping and noise of Private, got curved leaves: {curved}"
+            )
         secret = secrets.token_bytes(64) if self.seed is None else str(self.seed).encode()
         return {"rule": inner, "participations": 0, "key": derive_key(secret)}
 
@@ -136,7 +142,7 @@ class Private(WrapperRule):
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
         memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
         version = state["rule"]["version"]
-        # With m updates in a buffer already, one more makes its square 2 m + 1 larger.
+        # A further update increases the square of the number m of updates in the buffer by 2 m + 1.
         here = memory["here"] if memory["version"] == version else 0
         mine = memory["n"] + 2 * here + 1
         if self.participations is not None and mine > self.participations:
@@ -148,7 +154,8 @@ class Private(WrapperRule):
         try:
             inner, outcome = rule.plan_with_noise(space, state["rule"], update, mechanism, out=out)
         except ArgumentError:
-            # A rejection would leave its place to the next update, so that all later buffers depended on this update.
+            # A rejection would shift all later updates between buffers, so that every later buffer would depend on
+            # this update.
             inner, outcome = rule.plan_with_noise(space, state["rule"], _zero_update(update), mechanism, out=out)
             told = {"clip": 0.0}
         largest = max(state["participations"], mine)
@@ -159,7 +166,7 @@ class Private(WrapperRule):
 
 
 def _zero_update(update: Update) -> Update:
-    """Return the update of a client that did not move the current model, whatever the points and base are."""
+    """Return an update with zero displacement, independent of the points and the base."""
     current: Any = update.current
     points = (current,) if isinstance(update.points, tuple) else current[None]
     return replace(update, base=current, points=points)

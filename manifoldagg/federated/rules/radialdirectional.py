@@ -17,23 +17,26 @@ __all__ = ["RadialDirectional"]
 
 @dataclass(frozen=True)
 class RadialDirectional(FedAvg):
-    r"""Rule that averages the lengths and the directions of tensors separately.
+    r"""Rule that averages the norms and the directions of tensors separately.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, of each tensor the mean length and direction in a cohort:
+    $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, with the mean norm and the mean direction of each tensor in a
+    cohort:
 
     $$\bar r = \frac{\sum_i w_i \|\Delta_i\|}{\sum_i w_i}, \qquad
       d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr), \qquad \varphi(x) = \frac{x}{\|x\|}.$$
 
-    Displacements that are nearly orthogonal shrink in a mean, the more of them there are; this one is as long as they
-    are. $\varphi(0) = 0$: where directions cancel, a tensor rests.
+    The norm of a mean of nearly orthogonal displacements decreases with their number. This rule preserves the mean
+    norm. $\varphi(0) = 0$, so a tensor does not move if its directions cancel.
 
     Args:
-        cohort: k.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        weighted: by each worker's share of the data $w_i$, such as its tokens; equally otherwise.
+        cohort: the number k of updates per step.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        weighted: weight updates by the worker's share of the data $w_i$, such as its tokens. Otherwise, the weights are
+            equal.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves).
 
     Source: Douillard et al. 2026, arXiv 2604.21428 (Decoupled DiLoCo). Its outer step is
         `Momentum(RadialDirectional(k, 0.7), nesterov=True)`.
@@ -56,7 +59,7 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return what the waiting updates will add to the model: at most the largest mean length of a tensor."""
+        """Return an upper bound on the next step: the sum of directions times the largest mean norm of a tensor."""
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []
@@ -82,7 +85,7 @@ class RadialDirectional(FedAvg):
         if waits:
             waiting = after | {"lengths": lengths, "buffer": frame.for_state(line)}
             numbers |= frame.diagnostics
-            # Sums of vectors of length 1, in weights whose sum is finite.
+            # The state is finite, as it is a sum of unit vectors with weights whose sum is finite.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
         rate = self.step_size(state)

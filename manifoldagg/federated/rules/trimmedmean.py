@@ -18,24 +18,24 @@ class TrimmedMean(CoordinateWiseRule):
 
     $\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
 
-    $x_{(1)} \le \dots \le x_{(K)}$ are the numbers $s(\tau - t_i)\, \Delta_i$ of an entry, in order. With b = 0 it is
-    [`FedBuff`][manifoldagg.federated.rules.FedBuff], with $b = \lceil K/2 \rceil - 1$
+    $x_{(1)} \le \dots \le x_{(K)}$ are the sorted values of an entry of $s(\tau - t_i)\, \Delta_i$. With b = 0, this is
+    [`FedBuff`][manifoldagg.federated.rules.FedBuff]. With $b = \lceil K/2 \rceil - 1$, it is
     [`Median`][manifoldagg.federated.rules.Median].
 
-    Breakdown point: with at most b displacements that are whatever they are, each entry of the step lies between the
-    smallest and the largest of the others'. With b + 1 it is anything.
+    Breakdown point: if at most b displacements are arbitrary, each entry of the step is between the smallest and the
+    largest value of the other displacements. With b + 1 arbitrary displacements, it is unbounded.
 
     Args:
-        size: K.
-        trim: b, how many are left out at either end, less than K / 2.
-        rate: $\eta_g$: a number, or a function of the version $\tau$.
-        staleness: $s$: any function of an int.
+        size: the number K of updates per step.
+        trim: the number b of values to discard at either end, less than K / 2.
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        staleness: the staleness weight $s$: any function of an int.
 
     Raises:
-        ArgumentError: naming the option that is out of range; where the space is curved, naming its curved leaves:
-            what is the smallest depends on the coordinates.
+        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
+            curved leaves), because the order of entries depends on the coordinates.
 
-    Source: Yin et al. 2018, Algorithm 1 (option II) with $\beta = b / K$, of displacements.
+    Source: Yin et al. 2018, Algorithm 1 (option II) with $\beta = b / K$, applied to displacements.
 
     Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
         writes 1 and makes 2. It holds K - 1 displacements.
@@ -50,7 +50,7 @@ class TrimmedMean(CoordinateWiseRule):
         [tensor([1.5000])]
     """
 
-    needs_flat: ClassVar[str] = "trimmed means of entries"
+    needs_flat: ClassVar[str] = "entrywise trimmed means"
     size: int = 10
     trim: int = 2
     rate: Rate = 1.0

@@ -50,7 +50,7 @@ __all__ = [
 CURRENT, BASE = "current: ", "base: "
 INIT_NAMES = {"space": "current", "start": "current"}
 STEP_NAMES = {"points": "update", "space": "current"}
-"""The arguments of `aggregate` that correspond to those of a rule's methods."""
+"""The arguments of `aggregate` that correspond to the arguments of a rule's methods."""
 USAGE = "aggregate(rule, state, current, base, update)"
 ADAPTERS_HINT = (
     "pass space=ParameterSpace.of_state_dict(model, adapters=True) for their products, or the same with adapters=False"
@@ -69,12 +69,12 @@ INFO_KEYWORDS = {
 
 @dataclass(frozen=True)
 class AggregateState:
-    """A rule's state, with the buffers and client states that a server stores.
+    """State of a rule with the pending buffers and the client states, which a server would store.
 
     Attributes:
         state: the state of the rule.
-        pending_buffers: the buffers of the updates since the model last moved.
-        client_states: the state that is stored for each client.
+        pending_buffers: the buffers of the updates since the last move of the model.
+        client_states: the stored state of each client.
     """
 
     state: State
@@ -107,57 +107,56 @@ def aggregate(
     r"""Apply one step of `rule`: aggregate a client's (stale) model into the server's model.
 
     A model is a state dict, or a list of tensors or NumPy arrays. The new model has the same type, order, dtypes and
-    devices. The function modifies only `out`. For models in float32 or float64 the result equals that of a
-    [`Server`][manifoldagg.Server] bit for bit; the caller stores the versions. Narrower models are rounded at every
-    call, whereas a server stores a float32 master. Tensors that share storage are tied and count once.
+    devices. The function modifies only `out`. For models in float32 or float64, the result is bit-identical to that of
+    a [`Server`][manifoldagg.Server]. The caller stores the versions. Narrower models are rounded in every call, whereas
+    a server stores a float32 master model. Tensors that share storage are tied and count once.
 
     Args:
-        rule: such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
-        state: the state that the previous call returned, which includes the client states; `None` in the first call.
-        current: $\Theta^\tau$, the server's model now.
-        base: $\Theta^t$, the model that the client started from.
-        update: the client's model; for a curve a sequence of models, the control points
-            $\varphi_1, \dots, \varphi_n$ with the client's model last.
+        rule: the rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
+        state: the state that the previous call returned, which includes the client states. `None` in the first call.
+        current: the server's current model $\Theta^\tau$.
+        base: the model $\Theta^t$ that the client started from.
+        update: the client's model. For a curve, a sequence of models: the control points
+            $\varphi_1, \dots, \varphi_n$, of which the last is the client's model.
         info: the information about the update besides the models, such as the client's name and its share of the data:
             [`UpdateInfo`][manifoldagg.UpdateInfo].
-        staleness: $\tau - t$ in versions, a shortcut for `info=UpdateInfo(staleness=...)`.
+        staleness: the staleness $\tau - t$ in versions, a shortcut for `info=UpdateInfo(staleness=...)`.
         space: the space of the models, with buffer policies, manifolds and adapters:
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Without it, the
             function infers `ParameterSpace.of_state_dict(current)`: entries named `running_mean`, `running_var` or
-            `num_batches_tracked` are buffers, all other floating entries are parameters of a flat space.
-        out: a model like `current`, into which the function writes the new model. It may be `current` itself or another
-            argument. Each entry has its own memory. The function writes after all checks: a rejected update leaves
-            `out` unchanged.
+            `num_batches_tracked` are buffers, and all other floating entries are parameters of a flat space.
+        out: a model in the format of `current`, to which the function writes the new model. It may be `current` or
+            another argument. Its entries must not share memory. The function writes after all checks, so a rejected
+            update leaves `out` unchanged.
 
     Returns:
         The new model (`out` if it is given), the next state, and the metrics of the step as a dictionary of floats. A
         buffered rule returns a copy of `current` until its buffer is full. The common metrics are:
 
-        - `cosine`: the cosine between the update and the drift; NaN if one of them is zero.
-        - `step`: the position on the curve of the update that the model moved to.
-        - `norm`: the distance that the model moved.
+        - `cosine`: the cosine of the update and the drift; NaN if one of them is zero.
+        - `step`: the parameter of the new model on the curve of the update.
+        - `norm`: the distance between the new model and `current`.
         - `rate`: the step size of the rule, after staleness weights and penalties.
         - `weight`: the weight of the update in the mean of a buffer or cohort.
         - `buffered`: the number of updates in the buffer after this one.
 
-        A rule reports only the metrics that it computes; the table in docs/guide/training_loop.md (section Metrics)
+        A rule reports only the metrics that it computes. The table in docs/guide/training_loop.md (section Metrics)
         lists all metrics and their rules.
 
     Raises:
-        ArgumentError: if an argument is invalid, naming it and the tensor in it. Why a server returns a receipt
-            instead: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
+        ArgumentError: if an argument is invalid. The message names the argument and its tensor. A server returns a
+            receipt instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
         RuleError: if the rule, or a schedule in it, returns an invalid result.
 
     Warns:
-        UserWarning: if the update looks like a difference of models; if an integer tensor with several entries changes
-            and the space has no policy for it; or if the model has factors of adapters and no `space` is given. If the
+        UserWarning: if the update is probably a difference of models, if an integer tensor with several entries changes
+            and the space has no policy for it, or if the model has factors of adapters and `space` is not given. If the
             warning is raised as an error, the call has changed nothing.
 
-    Cost: a rule that works on rows reads and writes the tensors in place, as often as its docstring says, and only the
-    result needs memory. Three kinds of tensors are copied: arrays in foreign byte order, 8-bit tensors, and tensors
+    Cost: a rule that supports `plan` reads and writes the tensors in place, as often as its docstring states, and only
+    the result needs memory. Three kinds of tensors are copied: arrays in foreign byte order, 8-bit tensors, and tensors
     that are not contiguous or are on another device than the first tensor. Other rules, and curved spaces, copy every
-    model into a vector. If the update is a difference, the
-    function computes the models first.
+    model into a vector. If the update is a difference, the function computes the models first.
 
     Example:
         >>> import numpy as np
@@ -194,11 +193,11 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
     """Check that a rule needs only models from clients.
 
     Args:
-        rule: to check.
-        usage: as in `check_rule`.
+        rule: the rule to check.
+        usage: the call for messages, as in `check_rule`.
 
     Raises:
-        ArgumentError: if it needs more, or is not a rule.
+        ArgumentError: if the rule needs further data from clients, or is not a rule.
     """
     if any(extra_fields(check_rule(rule, usage))):
         raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
@@ -206,12 +205,12 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 
 
 class _Inputs(NamedTuple):
-    """The checked models of a call.
+    """Checked models of a call.
 
     Attributes:
         plan: the plan of the step.
         space: the space of the models.
-        given: the named tensors of each model as the caller passed them.
+        given: the named tensors of each model, as passed by the caller.
         models: the named tensors in the leaves of the layout: stacks of adapters, and models instead of differences.
         points: the point of each model: a tensor list or a vector.
         name: the argument that contains the client's model, which is the last model.
@@ -237,9 +236,9 @@ def aggregate_step(
     *,
     difference_option: str = "info=UpdateInfo(difference=True)",
 ) -> StepResult:
-    """Apply one step as `aggregate` does, and return whether it has moved the model.
+    """Apply one step like `aggregate`, and return whether it has moved the model.
 
-    `difference_option` is the argument by which the caller passes a difference, for a warning.
+    A warning contains `difference_option`, the caller's argument for passing a difference.
     """
     with torch.no_grad():
         inputs = _read_inputs(rule, current, base, update, info, space)
@@ -261,7 +260,7 @@ def aggregate_step(
         memories = {name: tree for name, tree in kept.client_states.items() if name != info.client}
         if outcome.client_state is not None:
             memories[info.client] = outcome.client_state
-        # Without buffers and client states, the state for the next call is that of the rule alone.
+        # Without buffers and client states, the state for the next call is the plain state of the rule.
         is_plain = not memories and after.pending_buffers is None
         following = after.state if is_plain else AggregateState(after.state, after.pending_buffers, memories)
         return StepResult(new if out is None else out, following, dict(outcome.numbers), outcome.model is not None)
@@ -273,7 +272,7 @@ def _read_inputs(
     """Check the arguments and read the models in place.
 
     Raises:
-        ArgumentError: naming the argument that is invalid, and the tensor in it.
+        ArgumentError: if an argument is invalid. The message names the argument and its tensor.
     """
     if not isinstance(info, UpdateInfo):
         raise ArgumentError(f"info: expected an UpdateInfo, got {short_repr(info)}")
@@ -287,7 +286,7 @@ def _read_inputs(
             if has_factors:
                 warn_if_adapter_factors("current", given[CURRENT], ADAPTERS_HINT)
     except ArgumentError:
-        check_rule_needs_models_only(rule)  # If the rule is invalid too, the arguments may be in the wrong order.
+        check_rule_needs_models_only(rule)  # If the rule is also invalid, the arguments may be in the wrong order.
         raise
     try:
         plan = _cached_plan(rule, space, space.buffer_policies)
@@ -305,14 +304,14 @@ def _read_inputs(
 
 @lru_cache(maxsize=64)
 def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
-    """Return the space without options of the models with a signature, and whether they have factors of adapters."""
+    """Return the default space of the models with a signature, and whether they have factors of adapters."""
     return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
 
 
 def _make_plan(rule: Rule, space: ParameterSpace, buffer_policies: tuple[tuple[str, str], ...]) -> StepPlan:
     """Check a rule and the layout of a space.
 
-    The space contains the policies; they are an argument because equal spaces may have different policies.
+    The policies are an argument for caching, because equal spaces may have different policies.
     """
     check_rule_needs_models_only(rule)
     space.layout.check_parameters("current")
@@ -323,7 +322,7 @@ _cached_plan = lru_cache(maxsize=16)(_make_plan)
 
 
 def _named_models(current: Model, base: Model, update: Any) -> ModelsByPrefix:
-    """Return the named tensors of each model, the client's last."""
+    """Return the named tensors of each model. The last model is the client's."""
     points = [update] if isinstance(update, Mapping) or not _is_curve(current, update) else list(update)
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
@@ -335,7 +334,7 @@ def _named_models(current: Model, base: Model, update: Any) -> ModelsByPrefix:
 
 
 def _is_curve(current: Model, update: Any) -> bool:
-    """Return whether the update is a sequence of models of the kind of `current`."""
+    """Return whether the update is a sequence of models in the format of `current`."""
     if not isinstance(update, Sequence):
         return False
     inner = Mapping if isinstance(current, Mapping) else list | tuple
@@ -346,7 +345,7 @@ def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: Update
     """Return the models in the leaves of the layout: stacks of adapter factors, and models instead of differences.
 
     Raises:
-        ArgumentError: naming the argument or the tensor that is invalid.
+        ArgumentError: if an argument or a tensor is invalid. The message names it.
     """
     if info.scaling is not None and space.adapters is None:
         given = f"got {short_repr(info.scaling)}; {ADAPTERS_HINT}"
@@ -382,12 +381,12 @@ def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Te
     else:
         check_no_overlap(written, target, given)
     if in_place:
-        memory.disjoint_from = tuple(points)  # The step does not check this again.
+        memory.disjoint_from = tuple(points)  # The step skips a second check.
     return target, memory
 
 
 def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tuple[ModelState, Update]:
-    """Return the state of the server before the step, and the update in the form in which the rule reads it.
+    """Return the model state before the step, and the update in the format that the rule reads.
 
     Raises:
         ArgumentError: if the rule does not support the space.
@@ -417,12 +416,12 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
-    """Raise the error of a step again, naming the argument of `aggregate` that caused it."""
+    """Raise the error of a step again, with the name of the argument of `aggregate` that caused it."""
     plan, space, _, models, (here, _, *points), _ = inputs
     own = state.state if isinstance(state, AggregateState) else state
     # The models have been checked, so a row that does not match is part of the state.
     if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
-        expected = f"what {type(plan.rule).__name__} returned for such models, or None"
+        expected = f"a state that {type(plan.rule).__name__} returned for such models, or None"
         raise ArgumentError(f"state: expected {expected}") from error
     if isinstance(error, ArgumentError):
         if plan.uses_tensor_lists:
@@ -435,7 +434,7 @@ def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoRetur
 def _new_model(
     inputs: _Inputs, before: ModelState, after: ModelState, has_moved: bool, current: Model, target: Any
 ) -> Any:
-    """Return the new model in the format of `current`, or write it into `target`."""
+    """Return the new model in the format of `current`, or write it to `target`."""
     plan, space, given, _, _, _ = inputs
     new: Mapping[str, Tensor] = given[CURRENT]
     if not has_moved:

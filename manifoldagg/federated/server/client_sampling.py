@@ -1,4 +1,4 @@
-"""Client samplers: the clients to dispatch to, and when, as the rule declares it."""
+"""Client samplers: the choice of the clients that the server dispatches tasks to, as declared by the rule."""
 
 import abc
 import bisect
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""The number of clients that an error message lists."""
+"""The maximum number of clients in an error message."""
 
 
 class AvailableClients(Sequence[int]):
     """Ordered set of the available clients, with constant-time access by index.
 
-    The order follows from what was added and discarded, and says nothing. `num_changes` counts both.
+    The order is deterministic but arbitrary. `num_changes` counts additions and removals.
 
     Example:
         >>> here = AvailableClients([3, 5, 7])
@@ -71,7 +71,7 @@ class AvailableClients(Sequence[int]):
             self.num_changes += 1
 
     def discard(self, client: int) -> None:
-        """Remove `client`, if it is available, and move the last one to its position."""
+        """Remove `client`, if it is available, and move the last client to its position."""
         place = self._positions.pop(client, None)
         if place is not None:
             last = self._clients.pop()
@@ -82,10 +82,11 @@ class AvailableClients(Sequence[int]):
 
 
 class ClientSampler(abc.ABC):
-    """Base class of samplers, which return the clients to dispatch to after each event. Events arrive once, in order.
+    """Base class of samplers, which return the clients to dispatch to after each event.
 
-    A client is available if it accepts tasks. A client that has left and finishes its last task is not available.
-    Every method returns a list of available clients, with one entry for each task to dispatch.
+    The caller reports each event once and in order. A client is available if it accepts tasks. A client that has left
+    and finishes its last task is not available. Every method returns a list of available clients, with one entry for
+    each task to dispatch.
     """
 
     @abc.abstractmethod
@@ -109,16 +110,16 @@ class AsyncSampler(ClientSampler):
     """Sampler that dispatches to all clients, or to `concurrency` of them, and again after each returned update.
 
     Args:
-        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle ones. By default
-            every client has one task in flight, and no client is drawn.
-        generator: draws the clients.
+        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle clients. With
+            `None`, every client has one task in flight, and no client is drawn.
+        generator: the random generator.
     """
 
     def __init__(self, concurrency: int | None, generator: np.random.Generator) -> None:
         self._concurrency = concurrency
         self._generator = generator
         self._busy: set[int] = set()
-        # The clients to draw from; some of them may have left.
+        # The clients to draw from, some of which may have left.
         self._idle = AvailableClients()
 
     def start(self, available: AvailableClients) -> list[int]:
@@ -158,14 +159,14 @@ class AsyncSampler(ClientSampler):
 
 
 class CohortSampler(ClientSampler):
-    """Sampler that draws k clients, then waits until k updates were accepted before it draws the next k.
+    """Sampler that draws k clients, and draws the next k clients after k updates were accepted.
 
-    They are drawn uniformly and without replacement. Rejected and lost updates are replaced once no task is in flight.
-    Clients without a task since the model moved are drawn first.
+    Clients are drawn uniformly and without replacement. Rejected and lost updates are replaced when no task is in
+    flight. Clients without a task since the last move of the model are drawn first.
 
     Args:
-        cohort: k.
-        generator: draws the clients.
+        cohort: the number k of clients.
+        generator: the random generator.
     """
 
     def __init__(self, cohort: int, generator: np.random.Generator) -> None:
@@ -207,16 +208,16 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler that dispatches to every client once; after k accepted updates the rule draws k clients, busy or not.
+    """Sampler that dispatches to every client once, and then to k clients that the rule draws after k accepted updates.
 
-    If fewer than k clients are available, the sampler dispatches to all of them. It also draws when no task is in
-    flight.
+    The rule may draw busy clients. If fewer than k clients are available, the sampler dispatches to all of them. It
+    also draws when no task is in flight.
 
     Args:
-        draw: of the rule: k of the clients that it is given.
-        cohort: k.
-        concurrency: the number of clients of the first dispatch, drawn uniformly; all by default.
-        generator: draws the clients.
+        draw: the method of the rule that draws k of the given clients.
+        cohort: the number k of clients.
+        concurrency: the number of clients in the first dispatch, drawn uniformly. `None` means all clients.
+        generator: the random generator.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class RuleSampler(ClientSampler):
         def rule(present: Sequence[int], generator: np.random.Generator) -> list[int]:
             return draw(present, generator)
 
-        # A function, not a bound method, so that a copy of the sampler does not copy the rule.
+        # A deep copy of a bound method would copy the rule, but a deep copy of a function does not.
         self._draw_from_rule = rule
         self._cohort = cohort
         self._concurrency = concurrency
@@ -265,14 +266,14 @@ class RuleSampler(ClientSampler):
 
 
 class RoutedSampler(ClientSampler):
-    """Sampler that keeps a fixed number of tasks in flight; the rule's routing draws each client, busy or not.
+    """Sampler that keeps a fixed number of tasks in flight and draws clients by the rule's routing.
 
-    A client that is not available is not drawn; the shares of the others keep their ratios.
+    Busy clients may be drawn. Unavailable clients are not drawn, and the shares of the other clients keep their ratios.
 
     Args:
         shares: the share of the tasks of each client.
         concurrency: the number of tasks in flight.
-        generator: draws the clients.
+        generator: the random generator.
     """
 
     def __init__(self, shares: Mapping[int, float], concurrency: int, generator: np.random.Generator) -> None:
@@ -313,22 +314,24 @@ class RoutedSampler(ClientSampler):
 def sampler_for(
     rule: Rule, clients: Sequence[int], concurrency: int | None, generator: np.random.Generator
 ) -> ClientSampler:
-    """Return the sampler that a rule, or the rule that it wraps, declares.
+    """Return the sampler that a rule, or its wrapped rule, declares.
 
-    `routing` is [`RoutedSampler`][manifoldagg.federated.server.client_sampling.RoutedSampler], `draw` is
-    [`RuleSampler`][manifoldagg.federated.server.client_sampling.RuleSampler], a `cohort` of more than 1 is
-    [`CohortSampler`][manifoldagg.federated.server.client_sampling.CohortSampler], anything else
-    [`AsyncSampler`][manifoldagg.federated.server.client_sampling.AsyncSampler].
+    | attribute of the rule | sampler |
+    | --- | --- |
+    | `routing` | [`RoutedSampler`][manifoldagg.federated.server.client_sampling.RoutedSampler] |
+    | `draw` | [`RuleSampler`][manifoldagg.federated.server.client_sampling.RuleSampler] |
+    | `cohort` above 1 | [`CohortSampler`][manifoldagg.federated.server.client_sampling.CohortSampler] |
+    | otherwise | [`AsyncSampler`][manifoldagg.federated.server.client_sampling.AsyncSampler] |
 
     Args:
-        rule: of the server.
-        clients: all that will ever take part.
-        concurrency: the number of tasks in flight, or of the first dispatch, if the rule allows a choice.
-        generator: draws the clients; nothing else may draw from it.
+        rule: the rule of the server.
+        clients: all clients that may participate.
+        concurrency: the number of tasks in flight, or of clients in the first dispatch, if the rule allows a choice.
+        generator: the random generator, which only the sampler may use.
 
     Raises:
-        ArgumentError: if `concurrency` is not a positive integer, or the rule does not allow a choice; if the clients
-            of a routing differ.
+        ArgumentError: if `concurrency` is not a positive integer, if the rule does not allow a choice, or if the
+            routing has other clients.
     """
     if concurrency is not None:
         check_count("concurrency", concurrency)
@@ -348,7 +351,7 @@ def sampler_for(
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """Return an attribute of a rule, such as `routing`, or of the rule that it wraps; `None` if neither has it."""
+    """Return an attribute of a rule, such as `routing`, or of its wrapped rule, or `None` if neither has it."""
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)
     return None if rule is None else getattr(rule, name)
@@ -375,5 +378,5 @@ def shorten(clients: Sequence[Any]) -> str:
 
 
 def _sample(clients: Sequence[int], count: int, generator: np.random.Generator) -> list[int]:
-    """Sample at most `count` of them uniformly without replacement."""
+    """Sample at most `count` clients uniformly without replacement."""
     return [clients[i] for i in generator.permutation(len(clients))[:count]]

@@ -1,4 +1,4 @@
-"""Events of a server, as values that subscribers receive."""
+"""Events of a server, which subscribers receive."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -62,11 +62,11 @@ class Accepted(TicketEvent):
     """Event: an update was accepted.
 
     Attributes:
-        receipt: the receipt of its client, with staleness, weight and metrics.
-        row: its row of the server's `history`, with the metrics of the rule; read-only.
-        latency: seconds of the server's clock from the dispatch to the update.
-        seconds: seconds of the step, by the clock of the machine.
-        memory: bytes after it, as in `server.memory`.
+        receipt: the receipt for the client, with staleness, weight and metrics.
+        row: the read-only row of the server's `history`, with the metrics of the rule.
+        latency: the seconds from the dispatch to the update, by the server's clock.
+        seconds: the seconds of the step, by the clock of the machine.
+        memory: the memory usage in bytes after the update, as in `server.memory`.
     """
 
     receipt: Receipt
@@ -81,12 +81,12 @@ class Rejected(Event):
     """Event: an update was rejected.
 
     Attributes:
-        client: the client of the ticket; `None` if the ticket is unknown.
-        ticket: the id of the ticket; `None` if it is unknown.
+        client: the client of the ticket, or `None` if the ticket is unknown.
+        ticket: the id of the ticket, or `None` if the ticket is unknown.
         field: the invalid field, as in `server.rejected`.
-        reason: as in the receipt.
-        latency: seconds of the server's clock from the dispatch to the update; NaN if the ticket is unknown.
-        is_final: whether the ticket can accept no further update. Otherwise the client may try again.
+        reason: the reason, as in the receipt.
+        latency: the seconds from the dispatch to the update, by the server's clock; NaN if the ticket is unknown.
+        is_final: whether the ticket is closed. Otherwise, the client may send another update.
     """
 
     client: Hashable | None
@@ -104,7 +104,7 @@ class Dropped(TicketEvent):
 
 @dataclass(frozen=True)
 class Expired(TicketEvent):
-    """Event: a ticket expired, because no update arrived in time.
+    """Event: a ticket expired because its update did not arrive in time.
 
     Attributes:
         latency: the seconds since the ticket was issued.
@@ -118,9 +118,9 @@ class CheckpointWritten(Event):
     """Event: a checkpoint was written to the disk.
 
     Attributes:
-        path: of the file.
-        model_version: version of the model in it; `version` may be past it by now.
-        seconds: that it took.
+        path: the path of the file.
+        model_version: the version of the model in the checkpoint, which may be lower than `version`.
+        seconds: the duration of the write in seconds.
     """
 
     path: str
@@ -130,11 +130,11 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Event: a checkpoint failed; the older file is unchanged.
+    """Event: writing a checkpoint failed. The older file is unchanged.
 
     Attributes:
-        path: of the file.
-        reason: why.
+        path: the path of the file.
+        reason: the reason of the failure.
     """
 
     path: str
@@ -143,7 +143,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class Closed(Event):
-    """Event: the server was closed, and with it every ticket."""
+    """Event: the server and all its tickets were closed."""
 
 
 Callback: TypeAlias = Callable[[Event], object]

@@ -1,4 +1,4 @@
-"""Warnings about arguments that are valid but probably not what the caller means."""
+"""Warnings about arguments that are valid but probably not intended."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 MAX_NORM_RATIO = 0.1
-"""Training rarely shrinks all tensors of a model to this part: weight decay of 1e-4 per step alone needs 23,000 steps.
-The difference of a few epochs is usually shorter."""
+"""The limit of the norm of an update relative to its base. A difference of a few epochs is usually shorter. Training
+rarely shrinks all tensors of a model to this fraction: weight decay of 1e-4 per step alone needs 23,000 steps."""
 MAX_NORM_RATIO_OF_ONE_TENSOR = 0.01
-"""The limit if only one tensor of the base is not zero, because a single tensor can shrink further."""
+"""The limit if only one tensor of the base is nonzero, because a single tensor can shrink further."""
 MIN_PARAMETERS = 32
 """A model with fewer parameters may be trained to nearly zero."""
 SAMPLE_SIZE = 2**12
@@ -48,15 +48,15 @@ def warn_about_update(
     """Warn about a client's model that is probably a difference of models, or that changes integers.
 
     Args:
-        name: the argument that the update was passed as.
+        name: the name of the argument with the update.
         space: the space of the models, which have the leaves of its layout.
         update: the client's model.
         base: the model that the client started from.
         current: the server's model.
-        hint: how to pass a difference; `None` if the update is one.
+        hint: instructions for passing a difference, or `None` if the update is a difference.
 
     Raises:
-        ArgumentError: as `warn_if_difference`.
+        ArgumentError: for the same reason as in `warn_if_difference`.
     """
     if hint is not None:
         read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
@@ -77,20 +77,21 @@ def warn_if_difference(
     buffers: Iterable[tuple[str, Any]],
     hint: str,
 ) -> None:
-    """Warn about an update that is much shorter than its base in every tensor: it is probably a difference of models.
+    """Warn about an update whose tensors all have a much smaller norm than in its base.
 
-    The check runs before the checks of buffers, because a difference of models usually has negative variances.
+    Such an update is probably a difference of models. The check runs before the checks of buffers, because a difference
+    of models usually has negative variances.
 
     Args:
-        name: the argument that the update was passed as.
+        name: the name of the argument with the update.
         layout: the layout of the model.
         update: the parameters of the client's model.
         base: the parameters that the client started from.
         buffers: the names and values of the client's buffers that the server reads.
-        hint: how to send a difference.
+        hint: instructions for sending a difference.
 
     Raises:
-        ArgumentError: if such an update also has a negative variance, which a model never has.
+        ArgumentError: if such an update also has a negative variance, which is impossible for a model.
 
     Cost: if the update is not a difference, the check reads a few entries of one tensor.
     """
@@ -103,7 +104,7 @@ def warn_if_difference(
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
             before = _norm(base[leaf.name], looked)
-            # A tensor that is zero in the base, such as an initial bias, gives no evidence. Other checks reject NaN.
+            # A tensor that is zero in the base, such as an initial bias, is inconclusive. Other checks reject NaN.
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
@@ -111,7 +112,7 @@ def warn_if_difference(
             if part >= longest and before:
                 longest = part
                 where = leaf.name
-    # Both passes have counted each tensor, hence 2 for one tensor.
+    # Each tensor was counted in both passes, so a count of 2 means one tensor.
     if where and longest < (MAX_NORM_RATIO if telling > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
         given = f"what looks like a difference of models: {where} has {longest:.2g} x the norm of its base"
         told = f"{name}: expected the model itself, got {given}; {hint}"
@@ -121,7 +122,7 @@ def warn_if_difference(
 
 
 def warn_if_not_share(name: str, weight: float) -> None:
-    """Warn about a weight above 1, which is not a client's share of the data but probably its number of samples."""
+    """Warn about a weight above 1, which is probably a number of samples instead of a share of the data."""
     if weight > 1:
         how = "pass samples / total samples, and the sample count as samples="
         warn_caller(f"{name}: expected the client's share of the data, at most 1, got {short_repr(weight)}; {how}")
@@ -149,12 +150,12 @@ def warn_if_integers_change(
             continue
         mine = current[entry.name]
         if not torch.equal(update[entry.name].to(mine.device), mine):
-            told = f"{entry.dtype} is not averaged and stays the server's; to set its policy, pass {POLICY_HINT}"
-            warn_caller(f"{name}: {entry.name}: {told}")
+            hint = f"the server ignores changes of {entry.dtype} values; to set a policy, pass {POLICY_HINT}"
+            warn_caller(f"{name}: {entry.name}: {hint}")
 
 
 def _has_negative(tensor: Any) -> bool:
-    """Return whether an entry is negative; other checks reject a value that is not a dense floating tensor."""
+    """Return whether an entry is negative. Other checks reject values that are not dense floating tensors."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return False
     try:
@@ -164,7 +165,7 @@ def _has_negative(tensor: Any) -> bool:
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of the first `limit` entries, or of all."""
+    """Return the norm of the first `limit` entries, or of all entries with `limit=None`."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

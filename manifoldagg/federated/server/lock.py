@@ -10,10 +10,10 @@ __all__ = ["OwnedLock", "PendingUpdate", "UpdateLock"]
 
 
 class OwnedLock:
-    """A reentrant lock that tells whether the current thread owns it.
+    """A reentrant lock that reports whether the current thread owns it.
 
     Attributes:
-        lock: the lock. `with` acquires it in one instruction, so that an interrupt cannot leave it held.
+        lock: the lock. `with` acquires it in one bytecode instruction, so that an interrupt cannot leave it locked.
 
     Example:
         >>> mine = OwnedLock()
@@ -30,7 +30,7 @@ class OwnedLock:
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
-        """Whether this thread owns the lock."""
+        """Return whether this thread owns the lock."""
         try:
             self._owner_probe.notify()
         except RuntimeError:
@@ -39,13 +39,13 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """A pending update, from the call to its end.
+    """A pending update, from the start of the call to its end.
 
     Attributes:
         ticket: the id of its ticket.
         thread: the id of the calling thread.
         position: the position in the queue; `None` until the update is enqueued.
-        alive_lock: a lock that the call holds with `with` until it ends, so that an interrupt cannot leave it held.
+        alive_lock: a lock that the call holds until it ends. It uses `with`, so that an interrupt releases the lock.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -58,10 +58,10 @@ class PendingUpdate:
 
 
 class UpdateLock(OwnedLock):
-    """The lock that serialises updates, and the updates that wait for it.
+    """Lock that serialises updates, and the queue of updates that wait for it.
 
     Args:
-        max_queued: the number of updates that may wait in addition to the running one; `None` for any number.
+        max_queued: the number of updates that may wait in addition to the running one. `None` disables the limit.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -79,7 +79,7 @@ class UpdateLock(OwnedLock):
         super().__init__()
         self.max_queued = max_queued
         self._pid = os.getpid()
-        # Updates that have ended remain here until the next one is registered. Their locks are free.
+        # Ended updates remain here until the next update is registered. Their `alive_lock` is released.
         self._updates: dict[PendingUpdate, None] = {}
         self._positions = count()
 
@@ -115,24 +115,24 @@ class UpdateLock(OwnedLock):
             raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
 
     def check_process(self) -> None:
-        """Reject calls in a forked process: its state is a copy that clients do not know.
+        """Reject calls in a forked process, whose state is a copy that no client communicates with.
 
         Raises:
             ArgumentError: if the lock was created in another process.
         """
         if os.getpid() != self._pid:
             raise ArgumentError(
-                f"server: belongs to process {self._pid}, of which this is a fork; it can only be read here"
+                f"server: expected a call in process {self._pid}, got a call in a fork, where the server is read-only"
             )
 
     def check(self) -> None:
-        """Reject calls from within an update, whose thread would wait for itself.
+        """Reject calls from within an update, which would deadlock.
 
         Raises:
             ArgumentError: if the calling thread owns the lock.
         """
         if self.held_by_me():
-            raise ArgumentError("server: an update cannot wait for itself; call this after `receive` has returned")
+            raise ArgumentError("server: expected a call outside of an update; call this after `receive` has returned")
 
     def _alive(self) -> list[PendingUpdate]:
         return [update for update in [*self._updates] if update.alive_lock.locked()]

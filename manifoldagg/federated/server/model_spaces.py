@@ -19,7 +19,7 @@ from manifoldagg.manifolds.parameters import check_unscaled
 __all__ = ["MODEL_NAMES", "initial_model", "model_space", "resumed_space"]
 
 MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
-"""The argument that a caller passes in place of a space and a point of it."""
+"""The argument that a caller passes instead of a space and a point."""
 
 
 def model_space(
@@ -37,14 +37,14 @@ def model_space(
     Args:
         model: a module or a state dict.
         buffer_policy: the policies of the buffers.
-        manifolds: name or glob pattern to the space of those parameters.
-        adapters: whether pairs of factors in a state dict are one matrix each.
-        scaling: the factor of their products in the model.
+        manifolds: a mapping from names or glob patterns to the space of these parameters.
+        adapters: whether each pair of factors in a state dict represents one matrix.
+        scaling: the factor of the products of adapter factors in the model.
         expected: the kinds of models, for the message about another object.
         usage: the call with its arguments in the right order, for the same message.
 
     Raises:
-        ArgumentError: naming the argument that is invalid.
+        ArgumentError: if an argument is invalid. The message names it.
     """
     if not isinstance(model, torch.nn.Module | Mapping):
         raise ArgumentError(f"model: expected {expected}, got {short_repr(model)}; write {usage}")
@@ -70,10 +70,10 @@ def model_space(
 
 
 def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
-    """Check that the options for adapters have their defaults, because those of a module are not recognised.
+    """Check that the options for adapters have their defaults, because adapters of a module are not detected.
 
     Raises:
-        ArgumentError: naming the option that has another value.
+        ArgumentError: if an option has another value. The message names it.
     """
     if adapters is not None and check_choice("adapters", adapters, (True, False)):
         raise ArgumentError(
@@ -99,18 +99,18 @@ def resumed_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> tuple[Manifold, BufferPolicy | None]:
-    """Return the space of a server that is resumed, and the policies of its buffers; `None` for the saved ones.
+    """Return the space of a resumed server and the policies of its buffers, or `None` for the saved policies.
 
     Args:
-        model: a module or a state dict, or the space itself.
+        model: a module, a state dict, or the space itself.
         saved_policies: the policies of the checkpoint, by the names of the buffers.
         buffer_policy: the policies that replace the saved ones.
-        manifolds: as in `model_space`.
-        adapters: as in `model_space`.
-        scaling: as in `model_space`.
+        manifolds: the manifolds, as in `model_space`.
+        adapters: the option, as in `model_space`.
+        scaling: the scaling, as in `model_space`.
 
     Raises:
-        ArgumentError: naming the argument that is invalid.
+        ArgumentError: if an argument is invalid. The message names it.
     """
     if isinstance(model, Manifold):
         for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
@@ -118,7 +118,7 @@ def resumed_space(
             if not (value is default or (type(value) is float and value == default)):
                 raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
         return model, buffer_policy
-    # The name of a buffer may contain the special characters of a pattern. A pattern of a sequence may match nothing.
+    # Buffer names may contain special characters of patterns. Patterns in a sequence need not match a buffer.
     saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
     space, policies = model_space(
         model,

@@ -1,4 +1,4 @@
-"""The information about an update that a server adds to the client's model."""
+"""Information about an update besides the models, for `aggregate`."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -13,26 +13,27 @@ __all__ = ["UpdateInfo"]
 
 @dataclass(frozen=True)
 class UpdateInfo(KeywordHints):
-    r"""The information about an update that [`aggregate`][manifoldagg.aggregate] needs besides the models.
+    r"""Information about an update that [`aggregate`][manifoldagg.aggregate] needs besides the models.
 
     The constructor checks each value once.
 
     Args:
         client: the client's name, for rules with client states.
-        staleness: $\tau - t$, the number of versions between the client's base and the current model.
-        weight: $w_i$, the client's share of the data, in (0, 1].
+        staleness: the number $\tau - t$ of versions between the client's base and the current model.
+        weight: the client's share $w_i$ of the data, in (0, 1].
         samples: the number of samples that the client trained on.
         difference: whether the update is the difference $\varphi_i - \Theta^t$, entry by entry, instead of the model.
-            The function adds `base` and rounds the sum once to the dtype of the entry. The sum equals $\varphi_i$ bit
-            for bit, up to the sign of a zero, if the client's subtraction was exact, as it is for numbers within a
-            factor of 2 of each other. Buffers are differences too, but a boolean is the client's own value. Differences
-            require flat spaces, because differences of adapter factors are not differences of adapters.
+            `aggregate` adds `base` and rounds the sum once to the dtype of the entry. The sum is bit-identical to
+            $\varphi_i$, up to the sign of zeros, if the client's subtraction was exact. This is the case for numbers
+            within a factor of 2 of each other. Buffers are also differences, except for booleans, which are the
+            client's values. Differences require flat spaces, because differences of adapter factors are not differences
+            of adapters.
         scaling: the scaling of the client's adapters, if it differs from that of the space: a number, patterns or a
             config, as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
         share: the unnormalised weight of the client, as in [`Update`][manifoldagg.federated.Update].
 
     Raises:
-        ArgumentError: naming the field that is invalid.
+        ArgumentError: if a field is invalid. The message names it.
 
     Warns:
         UserWarning: if `weight` is above 1.

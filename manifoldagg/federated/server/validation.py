@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""The number of wrong names that an error message lists."""
+"""The maximum number of invalid names in an error message."""
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -65,24 +65,24 @@ FLOWER_RULES = {
     "FedTrimmedAvg": "TrimmedMean",
     "MultiKrum": "Krum",
 }
-"""The rules that implement strategies of Flower under another name."""
+"""The rules that implement Flower strategies with other names."""
 T = TypeVar("T")
 
 
 def check_rule(rule: Rule, usage: str = "") -> Rule:
-    """Return `rule` if it is an instance of a rule.
+    """Check that `rule` is an instance of a rule, and return it.
 
     Args:
-        rule: to check.
+        rule: the rule to check.
         usage: the call with its arguments in the right order. The message contains it if `rule` is a model.
 
     Raises:
-        ArgumentError: if `rule` is a name, a strategy of Flower, or lacks methods of a
-            [`Rule`][manifoldagg.federated.Rule]. The message names the closest rule.
+        ArgumentError: if `rule` is a name or a strategy of Flower (the message names the closest rule), or if it lacks
+            methods of a [`Rule`][manifoldagg.federated.Rule].
     """
     given: object = rule
     if isinstance(given, str):
-        from manifoldagg.federated import rules  # a few dozen modules, which only this message needs
+        from manifoldagg.federated import rules  # imports dozens of modules, which only this message needs
 
         near = closest_match(given, rules.__all__)
         hint = "" if near is None else f"; did you mean rules.{near}(...)?"
@@ -96,7 +96,7 @@ def _check_no_flower_strategy(given: object) -> None:
     """Reject a strategy of Flower. The check compares class names, because Flower may not be installed.
 
     Raises:
-        ArgumentError: naming the equivalent rule, or the table of rules.
+        ArgumentError: if `given` is a strategy of Flower. The message names the equivalent rule or the table of rules.
     """
     kind = given if isinstance(given, type) else type(given)
     theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "flwr"]
@@ -104,10 +104,10 @@ def _check_no_flower_strategy(given: object) -> None:
         return
     from manifoldagg.federated import rules
 
-    # Only the nearest class says what the strategy does, because most strategies derive from Flower's FedAvg.
+    # Only the most derived class is conclusive, because most strategies derive from Flower's FedAvg.
     name = FLOWER_RULES.get(theirs[0], theirs[0])
     is_known = name in rules.__all__
-    instead = f"manifoldagg.federated.rules.{name}" if is_known else "a rule of the table in docs/guide/rules.md"
+    instead = f"manifoldagg.federated.rules.{name}" if is_known else "a rule from the table in docs/guide/rules.md"
     raise ArgumentError(
         f"rule: expected a rule of manifoldagg.federated.rules, got Flower's strategy {kind.__name__}; use {instead}"
     )
@@ -115,18 +115,18 @@ def _check_no_flower_strategy(given: object) -> None:
 
 @dataclass(frozen=True)
 class PayloadSchema:
-    """The schema of the payloads of one server.
+    """Schema of the payloads of one server.
 
     Args:
         space: the space of the points.
         dtype: the dtype of the points.
         device: the device of the server.
-        tensors: the number of points of each further tensor, by name; `None` for one point without a batch dimension.
+        tensors: the number of points of each further tensor, by name. `None` means one point without a batch dimension.
         numbers: the names of further numbers.
         buffers: the buffers that a client returns.
         update_limits: the limits on sample counts and control points.
-        self_checked: the fields whose finiteness the rule checks itself, as messages name them. The server does not
-            read these tensors. If a step fails, `raise_nonfinite` names the field that is not finite.
+        self_checked: the fields whose finiteness the rule checks itself, with the names in messages. The server skips
+            its own check of these tensors. If a step fails, `raise_nonfinite` names the field that is not finite.
         accepts_nonfinite: whether the rule accepts points that are not finite.
     """
 
@@ -152,7 +152,7 @@ class PayloadSchema:
         tensors, numbers = extra_fields(rule)
         names = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
         checked = {f"tensors: {name}" for name in tensors if name in names}
-        # A Gram matrix and a combination of points that are not finite are not finite either.
+        # Non-finite points make the Gram matrix and each combination non-finite, which the rule detects.
         if "points" in names or accepts_tensor_lists(rule, space):
             checked |= {"points", "base"}
         private = bool(getattr(rule, "is_private", False))
@@ -161,10 +161,12 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Return `tensor`: finite, unless the rule checks that itself; points of a curved space must lie on it.
+        """Check the values of a tensor and return it.
+
+        Values must be finite, unless the rule checks this itself. Points of a curved space must be on the space.
 
         Raises:
-            ArgumentError: naming the field.
+            ArgumentError: if a value is invalid. The message names the field.
         """
         if is_point and not self.space.flat:
             return check_point(self.space, tensor, name=field)
@@ -177,29 +179,29 @@ class PayloadSchema:
 
     @cached_property
     def buffer_labels(self) -> dict[str, str]:
-        """The names of the buffers, and the fields that messages name."""
+        """The field name of each buffer in messages, by the name of the buffer."""
         return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
-    """Return the validated payload: plain tensors on the server's device and plain numbers.
+    """Validate a payload, and return it with plain tensors on the server's device and plain numbers.
 
-    The parts of a payload may be of classes whose own code raises or returns another value at each call. The result
-    contains nothing of such classes.
+    The parts of an untrusted payload may be instances of classes whose code raises exceptions or returns different
+    values in each call. The result contains only plain types.
 
     Args:
         schema: the schema of the server.
-        payload: the payload of the client. It is not written; tensors that need no conversion are not copied.
-        requires_base: whether it must contain the base.
+        payload: the payload of the client, which is not modified. Tensors that need no conversion are not copied.
+        requires_base: whether the payload must contain the base.
 
     Raises:
-        ArgumentError: naming the first invalid field.
+        ArgumentError: if a field is invalid. The message names the first one.
     """
     if not issubclass(type(payload), Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", partial(FIELDS, payload))
     points = _check_vectors(schema, "points", given, None)
-    # Before the points are read, because they may be too many to read.
+    # This check precedes reading the points, because reading too many points would take long.
     count = points.shape[0]
     most = schema.update_limits.max_points
     if count == 0:
@@ -224,10 +226,10 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
 
 
 def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
-    """Raise an error that names the unchecked non-finite input of an update that failed, if there is one.
+    """Raise an error for an unchecked non-finite input of a failed update, if there is such an input.
 
     Raises:
-        ArgumentError: naming the field, as `validate_payload` does for the fields that it checks.
+        ArgumentError: if an unchecked field is not finite. The message names it, as in `validate_payload`.
     """
     fields = {"points": payload.points, "base": payload.base}
     fields |= {f"tensors: {name}": tensor for name, tensor in payload.tensors.items()}
@@ -237,10 +239,10 @@ def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
-    """Return a valid initial model in its own memory: of a master dtype, finite, on the manifold.
+    """Check an initial model, and return a copy. The model must be finite, in a master dtype and on the manifold.
 
     Raises:
-        ArgumentError: naming what does not fit.
+        ArgumentError: if an argument is invalid. The message names it.
     """
     for name, kind, value in (("space", "Manifold", space), ("start", "point", start)):
         if isinstance(value, Rule):
@@ -253,7 +255,7 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
         raise ArgumentError(f"start: expected a point, got {short_repr(given)}; {hint}")
     check_finite("start", check_shape("start", start, *space.axes))
     if not start.numel():
-        raise ArgumentError("start: expected a model with parameters, got an empty one")
+        raise ArgumentError("start: expected a model with parameters, got an empty model")
     dtypes = (space.dtype,) if isinstance(space, ParameterSpace) else MASTER_DTYPES
     check_choice("start: dtype", start.dtype, dtypes)
     if not space.flat:
@@ -265,10 +267,10 @@ def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str,
     """Return the state of a rule before the first step.
 
     Args:
-        rule: to initialise.
-        space: of the models.
+        rule: the rule.
+        space: the space of the models.
         start: the initial model.
-        names: the arguments of the caller that stand for `space` and `start` in messages.
+        names: the caller's arguments that replace `space` and `start` in messages.
 
     Raises:
         ArgumentError: if the rule does not support the space, or an option of the rule is invalid there.
@@ -278,7 +280,7 @@ def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str,
 
 
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
-    """Call the code of an untrusted object, and report what it raises as an invalid argument."""
+    """Call the code of an untrusted object, and report its exceptions as an invalid argument."""
     try:
         return function()
     except Exception as error:
@@ -287,7 +289,7 @@ def _call_untrusted(name: str, function: Callable[[], T]) -> T:
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
     """Check plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
-    # By the type, because `__class__` of an untrusted object may be wrong or raise.
+    # `type` is safe, whereas `__class__` of an untrusted object may be wrong or raise an exception.
     tensor = require_dense(name, value) if issubclass(type(value), Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
     if tensor.dtype != schema.dtype:
@@ -296,9 +298,9 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 
 
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
-    """Return a plain tensor without derivative or subclass; unchanged if it already is one."""
+    """Return a tensor without gradient or subclass. A plain tensor is returned unchanged."""
     if type(tensor) is not Tensor:
-        # A class with its own dispatch, such as a fake or distributed tensor, has no memory that can be read.
+        # A class with its own dispatch, such as a fake or distributed tensor, has no readable memory.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -309,7 +311,7 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_samples(value: Any, max_samples: int) -> int:
-    """Return a reported sample count as a plain integer.
+    """Check a reported sample count, and return it as a plain integer.
 
     Raises:
         ArgumentError: if it is not an integer from 1 to `max_samples`.
@@ -321,7 +323,7 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """Return a value that is consistently an integer; `None` for anything else."""
+    """Return a value as a plain integer, or `None` if it is not consistently an integer."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
@@ -345,7 +347,7 @@ def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
 
 
 def _check_finite_number(name: str, value: Any) -> float:
-    """Return a finite float. `check_number` would propagate exceptions of the number's own code."""
+    """Check a number and return it as a float. `check_number` would propagate exceptions of the number's own code."""
     number = value if type(value) is float else _call_untrusted(name, partial(_as_float, value))
     if not math.isfinite(number):
         raise ArgumentError(f"{name}: expected a finite number, got {short_repr(value)}")
@@ -353,7 +355,7 @@ def _check_finite_number(name: str, value: Any) -> float:
 
 
 def _as_float(value: Any) -> float:
-    """Return a number as a float, infinite if it is too large; NaN for anything else."""
+    """Return a number as a float. Too large numbers become infinity, and other values become NaN."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -364,7 +366,7 @@ def _as_float(value: Any) -> float:
 
 def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
     given = _check_mapping("buffers", given, schema.buffer_labels)
-    # One check of all plain tensors is faster than one for each of them: models have hundreds of buffers.
+    # One check of all plain tensors is faster than a check of each tensor, as models have hundreds of buffers.
     is_tracked = needs_autograd_path([value for value in given.values() if type(value) is Tensor])
     found = {}
     for entry, label in zip(schema.buffers, schema.buffer_labels.values(), strict=True):
@@ -382,33 +384,34 @@ def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
 
 
 def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tensor:
-    """Return a plain tensor that has values. Nested tensors have no shape, and freed storage has no values.
+    """Check that a tensor is dense and has values, and return it as a plain tensor.
 
-    `untracked` skips the check that neither autograd nor a functorch transform tracks the tensor.
+    Nested tensors have no shape, and freed storage has no values. `untracked` skips the check that neither autograd nor
+    a functorch transform tracks the tensor.
     """
     is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
     tensor = value if is_plain else _plain_tensor(name, value)
     if not untracked and needs_autograd_path([tensor]):
         raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
     if tensor.is_nested:
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested one")
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested tensor")
     if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else tensor.layout
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a tensor {what}")
     if tensor.is_contiguous():
         last = tensor.storage_offset() + tensor.numel() - 1
     else:
         last = tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got one whose storage was freed")
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a tensor whose storage was freed")
     return tensor
 
 
 def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
-    """Return a mapping as a dict by names.
+    """Return a mapping from names as a dict.
 
     Raises:
-        ArgumentError: if it is not a mapping from names, or cannot be read.
+        ArgumentError: if `mapping` is not a mapping from names, or cannot be read.
     """
     if not issubclass(type(mapping), Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
@@ -418,12 +421,12 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     others = [key for key in found if not isinstance(key, str)]
     if others:
         raise ArgumentError(f"{name}: unknown: {_join_names(others)}")
-    # Names of a class with code of its own, as plain ones.
+    # Instances of subclasses of `str`, which may have their own code, become plain strings.
     return {str.__str__(key): value for key, value in found.items()}
 
 
 def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping that must have exactly the expected names."""
+    """Check that a mapping has exactly the expected names, and return it as a dict."""
     found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)
@@ -431,10 +434,10 @@ def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str,
 
 
 def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
-    """Check that all expected names are present, and no unknown ones.
+    """Check that all expected names are present, and that all names are known.
 
     Raises:
-        ArgumentError: naming the first that are missing, or unknown.
+        ArgumentError: if names are missing or unknown. The message contains the first of them.
     """
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
@@ -443,7 +446,7 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
 
 
 def _join_names(names: Collection[object]) -> str:
-    """Join the first names, and the number of the rest."""
+    """Join the first names and the number of further names."""
     further = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(heapq.nsmallest(MAX_LISTED, map(_short_name, names))) + further
 

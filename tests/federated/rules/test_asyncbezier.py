@@ -446,7 +446,7 @@ def test_the_defaults_are_those_of_the_paper(seed):
         ({"polygon": "yes"}, "polygon: expected"),
         (
             {"overshoot": "extend", "polygon": True},
-            "overshoot: expected 'clamp', as nothing follows the end of a polygon",
+            "overshoot: expected 'clamp', as a polygon has no extension",
         ),
         (
             {"overshoot": "extend", "pull_back": "conflict_free_prefix"},

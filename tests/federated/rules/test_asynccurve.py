@@ -257,7 +257,8 @@ def test_doors():
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             AsyncCurve(**options)
     with pytest.raises(
-        ArgumentError, match="space: rotated control points, of AsyncCurve, need flat leaves; these are curved: Sphere"
+        ArgumentError,
+        match="space: expected flat leaves for the rotated control points of AsyncCurve, got curved leaves: Sphere",
     ):
         AsyncCurve(1).init(Sphere(3), torch.eye(3)[0])
     server = Server(SPACE, AsyncCurve(N), draw(0, P))

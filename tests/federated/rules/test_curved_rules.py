@@ -317,12 +317,12 @@ def answered(rule, points):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: FedAdam(2).init(SPACE, POINTS.base), r"space: elementwise squares, of FedAdam.*turn: .*directions: .*metric: .*ball: "),
-        (lambda: DCASGD().init(SPACE, POINTS.base), r"space: products by coordinates, of DCASGD, need flat leaves.*turn: "),
+        (lambda: FedAdam(2).init(SPACE, POINTS.base), r"space: expected flat leaves for the elementwise squares of FedAdam.*turn: .*directions: .*metric: .*ball: "),
+        (lambda: DCASGD().init(SPACE, POINTS.base), r"space: expected flat leaves for the elementwise products of DCASGD.*turn: "),
         (lambda: AsyncBezier(threshold="auto").init(SPACE, POINTS.base), r"space: AutoThreshold.*needs flat leaves.*turn: "),
         (lambda: AsyncCorrected(correction=OrthoDyn()).init(SPACE, POINTS.base), "space: OrthoDyn without a schedule.*turn: "),
         (lambda: AsyncCorrected(correction=Position() >> OrthoDyn()).init(SPACE, POINTS.base), "space: OrthoDyn without a schedule"),
-        (lambda: AsyncBezier(overshoot="extend").init(SPACE, POINTS.base), "overshoot: extend follows a polynomial.*turn: "),
+        (lambda: AsyncBezier(overshoot="extend").init(SPACE, POINTS.base), "overshoot: expected .clamp., as .extend. needs flat leaves.*turn: "),
         (lambda: ASGD(transport="parallel").init(FRAMES, scene(0, space=FRAMES).base), r"transport: parallel needs transport, which frame: Stiefel"),
         (lambda: FedBuff(2, transport="parallel").init(FRAMES, scene(0, space=FRAMES).base), "transport: parallel needs transport"),
         (lambda: FedAsync().init(SPACE, 2 * POINTS.base), "start: turn: expected a point of"),

@@ -90,5 +90,5 @@ def test_curved_leaves_are_refused_by_name():
     tensors = {"turn": torch.eye(3), "w": torch.zeros(2)}
     space = ParameterSpace.of_state_dict(tensors, {"turn": SpecialOrthogonal(3)})
     for variant in ("constant", "adaptive"):
-        with pytest.raises(ArgumentError, match=r"need flat leaves; these are curved: turn: SpecialOrthogonal\(n=3\)"):
+        with pytest.raises(ArgumentError, match=r"got curved leaves: turn: SpecialOrthogonal\(n=3\)"):
             DCASGD(variant=variant).init(space, space.point(tensors))

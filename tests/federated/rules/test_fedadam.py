@@ -107,5 +107,7 @@ def test_constants_must_fit_the_dtype_of_the_model(options, words):
 
 def test_curved_leaves_are_refused_by_name():
     space = ParameterSpace.of_state_dict({"turn": torch.eye(3), "w": torch.zeros(2)}, {"turn": Sphere(3)})
-    with pytest.raises(ArgumentError, match=r"space: elementwise squares, of FedAdam, need flat leaves.*: turn: Power"):
+    with pytest.raises(
+        ArgumentError, match=r"space: expected flat leaves for the elementwise squares of FedAdam.*: turn: Power"
+    ):
         FedAdam(2).init(space, space.point({"turn": torch.eye(3), "w": torch.zeros(2)}))

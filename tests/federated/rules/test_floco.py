@@ -307,7 +307,8 @@ def test_doors():
     with pytest.raises(ArgumentError, match="^initial_std: "):
         FLOCO(1, initial_std=1e300, seed=2**64 - 1).init(SPACE, torch.zeros(P))
     with pytest.raises(
-        ArgumentError, match="space: simplices of models, of FLOCO, need flat leaves; these are curved: Sphere"
+        ArgumentError,
+        match="space: expected flat leaves for the simplices of models of FLOCO, got curved leaves: Sphere",
     ):
         FLOCO(1).init(Sphere(3), torch.eye(3)[0])
     server = Server(SPACE, FLOCO(2, 3), torch.zeros(P))

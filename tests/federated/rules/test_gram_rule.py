@@ -132,7 +132,7 @@ def test_coefficients_without_a_state_are_an_error_of_the_owner_of_the_rule(resu
         def coefficients(self, gram, state):
             return result
 
-    with pytest.raises(RuleError, match="coefficients: expected the coefficients and the state, a dict, got"):
+    with pytest.raises(RuleError, match="coefficients: expected a tuple of coefficients and a dict, got"):
         aggregate(Forgets(), None, MODEL, MODEL, MODEL)
 
 

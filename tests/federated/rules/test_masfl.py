@@ -375,4 +375,4 @@ def test_a_spike_is_forgotten_with_the_next_answer():
 def test_nobody_opens_where_nobody_is_asked_to():
     server = Server(SPACE, MasFL(1, initial="zero"), draw(7, D))
     given_ = Payload(draw(0, 1, D), 1, {"gradient": draw(0, D)}, {"opening": 1.0})
-    assert server.receive(server.dispatch("a").id, given_).reason == "numbers: opening: expected 0; got 1"
+    assert server.receive(server.dispatch("a").id, given_).reason == "numbers: opening: expected 0, got 1"

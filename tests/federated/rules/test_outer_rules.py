@@ -249,8 +249,14 @@ def test_a_cohort_that_cancels_rests():
             lambda: Momentum(GOLDEN["DiLoCo"].rule, nesterov=True).init(Sphere(3), torch.eye(3)[0]),
             "nesterov: expected a flat",
         ),
-        (lambda: HeLoCo().init(Sphere(3), torch.eye(3)[0]), "space: momenta from other points, of HeLoCo, need"),
-        (lambda: RadialDirectional(2).init(Sphere(3), torch.eye(3)[0]), "space: lengths of tensors"),
+        (
+            lambda: HeLoCo().init(Sphere(3), torch.eye(3)[0]),
+            "space: expected flat leaves for the momenta from other points of HeLoCo",
+        ),
+        (
+            lambda: RadialDirectional(2).init(Sphere(3), torch.eye(3)[0]),
+            "space: expected flat leaves for the lengths of tensors",
+        ),
     ],
 )
 def test_bad_options_are_refused(call, words):

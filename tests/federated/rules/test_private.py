@@ -222,15 +222,15 @@ def test_the_front_door_keeps_count_of_clients():
 
 
 WHY = {
-    "FedAsync": "every single update moves the model",
-    "AsyncBezier": "every single update moves the model",
-    "DelayedNesterov": "every single update moves the model",
+    "FedAsync": "every update moves the model",
+    "AsyncBezier": "every update moves the model",
+    "DelayedNesterov": "every update moves the model",
     "CA2FL": "it stores each client's update and adds it again",
     "MasFL": "it stores a control variate of each client",
     "OrthoFL": "clients start from their own updates",
     "RadialDirectional": "it divides each tensor of an update by its length",
-    "Momentum": "write Momentum(Private(rule))",
-    "Private": "it is private already",
+    "Momentum": "use Momentum(Private(rule))",
+    "Private": "it is already private",
     "AsyncFedED": "its step is not a sum of updates",
     "HeLoCo": "its step is not a sum of updates",
 }
@@ -259,7 +259,7 @@ def descended(rule):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Private(FedAvg(2), 1.0, 1.0), r"rule: expected FedAvg\(weighted=False\): sample counts"),
+        (lambda: Private(FedAvg(2), 1.0, 1.0), r"rule: expected FedAvg\(weighted=False\), as sample counts"),
         (lambda: Private(FedBuff(2), 0.0, 1.0), "clip: expected a finite number > 0, got 0.0"),
         (lambda: Private(FedBuff(2), math.inf, 1.0), "clip: expected a finite number > 0, got inf"),
         (lambda: Private(FedBuff(2), 1.0, -1.0), "noise: expected a finite number >= 0, got -1.0"),
@@ -267,7 +267,7 @@ def descended(rule):
         (lambda: Private("fedbuff", 1.0, 1.0), "rule: expected a rule of manifoldagg.federated.rules, got 'fedbuff'"),
         (
             lambda: Server(Sphere(3), Private(FedBuff(2), 1.0, 1.0), torch.eye(3)[0]),
-            r"space: clipping and noise, of Private, need flat leaves; these are curved: .*Sphere",
+            r"space: expected flat leaves for the clipping and noise of Private, got curved leaves: .*Sphere",
         ),
         (
             lambda: Server(

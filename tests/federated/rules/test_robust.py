@@ -278,10 +278,13 @@ def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
             lambda: Krum(8, num_byzantine=2, num_selected=5),
             "num_selected: expected at most size - num_byzantine - 2 = 4, got 5",
         ),
-        (lambda: Median().init(Sphere(3), torch.eye(3)[0]), "space: medians of entries, of Median, need flat leaves"),
+        (
+            lambda: Median().init(Sphere(3), torch.eye(3)[0]),
+            "space: expected flat leaves for the entrywise medians of Median",
+        ),
         (
             lambda: TrimmedMean().init(Sphere(3), torch.eye(3)[0]),
-            "space: trimmed means of entries, of TrimmedMean, need flat leaves",
+            "space: expected flat leaves for the entrywise trimmed means of TrimmedMean",
         ),
     ],
 )

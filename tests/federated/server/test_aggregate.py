@@ -163,7 +163,7 @@ def test_integers_that_change_are_named():
     """A quantised weight is not averaged, but stays the server's."""
     current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
     with pytest.warns(
-        UserWarning, match=r"update: q: torch.int64 is not averaged and stays the server's.*, buffer_policy=\.\.\.\)$"
+        UserWarning, match=r"update: q: the server ignores changes of torch.int64 values; .*, buffer_policy=\.\.\.\)$"
     ):
         new, _, _ = aggregate(FedAsync(0.5), None, current, current, update)
     assert new["q"].tolist() == [0, 0, 0]
@@ -272,7 +272,7 @@ def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
     new, _, _ = aggregate(FedAsync(0.5), None, state, state, state | {"w": torch.zeros(2)}, space=space)
     assert torch.equal(new["mask"], mask)
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(ArgumentError, match="update: mask: expected finite values, or those of the current"):
+        with pytest.raises(ArgumentError, match="update: mask: expected finite values, or the values of the current"):
             aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, space=space)
 
 
@@ -657,7 +657,9 @@ def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
 )
 def test_the_state_of_another_rule_or_model_is_named(rule, state):
     current = {"w": torch.ones(2)}
-    with pytest.raises(ArgumentError, match=f"state: expected what {type(rule).__name__} returned for such models"):
+    with pytest.raises(
+        ArgumentError, match=f"state: expected a state that {type(rule).__name__} returned for such models"
+    ):
         aggregate(rule, state, current, W, {"w": torch.ones(2)}, out=current)
     assert current["w"].tolist() == [1.0, 1.0]
 

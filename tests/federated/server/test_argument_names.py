@@ -228,7 +228,7 @@ def test_a_rule_that_does_not_support_the_space_is_reported_under_the_callers_ar
     curved = {"weight": Sphere(4)}
     model = nn.Linear(4, 2, bias=False)
     nn.init.eye_(model.weight)
-    state, words = model.state_dict(), "gradients, of GeneralizedAsyncSGD, need flat leaves"
+    state, words = model.state_dict(), "expected flat leaves for the gradients of GeneralizedAsyncSGD"
     for call, name in (
         (lambda: Server.of(model, rule, manifolds=curved), "model"),
         (lambda: Server.of(state, rule, manifolds=curved), "model"),

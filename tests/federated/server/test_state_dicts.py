@@ -153,7 +153,7 @@ def test_modules_that_are_none_are_refused():
     ):
         with pytest.raises(ArgumentError, match=words):
             Server.of(model, rules.FedAsync())
-    with pytest.raises(ArgumentError, match="start: expected a model with parameters, got an empty one"):
+    with pytest.raises(ArgumentError, match="start: expected a model with parameters, got an empty model"):
         Server(ParameterSpace.of(nn.ReLU()), rules.FedAsync(), torch.zeros(0))
 
 
@@ -213,7 +213,7 @@ FREED.untyped_storage().resize_(0)
         (STATE | {"0.weight": torch.ones(8, 3, device="meta")}, "model: 0.weight: expected a dense tensor with values"),
         (
             lambda: STATE | {"0.weight": FREED},
-            "model: 0.weight: expected a dense tensor with values, got one whose storage",
+            "model: 0.weight: expected a dense tensor with values, got a tensor whose storage",
         ),
         ({n: x for n, x in STATE.items() if "1." not in n}, "model: missing: 1.bias, 1.weight"),
         ({n: x for n, x in STATE.items() if n != "1.running_var"}, "model: missing: 1.running_var"),

@@ -95,7 +95,7 @@ def test_a_trainer_that_writes_in_place_leaves_the_tensors_of_this_process_uncha
 def test_a_task_that_kills_every_process_is_told_by_its_client():
     of = federation()
     method = Method("dies", FedAsync(0.5), runners.Dies(len(of.train[2])))
-    with pytest.raises(ArgumentError, match=r"a task of client 2 could not be done: 4 executors .*__main__"):
+    with pytest.raises(ArgumentError, match=r"a task of client 2 failed: 4 consecutive executors .*__main__"):
         run(of, method, num_updates=10, executor=processes(2))
 
 

@@ -161,10 +161,10 @@ def test_an_answer_out_of_turn_is_refused():
     with TaskRunner(of, runners.LOCAL) as runner:
         runner.submit(TaskId(0, 0), runners.message(of))
         runner.submit(TaskId(0, 1), runners.message(of))
-        with pytest.raises(ArgumentError, match="task_id: .* was given already"):
+        with pytest.raises(ArgumentError, match="task_id: expected a new identifier, got .* again"):
             runner.submit(TaskId(0, 1), runners.message(of))
         for key in (TaskId(0, 1), TaskId(2, 0)):
-            with pytest.raises(ArgumentError, match="task_id: .* is not the next task of its client"):
+            with pytest.raises(ArgumentError, match="task_id: expected the next task of a client, got"):
                 runner.result(key)
         assert runner.result(TaskId(0, 0)).samples > 0
 
@@ -223,7 +223,7 @@ def test_a_task_that_breaks_every_executor_is_told_by_its_client():
         made.append(Breaks(len(made), lambda key: key.client == 2))
         return made[-1]
 
-    with pytest.raises(ArgumentError, match=r"executor: a task of client 2 could not be done: 4 executors in a row"):
+    with pytest.raises(ArgumentError, match=r"executor: a task of client 2 failed: 4 consecutive executors"):
         trained("fedasync", "plain", make)
     assert not any(executor._thread.is_alive() for executor in made)
 
@@ -231,18 +231,21 @@ def test_a_task_that_breaks_every_executor_is_told_by_its_client():
 def test_a_given_executor_that_breaks_is_an_error_at_once():
     executor = Breaks(0, lambda key: key.client == 2)
     with pytest.raises(
-        ArgumentError, match=r"executor: it broke \(BrokenProcessPool: .*\); pass a factory of executors"
+        ArgumentError,
+        match=r"executor: the executor failed \(BrokenProcessPool: .*\); pass a function that returns executors",
     ):
         trained("fedasync", "plain", executor)
     executor.shutdown()
-    with pytest.raises(ArgumentError, match="executor: it broke"):
+    with pytest.raises(ArgumentError, match="executor: the executor failed"):
         trained("fedasync", "plain", executor)
 
 
 def test_an_executor_that_was_shut_down_is_an_error():
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
-    with pytest.raises(ArgumentError, match=r"executor: it broke \(RuntimeError: cannot schedule new futures"):
+    with pytest.raises(
+        ArgumentError, match=r"executor: the executor failed \(RuntimeError: cannot schedule new futures"
+    ):
         trained("fedasync", "plain", pool)
 
 

@@ -157,7 +157,9 @@ class Elsewhere:
 
 
 def test_a_trainer_that_a_worker_cannot_make_is_reported():
-    with pytest.raises(ArgumentError, match="executor: a worker cannot make the federation or the trainer: no module"):
+    with pytest.raises(
+        ArgumentError, match="executor: a worker cannot unpickle the federation or the trainer: no module"
+    ):
         run(federation(), Method("odd", FedAsync(0.5), Elsewhere()), num_updates=3, executor=partial(Posted, 0, 2))
 
 

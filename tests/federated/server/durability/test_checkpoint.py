@@ -337,7 +337,7 @@ def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path)
         with pytest.raises(CheckpointError, match=rf"{told}.*; an older one is .*server\.1$"):
             Server.resume(path, SPACE, Adds())
     tensor_file.save(path, "clock", {})
-    with pytest.raises(CheckpointError, match="holds a clock, expected a server"):
+    with pytest.raises(CheckpointError, match="contains a clock, expected a server"):
         Server.resume(path, SPACE, Adds())
     assert Server.resume(f"{path}.1", SPACE, Adds()).version == 0
 
@@ -363,7 +363,7 @@ def test_another_backend_warns(tmp_path, monkeypatch):
         ({"every_updates": 0}, "every_updates: expected an integer >= 1"),
         ({"every_seconds": 0.0}, "every_seconds: expected a finite number > 0"),
         ({"every_updates": 1, "keep": 0}, "keep: expected an integer >= 1"),
-        ({"every_updates": 1, "path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
+        ({"every_updates": 1, "path": "nowhere/at/all"}, "path: expected the path of a file in an existing folder"),
     ],
 )
 def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
@@ -494,7 +494,7 @@ def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
 
     server = fresh(Saves())
     assert (
-        "an update cannot wait for itself"
+        "expected a call outside of an update"
         in server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).reason
     )
     server.close()

@@ -1011,7 +1011,7 @@ def test_a_flood_of_refusals_writes_nothing(tmp_path):
     [
         ({"fsync": "never"}, "fsync: expected"),
         ({"fsync_every": 0}, "fsync_every: expected an integer >= 1"),
-        ({"path": "nowhere/at/all"}, "path: expected that of a file in a folder that exists"),
+        ({"path": "nowhere/at/all"}, "path: expected the path of a file in an existing folder"),
     ],
 )
 def test_where_and_how_is_checked_at_the_door(tmp_path, given, told, as_shipped):

@@ -149,7 +149,7 @@ def test_a_replaced_rule_that_does_not_support_the_model_is_rejected(tmp_path):
     curved = {"weight": Sphere(4)}
     Server.of(model, RULE, manifolds=curved).save(tmp_path / "server")
     rule = GeneralizedAsyncSGD([1.0])
-    with pytest.raises(ArgumentError, match="^model: gradients, of GeneralizedAsyncSGD, need flat leaves"):
+    with pytest.raises(ArgumentError, match="^model: expected flat leaves for the gradients of GeneralizedAsyncSGD"):
         Server.resume(tmp_path / "server", model, rule, manifolds=curved, replace=True)
 
 
