@@ -190,7 +190,7 @@ def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
     for ticket, payload in rest:
         one.receive(ticket, payload)
     expected, told = one.model, one.history[-1]["participations"]
-    two = Server.resume(tmp_path / "saved", SPACE, rule, durability=Durability(journal=None))
+    two = Server.resume(tmp_path / "saved", SPACE, rule, ignore_journal=True)
     for ticket, payload in rest:
         two.receive(ticket, payload)
     assert torch.equal(two.model, expected)
@@ -276,19 +276,19 @@ def descended(rule):
                 torch.zeros(P),
                 limits=ServerLimits(UpdateLimits(norm_factor=10.0)),
             ),
-            "update_limits: norm_factor: expected None with Private: updates of some clients would limit those of others",
+            "limits: update: norm_factor: expected None with Private: updates of some clients would limit those of others",
         ),
         (
             lambda: Server(
                 SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), limits=ServerLimits(UpdateLimits(clip_factor=2.0))
             ),
-            "update_limits: clip_factor: expected None with Private",
+            "limits: update: clip_factor: expected None with Private",
         ),
         (
             lambda: Server(
                 SPACE, Private(FedBuff(2), 1.0, 1.0), torch.zeros(P), limits=ServerLimits(UpdateLimits(max_norm=1.0))
             ),
-            "update_limits: max_norm: expected None with Private: a rejection would reveal the update of a client",
+            "limits: update: max_norm: expected None with Private: a rejection would reveal the update of a client",
         ),
         (
             lambda: Server(
@@ -297,7 +297,7 @@ def descended(rule):
                 torch.zeros(P),
                 limits=ServerLimits(UpdateLimits(min_cosine=0.0)),
             ),
-            "update_limits: min_cosine: expected None with Private",
+            "limits: update: min_cosine: expected None with Private",
         ),
         (
             lambda: Server.of(torch.nn.BatchNorm1d(2), Momentum(Private(FedBuff(2), 1.0, 1.0))),
@@ -350,7 +350,7 @@ def test_an_unusable_update_takes_its_place_as_a_zero_one(rule, noise, special):
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_it_does_so_in_a_momentum_and_with_a_clip(rule, clip):
     limits = UpdateLimits(clip=clip)
-    runs = [world(rule, x, wrap=Momentum, update_limits=limits) for x in (NAN, 0.0)]
+    runs = [world(rule, x, wrap=Momentum, limits=limits) for x in (NAN, 0.0)]
     assert all(map(torch.equal, *(models for models, _ in runs)))
     assert all(receipt.accepted for receipt in runs[0][1])
 

@@ -110,7 +110,7 @@ LIMITS = {
 def test_limits_bound_each_update_of_a_minority(name, colluders):
     """The table of the guide: n colluding clients move the model by n times as much as one, and no farther."""
     limits, bound, clips = LIMITS[name]
-    server = serve(ASGD(1.0), weights="uniform", update_limits=limits)
+    server = serve(ASGD(1.0), weights="uniform", limits=limits)
     before = server.model
     for i in range(colluders):
         assert send(server, f"liar-{i}", 1e9).accepted == clips

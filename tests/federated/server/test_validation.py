@@ -517,7 +517,10 @@ def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
 
 
 BY_ROWS = {
-    name: rule for name, rule in golden().items() if accepts_tensor_lists(rule, Flat(P)) and not any(extra_fields(rule))
+    name: rule
+    for name, rule in golden().items()
+    # A private rule counts an update that is not finite as a zero update.
+    if accepts_tensor_lists(rule, Flat(P)) and not any(extra_fields(rule)) and not getattr(rule, "is_private", False)
 }
 
 
