@@ -163,7 +163,7 @@ WRONG = [
         ["--methods", "fedasync,nowhere:Signs:rate=1"],
         "methods: nowhere:Signs: expected a method or an importable module",
     ),
-    (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected none in the second phase"),
+    (["--methods", "asyncbezier:degree=1"], "methods: asyncbezier: epochs: expected (4, 0), because"),
     (["--methods", "fedasync:trainer.=3"], "methods: fedasync: expected an option of the trainer after the dot"),
     (["--methods", "fedasync:staleness.=3"], "methods: fedasync: staleness: expected one of its options behind"),
     (["--methods", "fedasync:staleness.b=5"], "error: methods: fedasync: staleness: no option 'b'"),

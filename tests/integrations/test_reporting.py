@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from manifoldagg import tensor_file
 from manifoldagg.errors import ArgumentError, CheckpointError
-from manifoldagg.federated import CheckpointPolicy, Durability, rules
+from manifoldagg.federated import CheckpointPolicy, Durability, ServerLimits, UpdateLimits, rules
 from manifoldagg.federated.server.events import Accepted, CheckpointFailed, Dispatched, Rejected
 from manifoldagg.integrations.flower import Asynchronous
 from manifoldagg.integrations.flower.reporting import MAX_LISTED_NODES, RunReport
@@ -162,14 +162,18 @@ def test_failed_tasks_are_counted_apart_from_rejected_updates(caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "seconds", "field"), [({"max_staleness": 0}, 0.1, "staleness"), ({"timeout": 0.3}, 0.8, "ticket")]
+    ("limits", "seconds", "field"),
+    [
+        (UpdateLimits(max_staleness=0), 0.1, "staleness"),
+        (ServerLimits(timeout=0.3), 0.8, "ticket"),
+    ],
 )
-def test_stale_updates_and_updates_of_expired_tickets_count_as_rejected(options, seconds, field, caplog):
+def test_stale_updates_and_updates_of_expired_tickets_count_as_rejected(limits, seconds, field, caplog):
     def train(state, part):
         time.sleep(seconds * (part == 1))
         return halfway(state, part)
 
-    strategy = asynchronous(updates=1, fraction_evaluate=0.0, **options)
+    strategy = asynchronous(updates=1, fraction_evaluate=0.0, limits=limits)
     with running(plain_app(train), 2) as engine:
 
         def look(number, arrays):
@@ -352,9 +356,10 @@ def test_a_checkpoint_that_fails_in_the_background_is_logged_where_flower_shows_
     report.on_event(CheckpointFailed(1, 0, "server", "disk full"))
     assert messages(caplog) == ["checkpoint: server: disk full"]
     caplog.clear()
-    options = {"checkpoint": CheckpointPolicy(tmp_path / "server", every_updates=1), "fraction_evaluate": 0.0}
+    checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 2) as engine:
-        asynchronous(**options).start(engine.grid, first(), num_rounds=1)
+        strategy = asynchronous(durability=Durability(checkpoint), fraction_evaluate=0.0)
+        strategy.start(engine.grid, first(), num_rounds=1)
     assert any(line.startswith("checkpoint: ") and "disk full" in line for line in messages(caplog, logging.ERROR))
 
 
