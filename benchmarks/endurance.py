@@ -42,6 +42,7 @@ from manifoldagg.errors import CheckpointError, WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import (
     CheckpointPolicy,
+    Durability,
     Journal,
     MemoryPolicy,
     Payload,
@@ -120,7 +121,6 @@ class Hour:
         self.taken = 0
         held_out = torch.from_numpy(np.concatenate(self.federation.held_out))
         self.exam = (of.inputs[held_out], of.labels[held_out])
-        files = self._files()
         self.server = Server.of(
             self.model,
             self.rule,
@@ -132,16 +132,18 @@ class Hour:
                 receipt_cache_size=KEPT,
                 max_in_flight=5000,
             ),
-            memory=MemoryPolicy(limit=20 * self.size),
-            **files,
+            memory=self._memory(),
+            durability=self._durability(),
         )
 
-    def _files(self) -> dict[str, Any]:
-        return {
-            "checkpoint": CheckpointPolicy(self.folder / "server", every_updates=200, keep=2),
-            "journal": Journal(self.folder / "journal", "batch", fsync_every=50),
-            "spill": self.folder,
-        }
+    def _memory(self) -> MemoryPolicy:
+        return MemoryPolicy(limit=20 * self.size, spill=self.folder)
+
+    def _durability(self) -> Durability:
+        return Durability(
+            CheckpointPolicy(self.folder / "server", every_updates=200, keep=2),
+            Journal(self.folder / "journal", "batch", fsync_every=50),
+        )
 
     def turn(self) -> None:
         """Somebody is sent to work, and what is due comes."""
@@ -224,7 +226,12 @@ class Hour:
         while True:
             try:
                 self.server = Server.resume(
-                    self.folder / "server", self.space, self.rule, averaging=averaging, **self._files()
+                    self.folder / "server",
+                    self.space,
+                    self.rule,
+                    averaging=averaging,
+                    memory=self._memory(),
+                    durability=self._durability(),
                 )
                 break
             except CheckpointError as error:

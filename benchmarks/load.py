@@ -664,16 +664,16 @@ def flooded(
     if known(server) != known(twin.own):
         intake.faults.append(f"{part}: the server knows something else than one that got the valid messages alone")
     server.close()
-    if "journal" in options:
+    if "durability" in options:
         del server
-        path = options["checkpoint"].path
+        path = options["durability"].checkpoint.path
         back = Server.resume(
             path,
             space,
             MasFL(),
             averaging=SWA(space, cycle=3),
             clock=clock.__call__,
-            durability=Durability(journal=options["journal"]),
+            durability=Durability(journal=options["durability"].journal),
         )
         if known(back) != known(twin.own):
             intake.faults.append(f"{part}: the server that goes on from its files knows something else")
@@ -698,8 +698,10 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = {
-            "journal": Journal(Path(folder) / "journal", "batch"),
-            "checkpoint": CheckpointPolicy(Path(folder) / "server", every_updates=1000),
+            "durability": Durability(
+                CheckpointPolicy(Path(folder) / "server", every_updates=1000),
+                Journal(Path(folder) / "journal", "batch"),
+            )
         }
         for part, share, more in (
             ("in turns", 0.5, {}),

@@ -444,7 +444,11 @@ def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
             raise SystemExit if where == "SystemExit" else KeyError("of my own")
         return MetricRecord({"updates": strategy.server.updates})
 
-    options = {"updates": 2, "checkpoint": CheckpointPolicy(tmp_path / "server", every_updates=1000), "resume": True}
+    options = {
+        "updates": 2,
+        "durability": Durability(CheckpointPolicy(tmp_path / "server", every_updates=1000)),
+        "resume": True,
+    }
     strategy = asynchronous(train_metrics_aggr_fn=count, **options)
     with running(plain_app(), 2) as engine:
         with pytest.raises((KeyError, SystemExit)):
@@ -781,7 +785,7 @@ def test_options_that_float64_alone_can_have_are_left_to_the_model():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_another_rule_takes_over_where_there_is_a_checkpoint(tmp_path):
-    options = {"checkpoint": CheckpointPolicy(tmp_path / "server", every_updates=1), "resume": True}
+    options = {"durability": Durability(CheckpointPolicy(tmp_path / "server", every_updates=1)), "resume": True}
     slow, fast = rules.FedAsync(rate=0.5), rules.FedAsync(rate=1.0)
     with running(plain_app(), 2) as engine:
         for rule, replace, rounds in ((slow, True, 1), (fast, True, 2), (fast, False, 3)):
