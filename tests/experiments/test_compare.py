@@ -242,7 +242,7 @@ def test_names_mean_what_run_takes():
         (lambda: compare(clusters(), methods(["fedgs"]), eval_every=0), "eval_every: expected"),
         (
             lambda: compare(clusters(), methods(["fedgs"]), scheduler=PriorityScheduler(3, np.random.default_rng(0))),
-            "scheduler: expected a function that makes one for each run",
+            "scheduler: expected a function that returns a scheduler for each run",
         ),
         (lambda: compare(clusters(), methods(["fedgs"]), scheduler="prority"), "did you mean priority"),
         (lambda: compare(clusters(), methods(["fedgs"]), partition="dirichlet:c=1"), "partition: dirichlet: no option"),

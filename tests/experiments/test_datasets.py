@@ -182,10 +182,10 @@ def test_a_mark_of_utf_8_is_no_text(tmp_path):
     ("content", "said"),
     [
         ("[1, 2", "expected JSON with users"),
-        ('{"users": ["a"]}', "no 'user_data'"),
+        ('{"users": ["a"]}', "missing key 'user_data'"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1, 2]}}}', "lists x and y of equal length"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [1, 2]], "y": [1, 2]}}}', "all of equal length"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [["q"]], "y": [1]}}}', "list of numbers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [1, 2]], "y": [1, 2]}}}', "of equal length"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [["q"]], "y": [1]}}}', "lists of numbers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[NaN]], "y": [1]}}}', "finite numbers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1.5]}}}', "expected all y to be integers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [true]}}}', "expected all y to be integers"),
@@ -195,10 +195,10 @@ def test_a_mark_of_utf_8_is_no_text(tmp_path):
         ('{"users": ["a"], "user_data": {"a": {"x": ["ab", "ba"], "y": ["a", 1]}}}', "all y to be integers"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 30 * "0" + "]}}}", "below 2"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [1' + 5000 * "0" + "]}}}", "expected JSON"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1' + 400 * "0" + ']], "y": [1]}}}', "list of numbers"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1e300]], "y": [1]}}}', "numbers, or a string"),
-        ('{"users": ["a"], "user_data": {"a": {"x": ["", ""], "y": [0, 1]}}}', "not empty"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[], []], "y": [0, 1]}}}', "not empty"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1' + 400 * "0" + ']], "y": [1]}}}', "lists of numbers"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1e300]], "y": [1]}}}', "finite numbers, or strings"),
+        ('{"users": ["a"], "user_data": {"a": {"x": ["", ""], "y": [0, 1]}}}', "non-empty lists"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[], []], "y": [0, 1]}}}', "non-empty lists"),
         (100_000 * "[", "expected JSON"),
     ],
     ids=range(19),
@@ -247,7 +247,10 @@ def test_arrays_of_ones_own(tmp_path):
         ({"inputs": np.ones((2, 3)), "labels": np.array([0, 2**31])}, "labels: expected integers .* below 2"),
         ({"inputs": np.array([[1, 2], [3, 2**62]]), "labels": np.zeros(2, int)}, "inputs: expected tokens below 2"),
         ({"inputs": np.array([[1, 2], [3, 2**63 + 1]], np.uint64), "labels": np.zeros(2, int)}, "tokens below 2"),
-        ({"inputs": np.full((2, 3), 1e300), "labels": np.zeros(2, int)}, "inputs: expected finite numbers"),
+        (
+            {"inputs": np.full((2, 3), 1e300), "labels": np.zeros(2, int)},
+            "inputs: expected numbers that are finite in float32",
+        ),
         ({"inputs": np.ones((2, 0)), "labels": np.zeros(2, int)}, "inputs: expected numbers"),
         ({"inputs": np.ones((2, 1, 8, 8)), "labels": np.zeros((2, 1), int)}, "labels: expected int64"),
         ({"inputs": np.ones((2, 3)), "labels": np.zeros((2, 3), int)}, "labels: expected int64"),
@@ -369,9 +372,15 @@ def test_owners_of_a_task_serve_a_partition_that_has_none_of_its_own():
 
 
 def test_somebody_has_something_left_to_train_on():
-    with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
+    with pytest.raises(
+        ArgumentError,
+        match="clients: expected clients with enough samples to hold out a fraction of 0.9 .*, got 5 clients",
+    ):
         FederatedDataset.split(points(5), 5, partition=iid_partition, seed=0, holdout=0.9)
-    with pytest.raises(ArgumentError, match="clients: 5 clients have too few .* a part of 0.9 and train on the rest"):
+    with pytest.raises(
+        ArgumentError,
+        match="clients: expected clients with enough samples to hold out a fraction of 0.9 .*, got 5 clients",
+    ):
         FederatedDataset.split(points(10), 5, partition=iid_partition, seed=0, holdout=0.5, validation=0.9)
     tested = points(6, test_mask=torch.ones(6, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="clients: expected clients with samples outside of the test split"):

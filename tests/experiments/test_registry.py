@@ -362,8 +362,8 @@ def refuses(rule):
 
 def test_the_page_lists_the_rules_that_curved_leaves_refuse():
     text = " ".join(page("rules.md").split())
-    sentence = re.search(r"These rules and options reject curved leaves by name: (.*?)\. ", text).group(1)
-    whole, options = sentence.split(";")
+    pattern = r"The following rules reject curved parameters, and the error names the parameter: (.*?)\. (.*?)\. "
+    whole, options = re.search(pattern, text + " ").groups()
     listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
     assert listed == {name for name in RULES if refuses(bound(name).rule)}
     assert '`threshold="auto"`' in options

@@ -214,8 +214,8 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         ("results.json", None, r"folders: .*/a/results.json cannot be read"),
         ("results.json", lambda text: text[:-1], r"results.json: expected JSON"),
         ("results.json", lambda text: "[]", r"results.json: expected a file of `manifoldagg compare`"),
-        ("results.json", lambda text: text.replace('"checksum"', '"sum"'), r"compare` writes; KeyError\('checksum'\)"),
-        ("results.json", lambda text: text.replace("[0, 1, 2]", "[0, 1]"), r"compare` writes; ValueError"),
+        ("results.json", lambda text: text.replace('"checksum"', '"sum"'), r"compare`; KeyError\('checksum'\)"),
+        ("results.json", lambda text: text.replace("[0, 1, 2]", "[0, 1]"), r"compare`; ValueError"),
         ("log.jsonl", None, r"folders: .*/a/log.jsonl cannot be read"),
         (
             "log.jsonl",
@@ -235,7 +235,7 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         (
             "results.json",
             lambda text: text.replace('"num_updates": 3', '"num_updates": "3"'),
-            r"compare` writes; TypeError",
+            r"compare`; TypeError",
         ),
         ("log.jsonl", lambda text: text[:-3] + "\n", r"log.jsonl, line 24: expected an evaluation"),
         ("log.jsonl", lambda text: text.replace('"loss": null, ', "", 1), "line 1: .*loss: missing or unknown"),
