@@ -1,4 +1,7 @@
-"""Corrections against several other updates: sequential surgery, and the orthogonal complement of a span."""
+"""Corrections that remove conflicts with several other updates.
+
+The correction removes them one after another or by projection onto the complement of their span.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

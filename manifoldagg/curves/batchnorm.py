@@ -61,7 +61,7 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of a loss at `point`, with the statistics of the given layers averaged over `batches`.
+    """Compute the buffers of the model at `point`. The statistics of the given layers are averaged over `batches`.
 
     Raises:
         ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]

@@ -328,7 +328,10 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Minimise over the face of `x` with one additional vertex, or over a subface of it, without an increase."""
+    """Minimise over the face of `x` and one additional vertex, or over a subface of it.
+
+    The objective never increases.
+    """
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()

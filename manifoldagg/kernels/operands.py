@@ -456,7 +456,7 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether this rank holds only shards, either of a `DTensor` or within `across_ranks`."""
+    """Return whether this rank has only shards: of a `DTensor`, or of the rows within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:

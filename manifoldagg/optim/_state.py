@@ -174,7 +174,7 @@ class NormBound:
 
 
 def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound]) -> Any:
-    """Return the tree of these leaves, each stored with its parameter; `None` if nothing is stored.
+    """Return the tree whose leaves are stored in the states of the parameters; `None` if nothing is stored.
 
     Args:
         states: the stored state of each parameter.
@@ -210,7 +210,10 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Return the tree with tuples in place of dicts with integer keys, whose order the host may have changed."""
+    """Return the tree with a tuple for each dict with integer keys.
+
+    Loading a state may have changed the order of these keys.
+    """
     if not isinstance(tree, dict):
         return tree
     branches = {name: _restore_tuples(branch) for name, branch in tree.items()}

@@ -280,7 +280,7 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 
 
 def import_object(where: str, text: str, noun: str) -> Any:
-    """Import the object `module:name` from a user's module, or raise an `ArgumentError` that expects a `noun`.
+    """Import the object `module:name` from a user's module. An `ArgumentError` says that a `noun` was expected.
 
     Example:
         >>> import_object("data", "math:tau", "a data set")
@@ -362,7 +362,7 @@ def _make(
 
 
 def _is_module(name: str, known: Collection[str]) -> bool:
-    """Return whether a name before a colon is a module of the user and not a misspelled known name."""
+    """Return whether the name before a colon is a module of the user. Otherwise it is a misspelled known name."""
     if name in known:
         return False
     if closest_match(name, known) is None:

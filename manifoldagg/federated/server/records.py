@@ -97,7 +97,7 @@ class PendingLog(NamedTuple):
 
     Attributes:
         name: the name of the journal. Each resume gives it a new one.
-        chain: the checksum over all records so far, each with the checksum before it.
+        chain: the checksum of the last record. It is computed over the record and the checksum of the record before it.
         records: the records that are not written, by number.
         rejected: the number of rejected updates by field, as in the last written record.
     """

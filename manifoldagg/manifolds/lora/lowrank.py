@@ -98,7 +98,14 @@ class LowRank(Manifold):
         return (self.m + self.n, self.rank)
 
     def project(self, x: Float[Tensor, "..."]) -> Point:
-        """Return the nearest matrix (*batch, *shape) of the given rank to that of a stack `x` (*batch, m + n, any)."""
+        """Return the nearest matrix of the given rank to the product of a stack of factors.
+
+        Args:
+            x: the stack (*batch, m + n, any).
+
+        Returns:
+            The factors of the matrix (*batch, *shape).
+        """
         check_shape("x", x, self.m + self.n, None, batch=True)
         return self._project(x)
 

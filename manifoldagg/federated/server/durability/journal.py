@@ -120,7 +120,7 @@ class JournalLock(FileLock):
 
 
 class _Position(NamedTuple):
-    """The segment that a writer appends to, the end of its last record, the next LSN, and the next one to sync."""
+    """Position of a writer: its segment, the end of its last record, and the LSNs to write and to sync next."""
 
     descriptor: int
     magic: bytes
