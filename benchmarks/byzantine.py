@@ -140,7 +140,7 @@ def run(
         rule,
         clients.start,
         weights="uniform",
-        limits=ServerLimits(limits, history_size=0, receipt_cache_size=0),
+        limits=ServerLimits(limits or UpdateLimits(), history_size=0, receipt_cache_size=0),
     )
     out = [(draws.exponential(means[client]), client, server.dispatch(client)) for client in range(CLIENTS)]
     heapq.heapify(out)

@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from manifoldagg.federated import (
     CheckpointPolicy,
     Durability,
     Journal,
+    MemoryPolicy,
     Message,
     Payload,
     Receipt,
@@ -144,16 +146,21 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))
 
 
-def made(space: ParameterSpace, clock: Seconds, **options: Any) -> Server:
-    """A server with everything on."""
+LIMITS = ServerLimits(
+    UpdateLimits(max_norm=1e6, norm_factor=50.0, samples_factor=5.0), history_size=1000, receipt_cache_size=5000
+)
+
+
+def made(
+    space: ParameterSpace, clock: Seconds, limits: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Server:
+    """A server with everything on, and with some limits replaced."""
     return Server.of(
         model(),
         MasFL(),
         averaging=SWA(space, cycle=3),
         clock=clock.__call__,
-        limits=ServerLimits(
-            UpdateLimits(max_norm=1e6, norm_factor=50.0, samples_factor=5.0), history_size=1000, receipt_cache_size=5000
-        ),
+        limits=replace(LIMITS, **limits),
         **options,
     )
 
@@ -620,11 +627,13 @@ def flooded(
     server = made(
         space,
         clock,
-        max_staleness=STALE,
-        memory_limit=20 * 4 * space.layout.size,
-        timeout=TIMEOUT,
-        max_in_flight=1000,
-        max_queued_updates=2,
+        {
+            "update": replace(LIMITS.update, max_staleness=STALE),
+            "timeout": TIMEOUT,
+            "max_in_flight": 1000,
+            "max_queued_updates": 2,
+        },
+        memory=MemoryPolicy(limit=20 * 4 * space.layout.size),
         **options,
     )
     twin = Twin(server, made(space, Seconds()))

@@ -243,7 +243,7 @@ GOOD = lora(adapter(0, 3))
         (0, {A: draw(0, 4, 7)}, {"space": GOOD}, rf"current: {B}: expected shape \(any, 4\)"),
         (0, {A: draw(0, 2, 7), B: draw(0, 6, 2)}, {"space": GOOD}, rf"current: {A}: expected shape \(3, 7\)"),
         (1, {B: None}, {}, f"base: missing: {B}"),
-        (1, {A: draw(0, 3, 8)}, {}, "base: .* but for the rank"),
+        (1, {A: draw(0, 3, 8)}, {}, "base: .* up to the rank"),
         (2, {HEAD: draw(0, 2, 2)}, {}, f"update: {HEAD}: expected shape"),
         (2, {B: draw(0, 6, 3) / 0}, {}, f"update: {B}: expected finite"),
         (
@@ -252,7 +252,7 @@ GOOD = lora(adapter(0, 3))
             {"info": UpdateInfo(scaling={"lora_alpha": 4, "r": 2})},
             "update: scaling: expected the config of this adapter, got rank 2 for q",
         ),
-        (2, {}, {"scaling": {"lora_alpha": 4, "r": 2}}, "scaling: expected rank 2 at q"),
+        (2, {}, {"scaling": {"lora_alpha": 4, "r": 2}}, "scaling: expected the config of this adapter, got rank 2"),
         (2, {}, {"scaling": 0.0}, "scaling: expected a finite number > 0"),
         (2, {}, {"adapters": False, "scaling": 2.0}, "scaling: expected 1 without adapters=True, got 2.0"),
         (

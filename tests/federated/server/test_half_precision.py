@@ -96,7 +96,7 @@ def test_a_sum_of_steps_ends_at_the_largest_number_of_the_dtype():
     server = serve(ASGD(1.0), torch.float16)
     receipts = [send(server, "attacker", torch.full((6,), 2e4)) for _ in range(5)]
     assert [receipt.accepted for receipt in receipts] == [True] * 3 + [False] * 2
-    assert receipts[3].reason.endswith("weight: a value of the point overflows torch.float16")
+    assert receipts[3].reason.endswith("weight: expected values in the range of torch.float16, got an overflow")
     assert server.state_dict()["weight"].max() == 6e4
     assert send(server, "ward", torch.full((6,), -1.0)).accepted
 

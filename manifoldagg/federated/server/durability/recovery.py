@@ -141,11 +141,11 @@ class JournalReplay:
                     base = models.get(ticket.version) or now.store.find(now.current_key)
                     base = InMemoryTree(round_base(base.load())) if ticket.base_key[0] == "base" else base
                 now = now.with_ticket(content["ticket"], ticket, base)
+                self.time = ticket.issued_at  # Also if the clock went back.
             elif record.kind == "norm":
                 client, norm = content["norm"]
                 norms = with_norm(now.model_state.norms, client, norm, content["window"])
                 now = now._replace(model_state=replace(now.model_state, norms=norms))
-                self.time = ticket.issued_at  # Also if the clock went back.
             else:
                 ended = Receipt(False, content["reason"], version) if record.kind == "ended" else None
                 for ticket_id in content.get("tickets") or [content["ticket"]]:
