@@ -17,7 +17,7 @@ from manifoldagg.experiments.progress_dir import ComparisonProgress, remove
 from manifoldagg.experiments.registry import RULES, method, methods
 from manifoldagg.federated import CheckpointPolicy, Payload, Server, rules
 from manifoldagg.federated import clients as trainers
-from manifoldagg.federated.server import server as server_module
+from manifoldagg.federated.server import update_processor
 from manifoldagg.federated.server.durability import checkpoint_writer
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
@@ -184,7 +184,7 @@ def test_these_scenarios_have_tasks_that_are_lost_refused_and_failing(monkeypatc
 
 
 PLACES = {
-    "a step": (server_module, "step"),
+    "a step": (update_processor, "step"),
     "a receipt": (Server, "receive"),
     "a dispatch": (Server, "dispatch"),
     "what is dropped": (Server, "drop"),

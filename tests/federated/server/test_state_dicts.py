@@ -148,7 +148,7 @@ def test_modules_that_are_none_are_refused():
         (nn.ReLU(), "model: expected floating parameters, got none$"),
         (frozen, "model: expected floating parameters, got none; weight is torch.float32"),
         ([net()], "model: expected a torch.nn.Module or a state dict, got list of 1 module"),
-        ({0: torch.ones(2)}, "model: expected names, got 0"),
+        ({0: torch.ones(2)}, "model: expected strings as names, got 0"),
         ({"steps": torch.tensor(3)}, "model: expected floating parameters, got none; steps is torch.int64"),
     ):
         with pytest.raises(ArgumentError, match=words):
