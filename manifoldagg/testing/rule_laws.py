@@ -145,12 +145,13 @@ def rejection_changes_nothing(case: RuleCase) -> str:
 
     `Server` and `aggregate` must reject points that are not finite or have the wrong shape. The rest of the run is then
     bitwise equal to a run that never received the invalid update. An update near the largest finite number may be
-    rejected or accepted.
+    rejected or accepted. A private rule counts points that are not finite as a zero update instead.
     """
     run, twin = case.server_run(), case.server_run()
+    is_private = getattr(case.rule, "is_private", False)
     for index in range(case.num_updates):
         ticket, payload = run.next_task()
-        invalid = _invalid_payloads(payload)
+        invalid = _invalid_payloads(payload, is_private=is_private)
         what = [*invalid][index % len(invalid)]
         violation = _rejection(run, ticket, what, invalid[what], must_reject=True)
         if violation is None or violation:
@@ -169,7 +170,7 @@ def rejection_changes_nothing(case: RuleCase) -> str:
             run.advance(1)
             if violation := first_difference(f"update {index}: record", twin.records[index], run.records[-1]):
                 return f"{violation}: a rejected huge update changed the run"
-    if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case):
+    if isinstance(case.space, ParameterSpace) and not needs_state_dicts(case) and not is_private:
         return _aggregate_rejections(case, case.space, twin)
     return ""
 
@@ -258,11 +259,15 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
     return next((words for words in violation if words), "")
 
 
-def _invalid_payloads(payload: Payload) -> dict[str, Payload]:
-    """Return payloads that a server must reject, by a description of the defect."""
+def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
+    """Return payloads that a server must reject, by a description of the defect.
+
+    A private rule counts an update that is not finite as a zero update, because a rejection would reveal it.
+    """
     points = payload.points
     invalid = {}
-    for what, value in (("NaN in the points", torch.nan), ("infinity in the points", torch.inf)):
+    values = () if is_private else (("NaN in the points", torch.nan), ("infinity in the points", torch.inf))
+    for what, value in values:
         modified = points.clone()
         modified[-1].view(-1)[-1] = value
         invalid[what] = replace(payload, points=modified)
