@@ -312,7 +312,7 @@ def test_arguments_that_do_not_fit_are_named(as_shipped):
         "ticket: expected a Ticket or the id of a ticket": lambda: pack(value, ticket=3),
         "compress: expected one of True, False; got 'x'": lambda: pack(value, compress="x"),
         "error: expected a finite": lambda: pack(value, error=-1),
-        "spec: expected a result of `spec()`": lambda: pack(value, spec=3),
+        "spec: expected a result of `spec": lambda: pack(value, spec=3),
         "start: expected points of": lambda: pack(value, spec=SPACE),
         "data: expected bytes": lambda: unpack("text"),
     }.items():
