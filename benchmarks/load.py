@@ -624,11 +624,12 @@ def flooded(
     """A server with so many messages, or for so many seconds, held against its twin; it is closed afterwards."""
     space = ParameterSpace.of(model())
     clock = Seconds()
+    update = replace(LIMITS.update, max_staleness=STALE)
     server = made(
         space,
         clock,
         {
-            "update": replace(LIMITS.update, max_staleness=STALE),
+            "update": update,
             "timeout": TIMEOUT,
             "max_in_flight": 1000,
             "max_queued_updates": 2,
@@ -636,7 +637,8 @@ def flooded(
         memory=MemoryPolicy(limit=20 * 4 * space.layout.size),
         **options,
     )
-    twin = Twin(server, made(space, Seconds()))
+    # With the same limit, the twin releases the versions that are too stale at the same time.
+    twin = Twin(server, made(space, Seconds(), {"update": update}))
     intake = Intake(server, twin)
     sources = [Source(server, space, seed) for seed in range(threads)]
     # Each client contributes once, because a weight depends on the tickets of clients that have not, and a twin gets
