@@ -318,7 +318,7 @@ class Server:
         durability = check_option("durability", options.pop("durability", Durability()), Durability)
         journal = durability.journal if isinstance(durability.journal, Journal) else None
         with nullcontext() if journal is None else JournalLock(journal) as lock:
-            checkpoint, replay = recover(path, journal, journal_unset=not ignore_journal)
+            checkpoint, replay = recover(path, journal, ignore_journal=ignore_journal)
             has_records = replay is not None and bool(replay.records)
             space, policies = resumed_space(
                 model, checkpoint.buffer_policies, buffer_policy, manifolds, adapters, scaling

@@ -27,10 +27,8 @@ from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
-__all__ = ["UNSET", "JournalReplay", "recover"]
+__all__ = ["JournalReplay", "recover"]
 
-UNSET = object()
-"""A placeholder for a missing argument `journal`, which differs from `None` for no journal."""
 LOG = logging.getLogger("manifoldagg")
 
 
@@ -160,14 +158,14 @@ class JournalReplay:
 
 
 def recover(
-    path: str | Path | LoadedCheckpoint, journal: Journal | None, *, journal_unset: bool = False
+    path: str | Path | LoadedCheckpoint, journal: Journal | None, *, ignore_journal: bool = False
 ) -> tuple[LoadedCheckpoint, JournalReplay | None]:
     """Return the latest complete checkpoint and the journal records after it; `None` without a journal.
 
     Args:
         path: the path of a checkpoint, which may be missing if the journal contains a snapshot; or the checkpoint.
         journal: the journal, which the caller has locked; `None` to resume without it.
-        journal_unset: whether the argument was missing.
+        ignore_journal: whether to resume without the journal of the checkpoint, if `journal` is `None`.
 
     Raises:
         CheckpointError: if one of them cannot be read, or they do not belong together.
@@ -181,7 +179,7 @@ def recover(
     if saved is not None and (journal is None or not firsts):
         if saved.position[2] and journal is not None:
             raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
-        if saved.position[2] and journal_unset:
+        if saved.position[2] and not ignore_journal:
             raise CheckpointError(
                 f"{saved.path}: it has a journal: pass durability=Durability(journal=...), or ignore_journal=True to "
                 "resume without the updates since"
