@@ -10,7 +10,7 @@ from manifoldagg import tensor_file, wire
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated import Durability, Server
 from manifoldagg.federated.server.durability import log_format
-from tests.format_files import FOLDER, MODEL, NETWORK, POINT, RULE, write
+from tests.format_files import FOLDER, MODEL, NETWORK, POINT, RULE, averaged, fitted, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results may differ bitwise:RuntimeWarning")
 
@@ -45,6 +45,15 @@ def test_a_stored_message_is_read(folder):
     assert (payload.samples, payload.numbers) == (10, {"loss": math.inf})
     assert torch.equal(payload.tensors["extra"], torch.arange(3))
     assert wire.ticket_of(data) == "a ticket"
+
+
+def test_a_stored_fit_and_a_stored_average_are_resumed(folder):
+    resumed = fitted(4, folder / "fit")
+    assert torch.equal(resumed.phi, fitted(4).phi)
+    average = averaged()
+    average.load(folder / "average")
+    average.update(2, torch.tensor([2.0, 5.0]))
+    assert average.average.tolist() == [1.0, 2.0]
 
 
 def test_another_version_of_the_journal_is_named(folder):

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_number, check_shape, short_repr
 from manifoldagg.averaging.karcher import check_model, karcher
@@ -25,6 +27,7 @@ __all__ = ["SWA", "update_mean"]
 T = TypeVar("T")
 KINDS = ("streaming", "exact")
 REQUIRED_PRIMITIVES = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inner", "project"}}
+FILE_KIND = "averaged model"
 STATE_KEYS = {"options", "last", "count", "like", "mean", "truncated", "kept"}
 MAX_ENTRY = torch.finfo(torch.float64).max / 4
 CHUNK_SIZE = 1 << 16
@@ -260,15 +263,42 @@ class SWA:
             }
         )
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from the return value of `state`.
+    def save(self, path: str | Path) -> None:
+        """Write `state` to a file for `load`, and replace an existing file atomically.
+
+        Raises:
+            ArgumentError: if the folder of `path` does not exist.
+            CheckpointError: if the file cannot be written. An existing file is then unchanged.
+        """
+        tensor_file.save(path, FILE_KIND, self.state())
+
+    def load(self, state: Mapping[str, Any] | str | Path) -> None:
+        """Resume from the return value of `state`, or from a file that `save` has written.
 
         Raises:
             ArgumentError: if `state` has another structure or other options, or if its models are not points of this
                 space. The average is then unchanged.
+            CheckpointError: if the file does not exist, is damaged, or has other contents.
+
+        Example:
+            >>> import tempfile
+            >>> from manifoldagg.manifolds import Flat
+            >>> average = SWA(Flat(1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     average.update(0, torch.tensor([1.0]))
+            ...     average.save(folder + "/average")
+            ...     resumed = SWA(Flat(1))
+            ...     resumed.load(folder + "/average")
+            >>> resumed.update(1, torch.tensor([3.0]))
+            >>> resumed.average
+            tensor([2.])
         """
+        if isinstance(state, str | Path):
+            state = tensor_file.load(state, FILE_KIND)
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
-            raise ArgumentError(f"state: expected the return value of SWA.state(), got {short_repr(state)}")
+            raise ArgumentError(
+                f"state: expected the return value of SWA.state() or the path of a file, got {short_repr(state)}"
+            )
         if state["options"] != self._options:
             raise ArgumentError(
                 f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"

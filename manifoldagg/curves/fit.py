@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from manifoldagg import tensor_file
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_number, check_shape, is_finite, short_repr
 from manifoldagg.curves.control import Control, FreePoints, initial_points
@@ -22,6 +24,7 @@ from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
 
 __all__ = ["Fit", "Training", "fit"]
 
+FILE_KIND = "fit"
 STATE_KEYS = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "generator"})
 
 
@@ -71,7 +74,7 @@ class Fit:
     Attributes:
         phi: the learned points (size, *space.shape).
         losses: the loss of every step of both phases, in chronological order, without the proximal and volume terms.
-        state: the state from which `resume=` continues: a tree of tensors and numbers that `torch.save` can write.
+        state: the state from which `resume=` continues: a tree of tensors and numbers.
         converged: whether every phase that had steps ended on a plateau.
     """
 
@@ -79,6 +82,15 @@ class Fit:
     losses: tuple[float, ...]
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     converged: bool = False
+
+    def save(self, path: str | Path) -> None:
+        """Write `state` to a file from which `fit(resume=path)` continues, and replace an existing file atomically.
+
+        Raises:
+            ArgumentError: if the folder of `path` does not exist.
+            CheckpointError: if the file cannot be written. An existing file is then unchanged.
+        """
+        tensor_file.save(path, FILE_KIND, self.state)
 
     def __repr__(self) -> str:
         return format_result(
@@ -102,7 +114,7 @@ def fit(
     training: Training = Training(),
     control: Control = Control(),
     sampling: Sampling = Sampling(),
-    resume: Mapping[str, Any] | None = None,
+    resume: Mapping[str, Any] | str | Path | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
     r"""Learn a curve of low loss that starts at $\Theta^t$ = `start`.
@@ -139,7 +151,8 @@ def fit(
         training: the optimiser, its learning rate, and the regularisers.
         control: the settings of the inner points.
         sampling: the sampling of $S$.
-        resume: the `state` of a fit with the same arguments, from which the fit continues. The limits of `phases` are
+        resume: the `state` of a fit with the same arguments, or the path of a file that `Fit.save` has written. The fit
+            continues from there. The limits of `phases` are
             totals and may be larger than before. The state of the generator is restored, and the batches that were
             already used are skipped. A shuffling `DataLoader` repeats its order if it uses `generator`.
         generator: the generator of $S$. The default is torch's default generator, whose state is not restored.
@@ -186,9 +199,11 @@ def fit(
     if phases.limits[1] and not free:
         name = "epochs" if phases.steps is None else "steps"
         raise ArgumentError(f"{name}[1]: expected 0, got {phases.limits[1]}; {curve} has no trainable points")
+    if isinstance(resume, str | Path):
+        resume = tensor_file.load(resume, FILE_KIND)
     if resume is not None:
         if not (isinstance(resume, Mapping) and resume.keys() == STATE_KEYS):
-            raise ArgumentError(f"resume: expected the state of a Fit, got {short_repr(resume)}")
+            raise ArgumentError(f"resume: expected the state of a Fit or the path of a file, got {short_repr(resume)}")
         points.copy_(check_shape("resume['phi']", resume["phi"], *points.shape))
     elif relative and phi is None:
         control.initialize(curve.space, points)

@@ -271,9 +271,10 @@ def test_an_average_with_batch_norm_gets_statistics_of_its_own():
     assert torch.allclose(carried["1.running_mean"], hidden.mean(0), atol=1e-14)
 
 
+@pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 @pytest.mark.parametrize("space", [Flat(4), Sphere(4)], ids=str)
-def test_a_loaded_state_continues_bit_for_bit(space, kind):
+def test_a_loaded_state_continues_bit_for_bit(space, kind, in_file, tmp_path):
     models = list(enumerate(around(space, 2, 9, 0.5).float(), start=1))
     options = {"cycle": 2, "kind": kind, "periodic": 4}
     whole, first = SWA(space, **options), SWA(space, **options)
@@ -285,7 +286,9 @@ def test_a_loaded_state_continues_bit_for_bit(space, kind):
         first.reset_point(version)
     state = first.state()
     second = SWA(space, **options)
-    second.load(copy.deepcopy(state))
+    if in_file:
+        first.save(tmp_path / "average")
+    second.load(tmp_path / "average" if in_file else copy.deepcopy(state))
     updated(first, [(6, models[5][1])])  # The state is a copy.
     for version, model in models[5:]:
         second.update(version, model)

@@ -1,7 +1,7 @@
-"""Where a fit stands: phases that end on a plateau, and fits that go on as if they had not stopped."""
+"""Phases of a fit: early stopping on a plateau, and bit-identical resumption from a state or a file."""
 
 import functools
-import io
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from manifoldagg.averaging import SWA
 from manifoldagg.curves.bezier import Bezier
 from manifoldagg.curves.control import Control
 from manifoldagg.curves.fit import Training, fit
 from manifoldagg.curves.phases import Phases
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import SAM
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.manifolds import Flat, Product, Sphere
 from tests.support import draw, seeds
 
@@ -66,10 +67,9 @@ def test_a_resumed_fit_is_the_same_bit_for_bit(mode, seed, stop):
     whole = fit(CURVE, square, DATA, generator=seeded(seed), **options)
     stopped = replace(options["phases"], callback=lambda step, *_: step == stop)
     half = fit(CURVE, square, DATA, generator=seeded(seed), **options | {"phases": stopped})
-    file = io.BytesIO()
-    torch.save(half.state, file)
-    file.seek(0)
-    rest = fit(CURVE, square, DATA, generator=seeded(seed + 1), resume=torch.load(file), **options)
+    with tempfile.TemporaryDirectory() as folder:
+        half.save(folder + "/fit")
+        rest = fit(CURVE, square, DATA, generator=seeded(seed + 1), resume=folder + "/fit", **options)
     assert torch.equal(rest.phi, whole.phi)
     assert rest.losses == whole.losses
     assert rest.converged == whole.converged
@@ -117,6 +117,14 @@ def test_resuming_on_a_curved_space_is_the_same_bit_for_bit():
     assert torch.equal(
         fit(Bezier(space), loss, DATA, phases=Phases(steps=(5, 6)), resume=half.state, **options).phi, whole
     )
+
+
+def test_a_file_of_another_kind_is_rejected(tmp_path):
+    SWA(Flat(3)).save(tmp_path / "average")
+    with pytest.raises(CheckpointError, match="average"):
+        fit(CURVE, square, DATA, phases=Phases(steps=(10, 100)), resume=tmp_path / "average", **QUICK)
+    with pytest.raises(CheckpointError, match="missing"):
+        fit(CURVE, square, DATA, phases=Phases(steps=(10, 100)), resume=tmp_path / "missing", **QUICK)
 
 
 def test_batches_that_are_fewer_than_before_are_refused():
