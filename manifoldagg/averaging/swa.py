@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg import tensor_file
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_number, check_shape, short_repr
 from manifoldagg.averaging.karcher import check_model, karcher
@@ -21,6 +20,8 @@ from manifoldagg.manifolds import KarcherMean, Manifold
 from manifoldagg.manifolds.ambient import AmbientSpace
 from manifoldagg.manifolds.formulas import geodesic
 from manifoldagg.manifolds.manifold import check_is_manifold
+from manifoldagg.tensor_file import load as load_file
+from manifoldagg.tensor_file import save as save_file
 
 __all__ = ["SWA", "update_mean"]
 
@@ -270,7 +271,7 @@ class SWA:
             ArgumentError: if the folder of `path` does not exist.
             CheckpointError: if the file cannot be written. An existing file is then unchanged.
         """
-        tensor_file.save(path, FILE_KIND, self.state())
+        save_file(path, FILE_KIND, self.state())
 
     def load(self, state: Mapping[str, Any] | str | Path) -> None:
         """Resume from the return value of `state`, or from a file that `save` has written.
@@ -294,7 +295,7 @@ class SWA:
             tensor([2.])
         """
         if isinstance(state, str | Path):
-            state = tensor_file.load(state, FILE_KIND)
+            state = load_file(state, FILE_KIND)
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS or not isinstance(state["kept"], Mapping):
             raise ArgumentError(
                 f"state: expected the return value of SWA.state() or the path of a file, got {short_repr(state)}"

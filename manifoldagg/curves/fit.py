@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from manifoldagg import tensor_file
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_number, check_shape, is_finite, short_repr
 from manifoldagg.curves.control import Control, FreePoints, initial_points
@@ -21,6 +20,8 @@ from manifoldagg.curves.sharpness import Sharpness, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import Loss
 from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
+from manifoldagg.tensor_file import load as load_file
+from manifoldagg.tensor_file import save as save_file
 
 __all__ = ["Fit", "Training", "fit"]
 
@@ -90,7 +91,7 @@ class Fit:
             ArgumentError: if the folder of `path` does not exist.
             CheckpointError: if the file cannot be written. An existing file is then unchanged.
         """
-        tensor_file.save(path, FILE_KIND, self.state)
+        save_file(path, FILE_KIND, self.state)
 
     def __repr__(self) -> str:
         return format_result(
@@ -200,7 +201,7 @@ def fit(
         name = "epochs" if phases.steps is None else "steps"
         raise ArgumentError(f"{name}[1]: expected 0, got {phases.limits[1]}; {curve} has no trainable points")
     if isinstance(resume, str | Path):
-        resume = tensor_file.load(resume, FILE_KIND)
+        resume = load_file(resume, FILE_KIND)
     if resume is not None:
         if not (isinstance(resume, Mapping) and resume.keys() == STATE_KEYS):
             raise ArgumentError(f"resume: expected the state of a Fit or the path of a file, got {short_repr(resume)}")
