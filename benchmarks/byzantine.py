@@ -1,17 +1,18 @@
-"""Accuracy on the digits where some clients lie, for rules and checks that stand up to them, or do not.
+"""Accuracy under attack: rules and limits on the digits, with 10 to 30 % of the clients as attackers.
 
-Twenty clients with Dirichlet(0.5) shares of the labels and exponential durations train a small network by a few steps
-of gradient descent, in virtual time. Liars are drawn by the seed, and train as the others do; then they send
+Twenty clients hold Dirichlet(0.5) shares of the labels and train a small network with a few steps of gradient descent.
+Training times are exponential, in virtual time. The seed selects the attackers. They train like the other clients, and
+then send
 
-    flip    what they learned, the other way
-    x10     ten times of it
-    x-10    ten times of it, the other way
-    noise   a normal displacement ten times as long
+- `sign flip`: the negative update;
+- `scale 10`: ten times the update;
+- `scale -10`: ten times the negative update;
+- `noise`: a normal vector, ten times as long as the update.
 
-`clip` is `UpdateLimits(clip_factor=1.5)`, `gate` is `UpdateLimits(min_cosine=-0.2)`. The rate of each rule is the best
-of a few without liars, on seeds that are not used afterwards, and the same for all defences.
+`clip` is `UpdateLimits(clip_factor=1.5)`, and `cosine` is `UpdateLimits(min_cosine=-0.2)`. The rate of each rule is the
+best of three without attackers, on seeds that are used for nothing else. It is the same with all limits.
 
-Runs that are done are kept in `build/byzantine.jsonl`, and are not done again.
+Finished runs are stored in `build/byzantine.jsonl` and are not repeated.
 """
 
 import argparse
@@ -56,16 +57,16 @@ CHECKED = ("FedAsync", "FedOrtho", "AsyncBezier", "FedBuff")
 DEFENCES = {
     "": None,
     "clip": UpdateLimits(clip_factor=1.5),
-    "gate": UpdateLimits(min_cosine=-0.2),
-    "clip, gate": UpdateLimits(clip_factor=1.5, min_cosine=-0.2),
+    "cosine": UpdateLimits(min_cosine=-0.2),
+    "clip, cosine": UpdateLimits(clip_factor=1.5, min_cosine=-0.2),
 }
-LIES = ("flip", "x10", "x-10", "noise")
-FACTORS = {"flip": -1.0, "x10": 10.0, "x-10": -10.0}
+ATTACKS = ("sign flip", "scale 10", "scale -10", "noise")
+FACTORS = {"sign flip": -1.0, "scale 10": 10.0, "scale -10": -10.0}
 SHARES = (0.1, 0.2, 0.3)
 
 
 class Clients:
-    """The digits, split by a seed, and what clients do with their part."""
+    """The digits, partitioned over clients by a seed, and the training of the clients."""
 
     def __init__(self, seed: int) -> None:
         digits = load_dataset("digits")
@@ -79,7 +80,7 @@ class Clients:
         self.start = 0.1 * drawn
 
     def train(self, theta: Tensor, client: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The models half-way and at the end of some steps of gradient descent from `theta`."""
+        """Train from `theta`, and return the models after half of the steps and after all steps."""
         inputs, labels = self.parts[client]
         theta = theta.clone()
         half = theta
@@ -91,26 +92,26 @@ class Clients:
         return half, theta
 
     def accuracy(self, theta: Tensor) -> float:
-        """On what is held out of all."""
+        """Return the accuracy on the held-out images of all clients."""
         inputs, labels = self.test
         return (outputs(theta, inputs)[1].argmax(1) == labels).double().mean().item()
 
 
 def pieces(theta: Tensor) -> tuple[Tensor, ...]:
-    """Weights and biases of the two layers."""
+    """Return the weights and biases of the two layers."""
     first, one, second, two = theta.split(SIZES)
     return first.view(64, HIDDEN), one, second.view(HIDDEN, 10), two
 
 
 def outputs(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the hidden layer says, and the logits."""
+    """Return the hidden activations and the logits."""
     first, one, second, two = pieces(theta)
     hidden = torch.addmm(one, inputs, first).relu_()
     return hidden, torch.addmm(two, hidden, second)
 
 
 def gradient(theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Of the mean cross-entropy, by hand: the network is so small that everything else would take longer."""
+    """Return the gradient of the mean cross-entropy. For this small network, autograd takes longer."""
     hidden, logits = outputs(theta, inputs)
     error = logits.softmax(1)
     error[torch.arange(len(labels)), labels] -= 1
@@ -119,8 +120,8 @@ def gradient(theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([(inputs.T @ back).flatten(), back.sum(0), (hidden.T @ error).flatten(), error.sum(0)])
 
 
-def lied(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) -> Tensor:
-    """What a liar sends in place of its points."""
+def attacked(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the points that an attacker sends."""
     if kind in FACTORS:
         return base + FACTORS[kind] * (points - base)
     noise = torch.randn(points.shape, generator=generator)
@@ -128,12 +129,12 @@ def lied(kind: str, base: Tensor, points: Tensor, generator: torch.Generator) ->
 
 
 def run(
-    clients: Clients, rule: Any, limits: UpdateLimits | None, kind: str, liars: int, seed: int, updates: int
+    clients: Clients, rule: Any, limits: UpdateLimits | None, kind: str, attackers: int, seed: int, updates: int
 ) -> dict:
-    """The accuracy after so many answers, and which part of the honest ones, and of the others, was refused."""
+    """Return the final accuracy, and the percentage of rejected updates of honest clients and of attackers."""
     draws = np.random.default_rng([seed, 7])
     means = draws.lognormal(0.0, 0.5, CLIENTS)
-    lying = set(draws.permutation(CLIENTS)[:liars].tolist())
+    attacking = set(draws.permutation(CLIENTS)[:attackers].tolist())
     generator = torch.Generator().manual_seed(seed)
     server = Server(
         Flat(sum(SIZES)),
@@ -144,28 +145,28 @@ def run(
     )
     out = [(draws.exponential(means[client]), client, server.dispatch(client)) for client in range(CLIENTS)]
     heapq.heapify(out)
-    sent, refused = [0, 0], [0, 0]
+    sent, rejected = [0, 0], [0, 0]
     curve = isinstance(rule, rules.AsyncBezier)
     for _ in range(updates):
         now, client, ticket = heapq.heappop(out)
         base = ticket.message.start
         half, end = clients.train(base, client, generator)
-        # The quadratic curve that is half-way where the client was.
+        # The quadratic Bézier curve that passes through the half-way model.
         points = torch.stack([2 * half - (base + end) / 2, end]) if curve else end[None]
-        lies = client in lying
-        points = lied(kind, base, points, generator) if lies else points
+        attacks = client in attacking
+        points = attacked(kind, base, points, generator) if attacks else points
         accepted = server.receive(ticket, Payload(points, 1)).accepted
-        sent[lies] += 1
-        refused[lies] += not accepted
+        sent[attacks] += 1
+        rejected[attacks] += not accepted
         if not accepted:
             server.drop(ticket)
         heapq.heappush(out, (now + draws.exponential(means[client]), client, server.dispatch(client)))
-    shares = [100 * r / s if s else 0.0 for r, s in zip(refused, sent, strict=True)]
-    return {"accuracy": 100 * clients.accuracy(server.model), "honest": shares[0], "liars": shares[1]}
+    shares = [100 * r / s if s else 0.0 for r, s in zip(rejected, sent, strict=True)]
+    return {"accuracy": 100 * clients.accuracy(server.model), "honest": shares[0], "attackers": shares[1]}
 
 
-class Kept:
-    """Results of runs by what they follow from, in a file that grows."""
+class ResultCache:
+    """Results of finished runs by their arguments, in a JSON lines file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ class Kept:
 
 
 def main() -> None:
-    """Print a table for each lie, and the worst of all lies for each share."""
+    """Print one table per attack, and the lowest accuracy over all attacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -190,62 +191,65 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "byzantine.txt")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    kept = Kept(HERE.parent / "build" / "byzantine.jsonl")
+    cache = ResultCache(HERE.parent / "build" / "byzantine.jsonl")
     federations: dict[int, Clients] = {}
     lines: list[str] = []
     begun = time.process_time()
 
-    def tell(line: str = "") -> None:
+    def emit(line: str = "") -> None:
         print(line, flush=True)
         lines.append(line)
 
-    def told(name: str, rate: float, defence: str, kind: str, liars: int, seed: int) -> dict:
+    def result(name: str, rate: float, defence: str, kind: str, attackers: int, seed: int) -> dict:
         def make() -> dict:
             if seed not in federations:
                 federations[seed] = Clients(seed)
             rule = RULES[name][0](rate)
-            return run(federations[seed], rule, DEFENCES[defence], kind, liars, seed, options.updates)
+            return run(federations[seed], rule, DEFENCES[defence], kind, attackers, seed, options.updates)
 
-        return kept(repr((options.updates, name, rate, defence, kind, liars, seed)), make)
+        return cache(repr((options.updates, name, rate, defence, kind, attackers, seed)), make)
 
     rates = {}
     for name, (_, candidates) in RULES.items():
         scores = {
-            rate: statistics.fmean(told(name, rate, "", "", 0, seed)["accuracy"] for seed in options.rate_seeds)
+            rate: statistics.fmean(result(name, rate, "", "", 0, seed)["accuracy"] for seed in options.rate_seeds)
             for rate in candidates
         }
         rates[name] = max(scores, key=scores.__getitem__)
-    tell(f"{CLIENTS} clients, {options.updates} updates, buffers of {SIZE}; accuracy in %, mean and sd over seeds")
-    tell(f"{options.seeds}. Rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
+    emit(f"{CLIENTS} clients, {options.updates} updates, buffers of {SIZE}; accuracy in %, mean ± standard deviation")
+    emit(f"over the seeds {options.seeds}. Rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
     rows = [(name, defence) for name in RULES for defence in (DEFENCES if name in CHECKED else [""])]
     for seed in options.seeds:
-        for kind, share in [("", 0.0), *product(LIES, SHARES)]:
+        for kind, share in [("", 0.0), *product(ATTACKS, SHARES)]:
             for name, defence in rows:
-                told(name, rates[name], defence, kind, round(share * CLIENTS), seed)
+                result(name, rates[name], defence, kind, round(share * CLIENTS), seed)
     means: dict[tuple[str, str, str, float], float] = {}
-    for kind in LIES:
-        tell()
+    for kind in ATTACKS:
+        emit()
         heads = "".join(f"{f'{100 * share:.0f} %':>14}" for share in (0.0, *SHARES))
-        tell(f"{kind:<28}{heads}     refused at 20 %: honest, liars")
+        emit(f"{kind:<28}{heads}     rejected at 20 %: honest, attackers")
         for name, defence in rows:
             cells = []
             for share in (0.0, *SHARES):
-                liars = round(share * CLIENTS)
-                found = [told(name, rates[name], defence, kind if liars else "", liars, seed) for seed in options.seeds]
+                attackers = round(share * CLIENTS)
+                found = [
+                    result(name, rates[name], defence, kind if attackers else "", attackers, seed)
+                    for seed in options.seeds
+                ]
                 scores = [one["accuracy"] for one in found]
                 means[name, defence, kind, share] = statistics.fmean(scores)
                 spread = statistics.stdev(scores) if len(scores) > 1 else math.nan
                 cells.append(f"{statistics.fmean(scores):>8.1f} ±{spread:>4.1f}")
                 if share == 0.2:
-                    turned = [statistics.fmean(one[who] for one in found) for who in ("honest", "liars")]
-            said = f"     {turned[0]:.0f} %, {turned[1]:.0f} %" if "gate" in defence else ""
-            tell(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(cells) + said)
-    tell()
-    tell(f"{'the worst of these lies':<28}" + "".join(f"{f'{100 * share:.0f} %':>14}" for share in (0.0, *SHARES)))
+                    shares_rejected = [statistics.fmean(one[who] for one in found) for who in ("honest", "attackers")]
+            suffix = f"     {shares_rejected[0]:.0f} %, {shares_rejected[1]:.0f} %" if "cosine" in defence else ""
+            emit(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(cells) + suffix)
+    emit()
+    emit(f"{'lowest over attacks':<28}" + "".join(f"{f'{100 * share:.0f} %':>14}" for share in (0.0, *SHARES)))
     for name, defence in rows:
-        least = [min(means[name, defence, kind, share] for kind in LIES) for share in (0.0, *SHARES)]
-        tell(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(f"{score:>14.1f}" for score in least))
-    print(f"{time.process_time() - begun:.0f} s of the processor in this call")
+        lowest = [min(means[name, defence, kind, share] for kind in ATTACKS) for share in (0.0, *SHARES)]
+        emit(f"{name + (f' + {defence}' if defence else ''):<28}" + "".join(f"{score:>14.1f}" for score in lowest))
+    print(f"{time.process_time() - begun:.0f} s of processor time in this call")
     options.out.write_text("\n".join(lines) + "\n")
 
 

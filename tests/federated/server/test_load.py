@@ -61,7 +61,7 @@ def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(m
         load.flooded("four threads", 10, look, threads=4)
 
 
-def test_liars_may_be_told_of_one_seed(tmp_path, monkeypatch):
+def test_the_byzantine_benchmark_runs_with_one_seed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     byzantine = importlib.import_module("byzantine")
     monkeypatch.setattr(byzantine, "HERE", tmp_path / "benchmarks")
