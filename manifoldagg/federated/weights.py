@@ -183,12 +183,23 @@ class Weights:
         total = self.total if self.kind == "given" else self.total - before + samples
         reported = self.reported.set(client, samples)
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
-        if not before and self.kind == "observed" and _is_recap_due(len(reported) - histogram[0]):
+        is_first = not before and self.kind == "observed"
+        if is_first and _is_recap_due(len(reported) - histogram[0]) and after._may_exceed_a_cap:
             # An early uncapped count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
                 after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
         return after
+
+    @property
+    def _may_exceed_a_cap(self) -> bool:
+        """Whether a report can exceed its cap, as far as the bit lengths of all reports show."""
+        if self.cap_factor is None:
+            return False
+        histogram = self.bit_length_histogram
+        shortest = next((digits for digits in range(1, len(histogram)) if histogram[digits]), 1)
+        # Every median is at least 2 ** (shortest - 1), and every report is less than 2 ** (len(histogram) - 1).
+        return 1 << (len(histogram) - 1) > self.cap_factor * (1 << (shortest - 1))
 
     def state(self) -> dict[str, Any]:
         """Return a tree from which `of_state` builds an equal value."""

@@ -279,6 +279,21 @@ def test_a_claim_that_is_plainly_fine_is_compared_with_nobody(monkeypatch):
         weights.capped(3, 10_000)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 2**20)), max_size=12),
+    st.sampled_from([None, 1.0, 1.5, 4.0, 100.0]),
+)
+def test_the_bit_lengths_show_when_no_report_is_above_its_cap(reports, factor):
+    weights = reference = Weights(factor, "observed")
+    for client, samples in reports:
+        samples = weights.capped(client, samples)
+        weights = weights.with_report(client, samples)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Weights, "_may_exceed_a_cap", True)
+            reference = reference.with_report(client, samples)
+        assert weights == reference
+
+
 def test_weights_are_values():
     first = Weights.of("observed", None)
     second = first.with_client("a").with_report("a", 3)
