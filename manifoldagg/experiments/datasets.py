@@ -30,12 +30,14 @@ from manifoldagg.simulation.spec_parser import (
     user_reader,
 )
 
-__all__ = ["digits", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
+__all__ = ["digits", "fashion_mnist", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 
 NPZ_ARRAYS = ("inputs", "labels", "user_ids", "test_mask")
 SHAKESPEARE_FILES = ("input.txt", "shakespeare.txt")
 """The possible names of a text of plays in a folder."""
-IDX_NAMES = ("mnist", "fashion-mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmnist")
+FASHION_MNIST_FOLDER = "/usr/share/datasets/fashion-mnist"
+"""The folder of the Debian package dataset-fashion-mnist."""
+IDX_NAMES = ("mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmnist")
 """Names of data sets in the IDX format that a user may expect to exist."""
 USAGE = {
     "idx": "idx:FOLDER, with the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
@@ -56,6 +58,7 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     | --- | --- |
     | `digits` | 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn |
     | `idx:folder` | MNIST and data sets with its file names; options of [`idx`][manifoldagg.experiments.datasets.idx] |
+    | `fashion-mnist` | 60,000 training and 10,000 test images, from the Debian package dataset-fashion-mnist |
     | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare] |
     | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
@@ -141,6 +144,24 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     inputs, labels = (torch.cat(pieces) for pieces in zip(*found, strict=True))
     test = torch.arange(len(labels)) >= len(found[0][1]) if len(found) > 1 else None
     return _with_model(_name(folder), inputs, labels, models.cnn, target=0.9, test_mask=test)
+
+
+def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = None) -> LabelledDataset:
+    """Load Fashion-MNIST from the files of the Debian package dataset-fashion-mnist, with convolutions.
+
+    Args:
+        folder: the folder of the files.
+        part: as in `idx`.
+
+    Raises:
+        ArgumentError: if the folder does not exist.
+    """
+    if not Path(folder).is_dir():
+        raise ArgumentError(
+            f"data: expected the files of Fashion-MNIST in {folder}; install them with "
+            f"`apt-get install dataset-fashion-mnist`, or use idx:FOLDER"
+        )
+    return idx(folder, part)
 
 
 def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
@@ -375,6 +396,7 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
 
 DATASETS: Mapping[str, Reader] = {
     **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)},
+    "fashion-mnist": reader(fashion_mnist),
     **user_reader("a LabelledDataset", LabelledDataset),
 }
 MODELS = [name for name in models.__all__ if name.islower()]

@@ -3,6 +3,7 @@ import pickle
 import struct
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import load_dataset, models
+from manifoldagg.experiments.datasets import FASHION_MNIST_FOLDER
 from manifoldagg.experiments.models import Signature
 from manifoldagg.federated import clients, rules
 from manifoldagg.manifolds import ParameterSpace
@@ -53,6 +55,23 @@ def test_a_folder_of_images_with_both_parts_has_a_test_split(tmp_path):
     np.testing.assert_array_equal(both.labels[:30].numpy(), labels)
     assert len(load_dataset(f"idx:{folder},part=train").labels) == 30
     assert both.model()(both.inputs[:2]).shape == (2, 10)
+
+
+def test_fashion_mnist_is_read_from_the_files_of_the_debian_package(tmp_path):
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    write_idx(folder, "train", 30)
+    write_idx(folder, "t10k", 20)
+    dataset = load_dataset(f"fashion-mnist:{folder}")
+    assert (dataset.name, len(dataset.labels), int(dataset.test_mask.sum())) == ("fashion-mnist", 50, 20)
+    if not Path(FASHION_MNIST_FOLDER).is_dir():
+        with pytest.raises(ArgumentError, match="apt-get install dataset-fashion-mnist"):
+            load_dataset("fashion-mnist")
+        pytest.skip("the package dataset-fashion-mnist is not installed")
+    dataset = load_dataset("fashion-mnist")
+    assert dataset.inputs.shape == (70_000, 1, 28, 28)
+    assert dataset.test_mask.sum() == 10_000
+    assert torch.bincount(dataset.labels).tolist() == [7000] * 10
 
 
 def test_a_test_split_that_came_with_the_data_is_what_is_held_out(tmp_path):
@@ -302,7 +321,9 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
             None,
             "^data: expected idx:FOLDER, with the files train-images-idx3-ubyte, .* does not download data",
         ),
-        ("Fashion-MNIST", None, "^data: expected idx:FOLDER, "),
+        ("FashionMNIST", None, "^data: expected idx:FOLDER, "),
+        ("Fashion-MNIST", None, "did you mean fashion-mnist"),
+        ("fashion-mnist:folder=/nowhere", None, "install them with `apt-get install dataset-fashion-mnist`"),
         ("femnist", None, "^data: expected leaf:FOLDER, "),
         ("shakespeare", None, "^data: expected shakespeare:FILE, .* got 'shakespeare'"),
         ("idx:/nowhere", None, "expected one of the files"),
