@@ -75,7 +75,7 @@ def objective_bound(
 ) -> Bound:
     """Return the bound of an objective: H for "time" and G for "update"."""
     if check_choice("objective", objective, ("time", "update")) == "time":
-        return TimeBound(rates, concurrency, **constants)
+        return TimeBound(rates, concurrency, **constants, rounds=1)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
 
 

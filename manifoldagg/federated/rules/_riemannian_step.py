@@ -29,7 +29,8 @@ def step_along_curve(
     r"""Step along the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
 
     For one tangent, the curve is a geodesic and $s = \rho$, as on a line. For several tangents, the chord pull-back
-    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
+    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$. The length pull-back
+    uses the $s$ at which the length of the curve from its start is $\rho$ times its whole length.
 
     Args:
         space: a curved space.
@@ -49,7 +50,11 @@ def step_along_curve(
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
     curve = step_curve.curve(space, len(tangents))
     checked_log(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
-    s = parameter_at_distance_on(curve, phi, rho) if step_curve.pull_back == "chord" else rho
+    s = rho
+    if step_curve.pull_back == "chord":
+        s = parameter_at_distance_on(curve, phi, rho)
+    elif step_curve.pull_back == "length":
+        s = float(curve.parameter_at_length(phi, rho))
     model = project_if_possible(space, curve(phi, s))
     return s, model, float(distance(space, current, model))
 

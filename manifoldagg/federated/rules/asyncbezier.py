@@ -41,9 +41,17 @@ class AsyncBezier(ScheduledRule):
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
-    This pull-back weights clients by the ratio of the length of their chord to the speed of their curve. If the curve
-    follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step approaches the
-    client's gradient as $\rho \to 0$.
+    This is (12) of the paper, read as a distance along the chord. The general step (11) of the paper is a geodesic of
+    the pulled-back metric. Geodesics have constant speed, so on a curve this step covers the share $\rho$ of the
+    length:
+
+    $$\int_0^s \|\iota_\psi'(t)\|\, dt = \rho \int_0^1 \|\iota_\psi'(t)\|\, dt.$$
+
+    `pull_back="length"` selects this step. Both steps are equal on a straight curve that does not turn back.
+
+    The pull-back along the chord weights clients by the ratio of the length of their chord to the speed of their curve.
+    If the curve follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step
+    approaches the client's gradient as $\rho \to 0$.
 
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. `decay=1` is
     AsyncBezierED.
@@ -51,10 +59,14 @@ class AsyncBezier(ScheduledRule):
     Args:
         threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
             each update, as in [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
-        pull_back: the computation of $s$ from $\rho$. `"chord"`: the smallest $s$ at the distance above; `"none"`:
-            $s = \rho$; `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is the fraction of the curve before the
-            first segment (between consecutive points) whose inner product with the drift is negative, and at least one
-            segment.
+        pull_back: the computation of $s$ from $\rho$:
+
+            - `"chord"`: the smallest $s$ at the distance above.
+            - `"length"`: the $s$ at the length above.
+            - `"none"`: $s = \rho$.
+            - `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is a fraction of the curve. The fraction ends before
+              the first segment (between consecutive points) whose inner product with the drift is negative. It contains
+              at least one segment.
         curve_weight: the weight $\kappa \in [0, 1]$. The curve is $\kappa$ times the client's curve plus $1 - \kappa$
             times its chord. Without corrections, 0 gives the step of [`ASGD`][manifoldagg.federated.rules.ASGD].
             `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1], where $r$ is the mean cosine of displacements and
