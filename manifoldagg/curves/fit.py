@@ -127,7 +127,7 @@ def fit(
       batch and count as constants.
 
     Args:
-        curve: the embedding to fit: a curve, a tunnel, a simplex.
+        curve: the embedding to fit: a curve, a tunnel or a simplex.
         loss: `loss(theta, batch)` to a scalar, as from
             [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
         batches: a re-iterable object, such as a list or a `DataLoader`.
@@ -179,6 +179,7 @@ def fit(
     ):
         if not isinstance(given, kind):
             raise ArgumentError(f"{name}: expected {kind.__name__}, got {short_repr(given)}")
+    curve._require_space()
     sampling.check(curve)
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)

@@ -1,6 +1,6 @@
 """The trainer for the rule FLOCO, which learns the vertices of a simplex from models sampled in a region of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Region(Simplex):
         True
     """
 
-    centre: tuple[float, ...]
+    centre: tuple[float, ...] = field(kw_only=True)
     share: float = 1.0
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:

@@ -1,4 +1,4 @@
-"""The step on a curved space: the distance along a corrected curve, and the new point."""
+"""The step along a curve of points: the distance along the curve, and the new point."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_finite
 from manifoldagg.corrections.transport import checked_log
-from manifoldagg.curves import Bezier, Piecewise
+from manifoldagg.curves import CurveEmbedding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.manifolds import Manifold
@@ -33,7 +33,7 @@ def step_along_curve(
     uses the $s$ at which the length of the curve from its start is $\rho$ times its whole length.
 
     Args:
-        space: a curved space.
+        space: a curved space, or a flat one if the step is along the path of an embedding.
         current: the point $\Theta^\tau$.
         tangents: the tangents $u_1, \dots, u_n$ at `current`, after `StepCurve.straighten`.
         step_curve: the type of the curve, and the meaning of the rate on it.
@@ -45,7 +45,7 @@ def step_along_curve(
     Raises:
         ArgumentError: if the log at `current` of a point of the curve is undefined.
     """
-    if len(tangents) == 1:
+    if len(tangents) == 1 and step_curve.embedding is None:
         return rho, exp_projected(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
     curve = step_curve.curve(space, len(tangents))
@@ -59,7 +59,7 @@ def step_along_curve(
     return s, model, float(distance(space, current, model))
 
 
-def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float) -> float:
+def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> float:
     r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
     The function finds the first sign change on a grid of 64 intervals and refines its bracket until linear
@@ -80,6 +80,7 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
     Source: Manifold (12).
 
     Example:
+        >>> from manifoldagg.curves import Bezier
         >>> from manifoldagg.manifolds import Sphere
         >>> start, end = torch.eye(2, dtype=torch.float64)
         >>> round(parameter_at_distance_on(Bezier(Sphere(2), 1), torch.stack([start, end]), 0.25), 12)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_number
-from manifoldagg.curves import Bezier, Piecewise
+from manifoldagg.curves import Bezier, CurveEmbedding, Embedding, Piecewise
 from manifoldagg.curves.arc import arc_length, parameter_at_arc_length
 from manifoldagg.curves.bernstein import basis, sqrt_quadratic_form, weights
 from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_from_gram
+from manifoldagg.curves.end_path import EndPath
 from manifoldagg.errors import DivergenceError
 from manifoldagg.manifolds import Manifold
 
@@ -43,6 +44,8 @@ class StepCurve:
         curve_weight: the weight $\kappa$: at each parameter, the curve is $\kappa$ times the original curve plus
             $1 - \kappa$ times its chord.
         polygon: whether the points are the vertices of a polygon.
+        embedding: an embedding whose path to its end point is the curve. Its points are not combinations of the
+            displacements with known weights, so the step computes the control points and evaluates the embedding.
 
     Example:
         >>> StepCurve(pull_back="none").weights(2, 0.5)
@@ -55,6 +58,7 @@ class StepCurve:
     pull_back: str = "chord"
     curve_weight: float = 1.0
     polygon: bool = False
+    embedding: Embedding | None = None
 
     def weights(self, n: int, s: float) -> list[float]:
         """Return the weights of $u_1, …, u_n$ at the parameter s."""
@@ -136,8 +140,10 @@ class StepCurve:
         places = tangents.new_tensor([(i + 1) / n for i in range(n)]).view(n, *[1] * (tangents.ndim - 1))
         return self.curve_weight * tangents + (1 - self.curve_weight) * places * tangents[-1]
 
-    def curve(self, space: Manifold, n: int) -> Bezier | Piecewise:
+    def curve(self, space: Manifold, n: int) -> CurveEmbedding:
         """Return the curve of the start and n points on a space."""
+        if self.embedding is not None:
+            return EndPath(self.embedding.on(space))
         return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
 
     def _straightened_products(self, products: Sequence[float]) -> list[float]:
