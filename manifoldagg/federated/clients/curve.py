@@ -12,6 +12,7 @@ from manifoldagg.curves import (
     CurveEmbedding,
     Embedding,
     Phases,
+    ProximalTerm,
     Sampling,
     Sharpness,
     Training,
@@ -48,7 +49,7 @@ class Curve(BaseTrainer):
         control_rate: the learning rate of the control points, as in [`Control`][manifoldagg.curves.Control].
         freeze_end: whether the end is fixed in the second phase.
         control_start: the start of the control points, `"chord"` or `"base"`.
-        proximal: $\mu$, the weight of the proximal term.
+        proximal: $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
         alternate: whether the phases alternate.
         control_projection: $\gamma$, the projection of the control points.
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
@@ -80,7 +81,7 @@ class Curve(BaseTrainer):
     control_rate: float | None = None
     freeze_end: bool = True
     control_start: str = "chord"
-    proximal: float = 0.0
+    proximal: float | ProximalTerm = 0.0
     alternate: bool = False
     control_projection: float = 0.0
     sampling: str = "uniform"
