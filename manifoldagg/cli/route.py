@@ -34,7 +34,12 @@ def route_command(
     rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
     smoothness: Annotated[float, typer.Option(help="The Lipschitz constant L of the gradients.")] = 1.0,
     noise: Annotated[float, typer.Option(help="B = 2M² + σ², with heterogeneity M and σ² gradient noise.")] = 209.0,
-    gap: Annotated[float, typer.Option(help="The gap A between the initial loss and the lowest loss.")] = 15.0,
+    gap: Annotated[
+        float,
+        typer.Option(
+            help="The gap A between the initial loss and the lowest loss. For `time`: the mean decrease per update."
+        ),
+    ] = 15.0,
     num_updates: Annotated[
         int, typer.Option("--updates", help="The total number T of updates, for the objective `update`.")
     ] = 3000,
@@ -70,7 +75,7 @@ def objective_bound(
 ) -> Bound:
     """Return the bound of an objective: H for "time" and G for "update"."""
     if check_choice("objective", objective, ("time", "update")) == "time":
-        return TimeBound(rates, concurrency, **constants)
+        return TimeBound(rates, concurrency, **constants, rounds=1)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from manifoldagg._validation import check_number, check_shape, is_finite
+from manifoldagg._validation import check_choice, check_number, check_shape, is_finite
 from manifoldagg.corrections.correction import Correction
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix
@@ -17,6 +17,7 @@ from manifoldagg.kernels.operands import needs_autograd_path
 
 __all__ = ["DelayCompensated", "Position", "Tangent"]
 
+FORMS = ("diagonal", "outer")
 EPSILON = 1e-7
 """The constant that Zheng et al. add to the mean square of the gradient under the root."""
 
@@ -80,28 +81,39 @@ class Position(Correction):
 
 @dataclass(frozen=True)
 class DelayCompensated(Correction):
-    r"""First-order correction of a stale gradient, with $\lambda\, e \odot e$ in place of the Hessian.
+    r"""First-order correction of a stale gradient, with the outer product of the gradient in place of the Hessian.
 
-    With the gradient $e = -v$, the correction is $\pi v = -(e + \lambda\, e \odot e \odot g)$, that is
+    The gradient is $e = -v$. For the log-likelihood, the mean of the outer product $e e^\top$ is the mean of the
+    Hessian $H$. The gradient at the current model is about $e + H g$, so the correction with a factor $\lambda$ is
+    $\pi v = -(e + \lambda\, e e^\top g)$. This is the form `"outer"`:
+
+    $$\pi v = v - \lambda\, \langle v, g \rangle\, v.$$
+
+    The form `"diagonal"` uses only the diagonal $e \odot e$ of the outer product:
 
     $$\pi v = v - \lambda\; v \odot v \odot g.$$
 
-    The products are additional rows of the frame, one for each displacement, formed in float64.
+    - The outer form needs only inner products. It does not depend on coordinates, and works on every space. On a curved
+      space, $v$ and $g$ are tangents at $\Theta^\tau$. It only changes the length of $v$, and its sign if
+      $\lambda \langle v, g \rangle > 1$.
+    - The diagonal form is that of DC-ASGD. It requires flat leaves. The products are additional rows of the frame, one
+      for each displacement, in float64.
 
     With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the mean square
-    $m \leftarrow .95\, m + .05\, v \odot v$ of the last displacement, which is that of the end point. The products are
-    divided by the root.
+    $m \leftarrow 0.95\, m + 0.05\, v \odot v$ of the last displacement, which is that of the end point. The products
+    are divided by the root.
 
     Args:
         strength: $\lambda \ge 0$, or $\lambda_0$.
-        adaptive: whether to scale by the root of the mean square of the gradient.
+        adaptive: whether to scale by the root of the mean square of the gradient. It requires the diagonal form.
         decay: the decay of that mean.
+        form: `"diagonal"` or `"outer"`.
 
     Raises:
-        ArgumentError: if `strength` or `decay` is out of range. On a curved space, because an elementwise product
-            depends on coordinates. If a mean square overflows.
+        ArgumentError: if an option is out of range (the message names it). In the diagonal form, if the space is
+            curved, because an elementwise product depends on coordinates. If a mean square overflows.
 
-    Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12).
+    Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12). Manifold §2.2 describes the outer form in words.
 
     Example:
         >>> import torch
@@ -109,13 +121,19 @@ class DelayCompensated(Correction):
         >>> base, current = torch.zeros(2), torch.tensor([1.0, 0.0])
         >>> DelayCompensated(0.5)(Flat(2), base, current, torch.tensor([[2.0, 3.0]]))
         tensor([[0., 3.]])
+        >>> DelayCompensated(0.25, form="outer")(Flat(2), base, current, torch.tensor([[2.0, 3.0]]))
+        tensor([[1.0000, 1.5000]])
     """
 
     strength: float = 0.04
     adaptive: bool = field(default=False, kw_only=True)
     decay: float = field(default=0.95, kw_only=True)
+    form: str = field(default="diagonal", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choice("form", self.form, FORMS)
+        if self.adaptive and self.form != "diagonal":
+            raise ArgumentError(f"adaptive: expected False with form={self.form!r}, got True; its scale is elementwise")
         check_number("strength", self.strength, at_least=0)
         check_number("decay", self.decay, at_least=0, at_most=1)
 
@@ -124,7 +142,12 @@ class DelayCompensated(Correction):
         """Whether the correction tracks the mean square."""
         return self.adaptive
 
+    def adds_rows(self, frame: Frame) -> bool:
+        return self.form == "diagonal"
+
     def extend(self, frame: Frame, state: Any = None) -> Frame:
+        if self.form == "outer":
+            return frame
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.num_displacements
         if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _row_tensors(row)]):
@@ -140,6 +163,10 @@ class DelayCompensated(Correction):
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         matrix = gram.identity()
+        if self.form == "outer":
+            for i, product in enumerate(gram.drift_products):
+                matrix[i, i] = 1 - self.strength * product
+            return matrix, state
         for i, line in enumerate(matrix):
             line[gram.row_index(_product_name(i))] = -self.strength
         return matrix, state

@@ -12,6 +12,7 @@ from manifoldagg.curves.path import CurveEmbedding, Path
 from manifoldagg.curves.phases import Phases
 from manifoldagg.curves.piecewise import Piecewise
 from manifoldagg.curves.plane import Plane, plane
+from manifoldagg.curves.proximal import ProximalTerm
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import ASAM, SAM, Sharpness, sharpness_aware_gradient
 from manifoldagg.curves.simplex import Simplex
@@ -32,6 +33,7 @@ __all__ = [
     "Phases",
     "Piecewise",
     "Plane",
+    "ProximalTerm",
     "Sampling",
     "Sharpness",
     "Simplex",

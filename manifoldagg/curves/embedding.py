@@ -1,6 +1,7 @@
 """Embeddings: low-dimensional subsets of the space of models that a few control points parameterise."""
 
 import abc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._validation import check_shape
+from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["Coordinates", "Embedding", "rounding_error"]
@@ -44,6 +46,43 @@ class Embedding(abc.ABC):
     @abc.abstractmethod
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float[Tensor, "..."]:
         """Draw coordinates (*batch, *domain) in float64, uniform in $M$."""
+
+    def on(self, space: Manifold, degree: int = 2) -> "Embedding":
+        """Return this embedding into another space.
+
+        Args:
+            space: the new space.
+            degree: the degree of the curve, for a tunnel without a curve.
+
+        Raises:
+            ArgumentError: if the embedding is not a dataclass with the field `space`, and `space` is another space.
+        """
+        template: Any = self
+        if "space" in {field.name for field in getattr(self, "__dataclass_fields__", {}).values() if field.init}:
+            moved: Embedding = replace(template, space=space)
+            return moved
+        if self.space != space:
+            raise ArgumentError(f"embedding: expected an embedding into {space}, got {self}")
+        return self
+
+    def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
+        r"""Compute the coordinates $x(s)$ of the geodesic of $M$ from the start to the end point $\omega$.
+
+        An embedding with an end point maps $x(0)$ to the first control point and $x(1) = \omega$ to the last one. For a
+        curve, $x(s) = s$.
+
+        Args:
+            s: parameters (*batch,) in [0, 1].
+
+        Returns:
+            Coordinates (*batch, *domain).
+
+        Raises:
+            NotImplementedError: if the embedding has no end point.
+        """
+        if self.domain:
+            raise NotImplementedError(f"{type(self).__name__} has no path to an end point")
+        return s
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
         r"""Compute the coordinates $x$ for which $\iota_\varphi(x)$ is nearest to a point, and the distance."""
@@ -96,7 +135,15 @@ class Embedding(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no form with fixed control points")
 
     def _check_phi(self, phi: Tensor) -> None:
+        self._require_space()
         check_shape("phi", phi, self.size, *self.space.axes)
+
+    def _require_space(self) -> None:
+        """Check that the embedding has a space. Tunnels and simplices can be created without one."""
+        if self.space is None:
+            raise ArgumentError(
+                f"space: expected a manifold, got None; call `on(space)` of {type(self).__name__} first"
+            )
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:

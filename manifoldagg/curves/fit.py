@@ -15,11 +15,12 @@ from manifoldagg._validation import check_number, check_shape, is_finite, short_
 from manifoldagg.curves.control import Control, FreePoints, initial_points
 from manifoldagg.curves.embedding import Coordinates, Embedding
 from manifoldagg.curves.phases import Phases, Schedule
+from manifoldagg.curves.proximal import ProximalTerm, add_proximal_gradient, check_proximal
 from manifoldagg.curves.sampling import Sampling
 from manifoldagg.curves.sharpness import Sharpness, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError, ManifoldAggError
 from manifoldagg.manifolds import Loss
-from manifoldagg.manifolds.optimizers import Optimizer, lower, optimizer_on
+from manifoldagg.manifolds.optimizers import Optimizer, optimizer_on
 from manifoldagg.tensor_file import load as load_file
 from manifoldagg.tensor_file import save as save_file
 
@@ -39,7 +40,9 @@ class Training:
             On a curved space, it must be SGD or Adam, which is replaced by its
             [Riemannian][manifoldagg.manifolds.RiemannianSGD] equivalent.
         rate: the learning rate.
-        proximal: $\mu \ge 0$, the weight of the proximal term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$.
+        proximal: $\mu \ge 0$, the weight of the proximal term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$. On a flat
+            space, also another [`ProximalTerm`][manifoldagg.curves.ProximalTerm], such as
+            [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
         sharpness: [`SAM`][manifoldagg.curves.sharpness.SAM] or [`ASAM`][manifoldagg.curves.sharpness.ASAM], which
             evaluates gradients at an ascent point. Each gradient then needs two forward and backward passes.
 
@@ -53,7 +56,7 @@ class Training:
 
     optimizer: Optimizer = torch.optim.Adam
     rate: float = 1e-3
-    proximal: float = 0.0
+    proximal: float | ProximalTerm = 0.0
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class Training:
                 f"optimizer: expected a class such as torch.optim.Adam, got {short_repr(self.optimizer)}"
             )
         check_number("rate", self.rate, above=0)
-        check_number("proximal", self.proximal, at_least=0)
+        check_proximal(self.proximal)
         given = self.sharpness
         if given is not None and (isinstance(given, type) or not isinstance(given, Sharpness)):
             raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {short_repr(given)}")
@@ -140,7 +143,7 @@ def fit(
       batch and count as constants.
 
     Args:
-        curve: the embedding to fit: a curve, a tunnel, a simplex.
+        curve: the embedding to fit: a curve, a tunnel or a simplex.
         loss: `loss(theta, batch)` to a scalar, as from
             [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
         batches: a re-iterable object, such as a list or a `DataLoader`.
@@ -193,7 +196,10 @@ def fit(
     ):
         if not isinstance(given, kind):
             raise ArgumentError(f"{name}: expected {kind.__name__}, got {short_repr(given)}")
+    curve._require_space()
     sampling.check(curve)
+    if isinstance(training.proximal, ProximalTerm) and not curve.space.flat:
+        raise ArgumentError(f"proximal: expected a number on the curved space {curve.space}, got {training.proximal}")
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)
     base, points = initial_points(curve, start, end, phi)
@@ -286,10 +292,7 @@ class _Objective:
             raise DivergenceError(
                 f"loss: expected a finite gradient at step {step}, got NaN or infinity although the loss is finite"
             )
-        if self.training.proximal:
-            to_base = space._log(theta, self.base)
-            slope = slope - self.training.proximal * (to_base if space.flat else lower(space, theta, to_base))
-        return value.item(), slope
+        return value.item(), add_proximal_gradient(space, slope, theta, self.base, self.training.proximal)
 
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]

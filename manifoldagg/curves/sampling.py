@@ -1,4 +1,4 @@
-"""Sampling of coordinates of an embedding for a batch: uniform, stratified, or by a quadrature rule."""
+"""Sampling of coordinates of an embedding for a batch: uniform, stratified, by a quadrature rule, or by length."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""A sampling of (weight, coordinates) pairs for a batch, with $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$.
+    r"""A sampling of pairs of weights and coordinates for a batch.
+
+    Except for `"length"`, the coordinates are uniform in the domain: $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$. With
+    `"length"`, the points $\iota_\varphi(x_k)$ are uniform on the image of a curve of length $L$:
+
+    $$\mathbb{E} \sum_k w_k f(x_k) = \frac1L \int_0^1 f(t)\, \|\iota_\varphi'(t)\|\, dt, \qquad
+      L = \int_0^1 \|\iota_\varphi'(t)\|\, dt.$$
 
     Args:
         kind: the method:
@@ -26,10 +32,19 @@ class Sampling:
               curve.
             - `"quadrature"`: the nodes and weights of the Gauss-Legendre rule on [0, 1], without randomness. The sum is
               exact for polynomials of degree 2·samples - 1. It requires a curve.
+            - `"length"`: independent parameters at uniform fractions of the length of the curve, with the weights
+              1 / samples. It requires a curve, and one pass over the control points for each batch. If the length is 0,
+              the parameters are uniform.
+
+              This is the measure $U(\mathcal{M}_\varphi)$ of the objective (19) of the Report. As in the Report,
+              training differentiates the loss at the sampled points and treats their parameters as constants. So the
+              gradient omits the change of the measure with $\varphi$.
         samples: the number of coordinates for each batch.
 
     Raises:
         ArgumentError: if an option is invalid.
+
+    Source: Report (19), for `"length"`.
 
     Example:
         >>> from manifoldagg.curves.bezier import Bezier
@@ -43,11 +58,11 @@ class Sampling:
     samples: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("sampling", self.kind, ("uniform", "stratified", "quadrature"))
+        check_choice("sampling", self.kind, ("uniform", "stratified", "quadrature", "length"))
         check_count("samples", self.samples)
 
     def check(self, embedding: Embedding) -> None:
-        """Check that stratified sampling and quadrature are used only for curves.
+        """Check that only uniform sampling is used for embeddings that are not curves.
 
         Raises:
             ArgumentError: if `embedding` is not an embedding of [0, 1].
@@ -68,6 +83,12 @@ class Sampling:
         if self.kind == "quadrature":
             nodes, weights = np.polynomial.legendre.leggauss(self.samples)
             yield from ((float(w) / 2, (1 + float(z)) / 2) for w, z in zip(weights, nodes, strict=True))
+            return
+        if self.kind == "length":
+            device = None if generator is None else generator.device
+            fractions = torch.rand(self.samples, generator=generator, dtype=torch.float64, device=device)
+            parameters = embedding.parameter_at_length(phi, fractions)  # type: ignore[attr-defined]  # a curve
+            yield from ((1 / self.samples, t) for t in parameters.tolist())
             return
         for k in range(self.samples):
             if embedding.domain:

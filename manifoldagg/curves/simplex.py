@@ -138,6 +138,9 @@ class Simplex(Hull):
     $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$, which is $\sum_i u_i \varphi_i$ for tangents with
     $\sum_i u_i = 0$.
 
+    The start is $\varphi_0$, and the end point is the last vertex $\varphi_k$. The path between them is the edge
+    $x(s) = (1 - s, 0, \dots, 0, s)$.
+
     On a curved space:
 
     - The residual of the mean is at most $10^{-12}$.
@@ -148,7 +151,8 @@ class Simplex(Hull):
     - Volumes and nearest points are not available, because they have no closed form.
 
     Args:
-        space: a flat space, or a space with exp, log, inner, project and project_tangent.
+        space: a flat space, or a space with exp, log, inner, project and project_tangent. With `None`, only `on` can be
+            called, which returns a simplex in a space.
         vertices: $k + 1 \ge 1$, the number of vertices. $\varphi$ has the shape (vertices, *space.shape).
 
     Raises:
@@ -167,16 +171,24 @@ class Simplex(Hull):
         tensor(4., dtype=torch.float64)
     """
 
-    space: Manifold
-    vertices: int
+    space: Manifold = None  # type: ignore[assignment]  # a simplex without a space has only the method `on`
+    vertices: int = 3
 
     def __post_init__(self) -> None:
         check_count("vertices", self.vertices)
-        check_is_manifold(self.space)
+        if self.space is not None:
+            check_is_manifold(self.space)
 
     @property
     def size(self) -> int:
         return self.vertices
+
+    def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
+        r"""Return $x(s) = (1 - s, 0, \dots, 0, s)$, (*batch, k + 1)."""
+        if self.vertices == 1:
+            return torch.ones_like(s)[..., None]
+        inner = s.new_zeros(*s.shape, self.vertices - 2)
+        return torch.cat([1 - s[..., None], inner, s[..., None]], -1)
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
         """Draw uniform coordinates (*batch, k + 1) from Dirichlet(1, ..., 1), as normalised exponential variables."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -60,8 +60,11 @@ class Tunnel(Embedding):
     normal and within the ball. The methods `sample`, `sample_in` and `nearest` return coordinates with these
     properties.
 
+    The start of the tunnel is $(0, 0)$ and its end point is $\omega = (1, 0)$. In the product metric of the domain, the
+    geodesic between them is $x(s) = (s, 0)$, so the path to the end point is the curve.
+
     Args:
-        curve: the curve $b$ of degree n.
+        curve: the curve $b$ of degree n. With `None`, only `on` can be called, which returns a tunnel in a space.
         radius: $\varepsilon \ge 0$, in units of the chord length.
         form: `"ambient"` or `"subspace"`.
         steps: the number of grid steps of the frame, whose error is of fourth order in 1 / steps.
@@ -84,29 +87,46 @@ class Tunnel(Embedding):
         True
     """
 
-    curve: Bezier
-    radius: float
+    curve: Bezier = None  # type: ignore[assignment]  # a tunnel without a space has only the method `on`
+    radius: float = 0.1
     form: str = "ambient"
     steps: int = 64
     space: Manifold = field(init=False, repr=False, compare=False)
     _form: "_AmbientForm | _SubspaceForm" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.curve, Bezier):
+        if not (self.curve is None or isinstance(self.curve, Bezier)):
             raise ArgumentError(f"curve: expected a Bezier, got {short_repr(self.curve)}")
         object.__setattr__(self, "radius", check_number("radius", self.radius, at_least=0))
         check_choice("form", self.form, tuple(FORMS))
         check_count("steps", self.steps)
-        object.__setattr__(self, "space", self.curve.space)
-        object.__setattr__(self, "_form", FORMS[self.form](self.curve, self.radius, self.steps))
+        bound = self.curve is not None
+        object.__setattr__(self, "space", self.curve.space if bound else None)
+        object.__setattr__(self, "_form", FORMS[self.form](self.curve, self.radius, self.steps) if bound else None)
 
     @property
     def size(self) -> int:
+        self._require_space()
         return self.curve.degree + 1
 
     @property
     def domain(self) -> tuple[int, ...]:
+        self._require_space()
         return (1 + self._form.num_coordinates,)
+
+    def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
+        """Return the tunnel of a Bézier curve in `space`, of the degree of this tunnel's curve, or else of `degree`.
+
+        Example:
+            >>> from manifoldagg.manifolds import Flat
+            >>> Tunnel(radius=0.1).on(Flat(3)).size
+            3
+        """
+        return replace(self, curve=Bezier(space, degree if self.curve is None else self.curve.degree))
+
+    def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
+        r"""Return $x(s) = (s, 0)$, (*batch, *domain)."""
+        return torch.cat([s[..., None], s.new_zeros(*s.shape, self.domain[0] - 1)], -1)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
         """Compute points (*batch, *space.shape) at coordinates `x` (*batch, *domain), in the dtype of `phi`.

@@ -256,6 +256,10 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
             given[owner][option] = text
         elif option != head and not tail:
             raise ArgumentError(f"{where}: expected an option of the trainer after the dot, got {option!r}")
+    # A rule and its trainer must have the same embedding.
+    if "embedding" in accepted and "embedding" in inspect.signature(make_trainer).parameters:
+        shared = {name: text for name, text in given["rule"].items() if name.partition(".")[0] == "embedding"}
+        given["trainer"] = shared | given["trainer"]
     base = dict(template.defaults)
     if "weighted" in base and given["rule"].get("weighted", base["weighted"]).lower() != base["weighted"]:
         # The tuned rate is valid for the tuned weighting only. Without weights, it would be N times too large.
@@ -396,6 +400,7 @@ OPTION_READERS |= {
     "optimizer": {made.__name__.lower(): _optimizer_reader(made) for made in _optimizers}
     | {MODULE_NAME: _user_optimizer},
     "sharpness": _readers(curves.SAM, curves.ASAM) | _user("a perturbation such as SAM"),
+    "embedding": _readers(curves.Tunnel, curves.Simplex) | _user("an embedding", curves.Embedding),
     "proximal": _readers(trainers.LorentzProximal) | _user("a proximal term"),
     "local": {name: _trainer_reader(name) for name in ("local", "proximal", "trajectory")}
     | _user("a trainer", Trainer),

@@ -73,12 +73,14 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 class ShortRepr:
     """Base class of dataclasses with arrays. Their `repr` is one line, with arrays represented by their shapes.
 
-    The dataclass needs `repr=False`.
+    The line omits the fields that have their default values. The dataclass needs `repr=False`.
     """
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return format_result(self, **{field.name: getattr(self, field.name) for field in fields})
+        values = ((field, getattr(self, field.name)) for field in fields)
+        shown = {f.name: x for f, x in values if f.default is dataclasses.MISSING or x != f.default}
+        return format_result(self, **shown)
 
 
 class ContentEquality:

@@ -9,7 +9,7 @@ import numpy as np
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.routing._arguments import MAX_RATE, MIN_RATE, routing_vector
-from manifoldagg.routing.bounds import Bound
+from manifoldagg.routing.bounds import Bound, TimeBound
 from manifoldagg.routing.optimise import STARTS, Routing, optimise_routing, uniform
 
 __all__ = ["AdaptiveRouting"]
@@ -31,6 +31,8 @@ class AdaptiveRouting:
     positive.
 
     - The gap A is the first loss minus the lowest loss.
+    - For [`TimeBound`][manifoldagg.routing.TimeBound], the number of rounds is the number of completions since the
+      first loss, and at least `bound.rounds`. So `gap / rounds` estimates the mean decrease of the loss per update.
     - The noise B is the mean of the observed samples.
     - The smoothness L is the largest observed lower bound.
 
@@ -80,6 +82,7 @@ class AdaptiveRouting:
         self._pending: list[deque[float]] = [deque() for _ in range(n)]
         self._last_return = np.full(n, -np.inf)
         self._losses: tuple[float, float] | None = None
+        self._rounds = 0
         self._noise = (0, 0.0)
         self._smoothness = 0.0
         self.last_optimum: Routing | None = None
@@ -104,6 +107,8 @@ class AdaptiveRouting:
         self._count[i] = self._decay * self._count[i] + 1
         self._seconds[i] = self._decay * self._seconds[i] + time - start
         self._last_return[i] = time
+        if self._losses is not None:
+            self._rounds += 1
 
     def on_dropout(self, client: int, time: float) -> None:
         """Record the loss of a client's oldest task, which does not change the estimated rate."""
@@ -143,13 +148,15 @@ class AdaptiveRouting:
     def bound(self, now: float | None = None) -> Bound:
         """Return the bound with the estimated constants."""
         gap = 0.0 if self._losses is None else self._losses[0] - self._losses[1]
-        return replace(
+        bound = replace(
             self._prior,
             rates=self.rates(now),
             gap=gap or self._prior.gap,
             noise=self._noise[1] or self._prior.noise,
             smoothness=self._smoothness or self._prior.smoothness,
         )
+        # The guessed gap belongs to the guessed number of rounds.
+        return replace(bound, rounds=max(bound.rounds, self._rounds)) if gap and isinstance(bound, TimeBound) else bound
 
     def reroute(self, now: float | None = None) -> np.ndarray:
         """Move the shares towards the best routing for the estimated bound, and return the new p, (n,).

@@ -1,10 +1,11 @@
 r"""Bounds on the gradient norm as functions of a routing: per update (G) and per unit of time (H).
 
-$B = 2M^2 + \sigma^2$ is the noise, L the smoothness, A the gap $f(w_0) - f^*$ and $\eta$ the rate of the server:
+$B = 2M^2 + \sigma^2$ is the noise, L the smoothness, A the gap $f(w_0) - f^*$, and $\eta$ the rate of the server. A run
+has T + 1 rounds. As in the paper, a *round* is the interval between two consecutive updates.
 
 $$G = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad
-  H = \frac{1}{\lambda} (\frac{A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
+  H = \frac{1}{\lambda} (\frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}) .$$
 
 Both formulas are defined for every p > 0, also if $\sum_i p_i \ne 1$. With $\rho_i = p_i / \mu_i$, the means $E[X]$ and
@@ -39,7 +40,8 @@ class Bound(ContentEquality, ShortRepr):
         rate: η, the learning rate of the server. The bounds hold only for small rates, which is not checked.
         smoothness: L, the smoothness constant of the loss.
         noise: B = 2M² + σ², where M² is the heterogeneity of the clients and σ² the variance of their gradients.
-        gap: A, the initial loss minus the lowest loss.
+        gap: A, the initial loss minus the lowest loss. For `TimeBound` with `rounds=1`, the mean decrease of the loss
+            per update.
 
     Raises:
         ArgumentError: if an argument is invalid.
@@ -233,25 +235,45 @@ class UpdateBound(Bound):
 class TimeBound(Bound):
     r"""The bound H per unit of time: $\frac18$ of the mean of $\| \nabla f \|^2$ times the mean duration of an update.
 
-    $$H(p) = \frac{1}{\lambda} (\frac{A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
+    $$H(p) = \frac{1}{\lambda} (\frac{\bar A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
+
+    The paper defines $\bar A$ as the mean over the rounds $k = 0, \dots, T$ of the expected decrease of the loss, where
+    the state of the network has the stationary distribution:
+
+    $$\bar A = \frac{1}{T+1} \sum_{k=0}^{T} \sum_x \pi_{n,m}(x)\, E[f(w_k) - f(w_{k+1}) \mid Y_k = x].$$
+
+    If the decrease does not depend on the state of the network, the sum over k telescopes, and $\bar A \le A / (T+1)$
+    with the gap $A = f(w_0) - f^*$. This class uses $\bar A = A / (T+1)$, that is `gap / rounds`.
 
     Args:
         rates: as in `Bound`, like the other constants.
+        rounds: T + 1 >= 1, the number of rounds of the run. With `rounds=1`, `gap` is $\bar A$ itself. The paper's
+            experiments use $\bar A = 15$.
 
-    Source: Queue (12), appendix F. The gradient is derived again with
+    Source: Queue (12), appendices D and F. The gradient is derived again with
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.
 
     Example:
         >>> bound = TimeBound([1.0, 1.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0)
         >>> round(bound([0.5, 0.5]), 12)  # (10 + 0.1 + 0.01 · 3 · 3) · 4 / 6
         6.793333333333
+        >>> run = TimeBound([1.0, 1.0], concurrency=3, rate=0.1, smoothness=1.0, noise=1.0, gap=1.0, rounds=10)
+        >>> round(run([0.5, 0.5]), 12)  # (10 / 10 + 0.1 + 0.01 · 3 · 3) · 4 / 6
+        0.793333333333
     """
+
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rounds", check_count("rounds", self.rounds))
 
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        return (self.gap / self.rate + self._error_terms(p, concurrency, means)) / throughput
+        decrease = self.gap / self.rounds
+        return (decrease / self.rate + self._error_terms(p, concurrency, means)) / throughput
 
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct

@@ -124,6 +124,27 @@ def delay_compensation_is_its_formula(kit):
 
 
 @law
+def delay_compensation_by_the_outer_product_is_its_formula(kit):
+    base, current, g, v = setting()
+    expected = torch.stack([row - 0.3 * torch.outer(row, row) @ g for row in v])
+    close(kit.DelayCompensated(0.3, form="outer")(SPACE, base, current, v), expected)
+
+
+@law
+def delay_compensation_by_the_outer_product_is_coordinate_free(kit):
+    base, current, _, v = setting()
+    q = rotation(4, SIZE)
+    correction = kit.DelayCompensated(0.3, form="outer")
+    close(correction(SPACE, base @ q, current @ q, v @ q), correction(SPACE, base, current, v) @ q)
+    sphere = Sphere(4)
+    x, y = (point / point.norm() for point in draw(6, 2, 4).abs())
+    u = sphere.project_tangent(x.expand(2, -1), draw(7, 2, 4))
+    moved = sphere.transport(x.expand(2, -1), y.expand(2, -1), u)
+    drift = -sphere.log(y, x)
+    close(correction(sphere, x, y, u), moved - 0.3 * (moved @ drift)[:, None] * moved)
+
+
+@law
 def delay_compensation_follows_the_mean_square(kit):
     base, current, g, v = setting()
     correction, state, mean = kit.DelayCompensated(0.3, adaptive=True), None, torch.zeros(SIZE).double()

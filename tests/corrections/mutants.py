@@ -178,6 +178,31 @@ class DelayCompensatedWithoutTheSquare(DelayCompensated):
         return frame
 
 
+@caught_by(
+    "DelayCompensated",
+    "delay_compensation_by_the_outer_product_is_its_formula",
+    "delay_compensation_by_the_outer_product_is_coordinate_free",
+)
+class OuterProductOfTheWrongSign(DelayCompensated):
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        return (2 * gram.identity() - lines if self.form == "outer" else lines), state
+
+
+@caught_by(
+    "DelayCompensated",
+    "delay_compensation_by_the_outer_product_is_its_formula",
+    "delay_compensation_by_the_outer_product_is_coordinate_free",
+)
+class OuterProductOfTheEndAlone(DelayCompensated):
+    def coefficients(self, gram, state=None):
+        lines, state = super().coefficients(gram, state)
+        if self.form == "outer":
+            for i in range(len(lines)):
+                lines[i, i] = lines[-1, len(lines) - 1]
+        return lines, state
+
+
 @caught_by("DelayCompensated", "delay_compensation_follows_the_mean_square")
 class MeanSquareOfTheUpdateBefore(DelayCompensated):
     """Staleness off by one: the mean square does not know this update."""

@@ -47,6 +47,7 @@ CORRECTIONS = [
     OrthoPos(),
     GradientSurgery(),
     Position() >> OrthoDC(0.0),
+    DelayCompensated(0.3, form="outer"),
 ]
 
 

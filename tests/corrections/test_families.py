@@ -41,6 +41,8 @@ STATELESS = [
     GradientSurgery(),
     Pairwise(draw(77, 2, SIZE)),
 ]
+COMPENSATED = [DelayCompensated(0.1), DelayCompensated(0.1, form="outer")]
+"""Corrections whose result depends on the unit of the displacements."""
 exponents = st.floats(-30, 30)
 
 
@@ -57,7 +59,9 @@ def test_units_do_not_matter(correction, seed, exponent):
     assert relative(found, unit * correction(SPACE, base, current, v)) <= 1e-11
 
 
-@pytest.mark.parametrize("correction", [c for c in STATELESS if not isinstance(c, Pairwise)], ids=str)
+@pytest.mark.parametrize(
+    "correction", [*(c for c in STATELESS if not isinstance(c, Pairwise)), COMPENSATED[1]], ids=str
+)
 @given(seeds)
 def test_an_isometry_goes_through(correction, seed):
     (base, current, v), q = setting(seed), rotation(seed + 2, SIZE)
@@ -74,7 +78,7 @@ def test_each_control_point_is_corrected_by_itself(correction, seed):
     assert torch.equal(correction(SPACE, base, current, v), alone)
 
 
-@pytest.mark.parametrize("correction", [*STATELESS, DelayCompensated(0.1)], ids=str)
+@pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_dtypes_are_rounded_once(correction, dtype):
     base, current, v = setting(3, dtype=dtype)
@@ -85,7 +89,7 @@ def test_narrow_dtypes_are_rounded_once(correction, dtype):
     assert ((out.double() - exact).abs() <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("correction", [*STATELESS, DelayCompensated(0.1)], ids=str)
+@pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
 def test_no_input_is_changed_and_no_output_shares_memory(correction):
     base, current, v = setting(3)
     copies = [t.clone() for t in (base, current, v)]
@@ -95,7 +99,7 @@ def test_no_input_is_changed_and_no_output_shares_memory(correction):
     assert torch.equal(v, copies[2])
 
 
-@pytest.mark.parametrize("correction", [*STATELESS, DelayCompensated(0.1)], ids=str)
+@pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
 @pytest.mark.parametrize("scale", [1e-45, 1e-38])
 def test_float32_denormals_are_numbers_like_others(correction, scale):
     base, current, v = (torch.full_like(x, scale) * x.sign() for x in setting(3, dtype=torch.float32))
@@ -202,8 +206,8 @@ def test_a_mix_of_granularities_is_each_in_turn():
         assert relative((a >> b)(space, base, current, v), b(space, base, current, once)) <= 1e-13
 
 
-@pytest.mark.parametrize("before", [*STATELESS, DelayCompensated(0.1)], ids=str)
-@pytest.mark.parametrize("after", [*STATELESS, DelayCompensated(0.1)], ids=str)
+@pytest.mark.parametrize("before", [*STATELESS, *COMPENSATED], ids=str)
+@pytest.mark.parametrize("after", [*STATELESS, *COMPENSATED], ids=str)
 def test_any_two_compose(before, after):
     if after == OrthoPos() and before not in (Tangent(), Position()):
         after = OrthoCorrect(1.0, 0.05)  # the printed form jumps at 0, where a projection puts its result
@@ -270,7 +274,7 @@ def test_bf16_runs_remember_in_float32():
         assert {x.dtype for x in state.values() if isinstance(x, torch.Tensor)} == {torch.float32}
 
 
-@pytest.mark.parametrize("correction", [*STATELESS, DelayCompensated(0.1)], ids=str)
+@pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
 def test_derivatives_go_through(correction):
     inputs = [t.requires_grad_() for t in setting(3, n=2)]
     assert torch.autograd.gradcheck(lambda b, c, d: correction(SPACE, b, c, d), inputs)
@@ -295,6 +299,8 @@ def test_points_of_any_shape_and_no_displacement_at_all():
         (lambda: OrthoCorrect(-1.0, clip=True), "alpha: expected a finite number >= 0"),
         (lambda: DelayCompensated(-1.0), "strength: expected"),
         (lambda: DelayCompensated(1.0, decay=2.0), "decay: expected"),
+        (lambda: DelayCompensated(form="inner"), "form: expected one of diagonal, outer"),
+        (lambda: DelayCompensated(adaptive=True, form="outer"), "adaptive: expected False with form='outer'"),
         (lambda: GradientSurgery((0, 2)), "order: expected a tuple with a permutation"),
         (lambda: GradientSurgery((0, 1))(SPACE, *setting(3)), "order: expected a permutation of 4 rows"),
         (lambda: Pairwise([torch.tensor([1.0, float("nan")])]), r"others\[0\]: expected finite"),

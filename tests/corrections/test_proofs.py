@@ -199,6 +199,19 @@ def test_delay_compensation_is_the_expansion_of_the_gradient():
     assert sympy.simplify(found + e + strength * e * e * g) == 0
 
 
+def test_delay_compensation_by_the_outer_product_is_the_expansion_of_the_gradient():
+    """With e = −v in two dimensions: −(e + λ e eᵀ g) = v − λ ⟨v, g⟩ v, and the diagonal of e eᵀ is the other form."""
+    v, g = (sympy.Matrix(sympy.symbols(names, real=True)) for names in ("v1 v2", "g1 g2"))
+    strength = sympy.Rational(1, 3)
+    inner = [[(a.T * b)[0] for b in (v, g)] for a in (v, g)]
+    (line,) = lines_of(DelayCompensated(strength, form="outer"), inner)
+    found = line[0] * v + line[1] * g
+    outer = v * v.T
+    assert sympy.simplify(found - (v - strength * outer * g)) == sympy.zeros(2, 1)
+    diagonal = sympy.diag(*outer.diagonal())
+    assert diagonal * g == v.multiply_elementwise(v).multiply_elementwise(g)
+
+
 def test_the_complement_of_a_span_is_orthogonal_to_it():
     """Rows v, g, o₁, o₂: symbols are taken as independent, in their order."""
     inner = symbols(4)

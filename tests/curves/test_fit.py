@@ -155,7 +155,7 @@ def barrier(curve, phi):
     return max(values) - max(values[0], values[-1])
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "stratified", "quadrature"])
+@pytest.mark.parametrize("sampling", ["uniform", "stratified", "quadrature", "length"])
 def test_two_wells_are_connected_round_the_hill(sampling):
     """The chord crosses the hill; a learned curve goes round it with less than a twentieth of its barrier."""
     curve, a = Bezier(Flat(2), 3), torch.tensor([1.0, 0.0], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +51,34 @@ def test_a_quadrature_is_exact_for_polynomials(samples):
     nodes = list(Sampling("quadrature", samples).coordinates(CURVE, draw(0, 3, 3)))
     for power in range(2 * samples):
         assert sum(w * x**power for w, x in nodes) == pytest.approx(1 / (power + 1), rel=1e-13)
+
+
+def test_points_by_length_are_uniform_on_the_image():
+    """Report (19). The share of the length before a sampled point is uniform: mean 1/2, variance 1/12."""
+    phi = draw(0, 3, 3) * torch.tensor([[0.0], [0.1], [1.0]])
+    drawn = list(Sampling("length", 4000).coordinates(CURVE, phi, seeded()))
+    assert [weight for weight, _ in drawn] == [1 / 4000] * 4000
+    shares = torch.stack([CURVE.length(phi, 0.0, t) / CURVE.length(phi) for _, t in drawn[:400]])
+    # The fractions are the draws of the generator.
+    expected = torch.rand(4000, generator=seeded(), dtype=torch.float64)[:400]
+    torch.testing.assert_close(shares, expected, rtol=1e-9, atol=1e-9)
+    # The mean of f = |position| against quadrature of f |velocity| / L, within 5 standard deviations.
+    t, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(60))
+    t = (1 + t) / 2
+    speed = CURVE.velocity(phi, t).norm(dim=-1)
+    density = weights * speed / (weights * speed).sum()
+    values = CURVE(phi, t).norm(dim=-1)
+    mean = (density * values).sum()
+    variance = (density * (values - mean) ** 2).sum()
+    sampled = CURVE(phi, torch.tensor([t for _, t in drawn], dtype=torch.float64)).norm(dim=-1).mean()
+    assert abs(sampled - mean) <= 5 * (variance / 4000) ** 0.5
+    # Sampling by the parameter has another mean on this curve.
+    assert abs((weights / 2 * values).sum() - mean) > 10 * (variance / 4000) ** 0.5
+
+
+def test_a_collapsed_curve_is_sampled_by_its_parameter():
+    drawn = [t for _, t in Sampling("length", 5).coordinates(CURVE, torch.zeros(3, 3), seeded())]
+    assert drawn == torch.rand(5, generator=seeded(), dtype=torch.float64).tolist()
 
 
 def test_strata_vary_less_than_independent_places():
@@ -350,6 +379,10 @@ EYE = torch.eye(3)
     [
         (lambda: {"curve": 3}, "curve: expected Embedding"),
         (lambda: {"sampling": Sampling(kind="sobol")}, "sampling: expected one of uniform, stratified, quadrature"),
+        (
+            lambda: {"curve": Simplex(Flat(3), 3), "sampling": Sampling("length")},
+            "sampling: expected uniform, or a curve",
+        ),
         (lambda: {"sampling": Sampling(samples=0)}, "samples: expected an integer >= 1"),
         (
             lambda: {"curve": Simplex(Flat(3), 3), "sampling": Sampling(kind="quadrature")},

@@ -130,6 +130,7 @@ def test_objects_have_names():
         ("fedavg:sharpness=sam,sharpness.radius=0.1", "sharpness", curves.SAM(0.1)),
         ("asyncbezier:sharpness=asam", "sharpness", curves.ASAM()),
         ("asynccurve:proximal=lorentzproximal,proximal.weight=0.5", "proximal", trainers.LorentzProximal(0.5)),
+        ("fedavg:proximal=lorentzproximal,proximal.weight=0.01", "proximal", trainers.LorentzProximal(0.01)),
         ("asyncfeded:local.rate=0.1", "local", trainers.Local(epochs=4, rate=0.1, proximal=1e-3)),
     ):
         assert getattr(bound(text).trainer, field) == value, text

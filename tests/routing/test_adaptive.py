@@ -137,3 +137,20 @@ def test_rejected_arguments_change_nothing(as_shipped):
             AdaptiveRouting(adaptive.bound(), **change)
     with pytest.raises(ArgumentError, match=r"routing: .* 0.1 too little"):
         AdaptiveRouting(adaptive.bound(), [0.4, 0.5])
+
+
+def test_h_gets_the_mean_decrease_of_the_loss_per_update():
+    """Queue, Appendix D: the A of H is the mean decrease of a round, not the whole gap."""
+    adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
+    adaptive.observe_loss(9.0)
+    for k in range(10):
+        adaptive.on_dispatch(k % 2, float(k))
+        adaptive.on_completion(k % 2, k + 0.5)
+    assert adaptive.bound() == TimeBound(adaptive.rates(), 4, **CONSTANTS)
+    adaptive.observe_loss(4.0)
+    bound = adaptive.bound()
+    assert (bound.gap, bound.rounds) == (5.0, 10)
+    planned = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS, rounds=1000))
+    planned.observe_loss(9.0)
+    planned.observe_loss(4.0)
+    assert (planned.bound().gap, planned.bound().rounds) == (5.0, 1000)

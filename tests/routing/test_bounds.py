@@ -266,3 +266,27 @@ def test_without_noise_more_tasks_are_always_better(monkeypatch):
     with pytest.raises(ArgumentError, match="max_concurrency: expected an integer, got None"):
         optimise_concurrency(bound, [0.9, 0.1])
     assert optimise_concurrency(make("time", [1.0], 3, noise=0)) == 1
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 3000])
+def test_the_gap_of_h_is_spread_over_the_rounds(rounds):
+    """Queue, Appendix D: A is a mean over the T + 1 rounds of decreases, whose sum is at most f(w0) - f*."""
+    rates, p = np.array([1.0, 2.0, 5.0]), np.array([0.2, 0.3, 0.5])
+    constants = {"rate": 0.1, "smoothness": 2.0, "noise": 3.0}
+    bound = TimeBound(rates, 4, **constants, gap=6.0, rounds=rounds)
+    network = ClosedNetwork(p, rates, 4)
+    noise = 0.1 * 2.0 * 3.0 / 9 * (1 / p).sum()
+    stale = (0.1 * 2.0) ** 2 * 3.0 * 4 / 9 * (network.mean_tasks / p**2).sum()
+    expected = (6.0 / rounds / 0.1 + noise + stale) / network.throughput
+    assert bound(p) == pytest.approx(expected, rel=1e-12)
+    mean = TimeBound(rates, 4, **constants, gap=6.0 / rounds)
+    np.testing.assert_allclose(bound.gradient(p), mean.gradient(p), rtol=1e-12)
+
+
+def test_rounds_default_to_the_papers_constant():
+    bound = TimeBound([1.0], 1, 0.1, 1.0, 1.0, 15.0)
+    assert bound == replace(bound, rounds=1) != replace(bound, rounds=2)
+    assert "rounds" not in repr(bound)
+    assert "rounds=2" in repr(replace(bound, rounds=2))
+    with pytest.raises(ArgumentError, match="rounds"):
+        replace(bound, rounds=0)

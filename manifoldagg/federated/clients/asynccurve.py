@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape, short_repr
-from manifoldagg.curves import Bezier, Control, Phases, Sharpness, Training
+from manifoldagg.curves import Bezier, Control, Phases, ProximalTerm, Sharpness, Training
+from manifoldagg.curves.proximal import check_proximal
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
-from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
 from manifoldagg.federated.types import Message, Payload
 from manifoldagg.kernels import combine
 from manifoldagg.manifolds.optimizers import Optimizer
@@ -53,8 +53,9 @@ class AsyncCurve(BaseTrainer):
         betas: $(\beta_1, \beta_2)$ of both Adam optimizers.
         eps: $\epsilon$ of both Adam optimizers.
         projection: $\gamma \in [0, 1]$.
-        proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or a
-            [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] term.
+        proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or another
+            [`ProximalTerm`][manifoldagg.curves.ProximalTerm], such as
+            [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
         as_printed: whether to correct the bias of the server's moments like that of new ones.
 
@@ -64,6 +65,7 @@ class AsyncCurve(BaseTrainer):
     Source: Report (24), (28), (30), Algorithm 2.
 
     Example:
+        >>> from manifoldagg.federated.clients import LorentzProximal
         >>> AsyncCurve(epochs=2, rate=1e-3, proximal=LorentzProximal(0.01)).proximal.variance
         1.0
     """
@@ -74,7 +76,7 @@ class AsyncCurve(BaseTrainer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     projection: float = 1.0
-    proximal: float | LorentzProximal = 0.0
+    proximal: float | ProximalTerm = 0.0
     sharpness: Sharpness | None = None
     as_printed: bool = False
 
@@ -86,8 +88,7 @@ class AsyncCurve(BaseTrainer):
             check_decay(f"betas[{i}]", beta)
         check_number("eps", self.eps, at_least=0)
         check_number("projection", self.projection, at_least=0, at_most=1)
-        if not isinstance(self.proximal, LorentzProximal):
-            check_number("proximal", self.proximal, at_least=0)
+        check_proximal(self.proximal)
         check_choice("as_printed", self.as_printed, (False, True))
         self._options()
 
@@ -132,7 +133,7 @@ class AsyncCurve(BaseTrainer):
         """Add the gradient of the proximal term to that of the loss before a step of the end point."""
         if end.grad is None:
             return
-        if isinstance(self.proximal, LorentzProximal):
+        if isinstance(self.proximal, ProximalTerm):
             end.grad += self.proximal.gradient(end, base)
         elif self.proximal:
             combine(end.grad, [end.detach()], [self.proximal], minus=base, out=end.grad)

@@ -1,12 +1,23 @@
-"""The trainer for the rule AsyncBezier, which learns a curve whose end is the local model."""
+"""The trainer for the rule AsyncBezier, which learns a curve or another embedding whose end is the local model."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manifoldagg._validation import check_choice, check_count
-from manifoldagg.curves import Bezier, Control, Phases, Sampling, Sharpness, Training
+from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg.curves import (
+    Bezier,
+    Control,
+    CurveEmbedding,
+    Embedding,
+    Phases,
+    ProximalTerm,
+    Sampling,
+    Sharpness,
+    Training,
+    Tunnel,
+)
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
@@ -17,13 +28,20 @@ __all__ = ["Curve"]
 
 @dataclass(frozen=True)
 class Curve(BaseTrainer):
-    r"""Trainer that learns a Bézier curve in two phases and returns its control points except the first.
+    r"""Trainer that learns an embedding in two phases and returns its control points except the first.
 
-    The loss is evaluated along the curve, and not at its end. Buffers that the server requests are therefore recomputed
-    at the end.
+    By default, the embedding is a Bézier curve. It starts at the server's model $\Theta^t$, and its last control point
+    is the local model:
+
+    $$\min_\varphi \mathbb{E}_{S \sim P} \left[ \ell(\iota_\varphi(S)) + \tfrac{\mu}{2}\, d(\iota_\varphi(S),
+      \Theta^t)^2 \right], \qquad \varphi_0 = \Theta^t.$$
+
+    In the first phase, $P$ is the point mass at the end. In the second phase, $P$ is uniform in the embedding: on
+    $[0, 1]$, in a tunnel, or in a simplex. The second phase evaluates the loss at random points, and not at the end.
+    The trainer therefore recomputes the buffers that the server requests at the end.
 
     Args:
-        degree: the degree of the curve.
+        degree: the degree of the curve, also that of a tunnel without a curve.
         epochs: the number of epochs of each phase, as in [`Phases`][manifoldagg.curves.Phases].
         steps: the number of steps of each phase, in place of `epochs`.
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
@@ -31,21 +49,28 @@ class Curve(BaseTrainer):
         control_rate: the learning rate of the control points, as in [`Control`][manifoldagg.curves.Control].
         freeze_end: whether the end is fixed in the second phase.
         control_start: the start of the control points, `"chord"` or `"base"`.
-        proximal: $\mu$, the weight of the proximal term.
+        proximal: $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
         alternate: whether the phases alternate.
         control_projection: $\gamma$, the projection of the control points.
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
         samples: the number of sampled points of the curve for each batch.
         sharpness: `SAM` or `ASAM`, for sharpness-aware gradients.
+        embedding: an [`Embedding`][manifoldagg.curves.Embedding] in place of the curve, such as `Tunnel(radius=0.1)` or
+            `Simplex(vertices=3)`. The trainer maps it into the space of the models. A tunnel must have the ambient
+            form, because the subspace form is undefined on the chord, where the second phase starts. The rule must
+            have the same embedding, except for a tunnel.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.
 
-    Source: Manifold, Algorithm 2.
+    Source: Manifold (6), Algorithm 2.
 
     Example:
+        >>> from manifoldagg.curves import Tunnel
         >>> Curve(degree=2, epochs=(2, 2), proximal=1e-3).degree
         2
+        >>> Curve(embedding=Tunnel(radius=0.1)).embedding.radius
+        0.1
     """
 
     degree: int = 2
@@ -56,26 +81,38 @@ class Curve(BaseTrainer):
     control_rate: float | None = None
     freeze_end: bool = True
     control_start: str = "chord"
-    proximal: float = 0.0
+    proximal: float | ProximalTerm = 0.0
     alternate: bool = False
     control_projection: float = 0.0
     sampling: str = "uniform"
     samples: int = 1
     sharpness: Sharpness | None = None
+    embedding: Embedding | None = None
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
         check_choice("freeze_end", self.freeze_end, (True, False))
-        phases = self._options()["phases"]
-        if self.degree == 1 and self.freeze_end and phases.limits[1]:
+        phases = self._options(self.degree + 1)["phases"]
+        if self.embedding is not None:
+            self._check_embedding()
+        elif self.degree == 1 and self.freeze_end and phases.limits[1]:
             amount = "epochs" if self.steps is None else "steps"
             raise ArgumentError(
                 f"{amount}: expected ({phases.limits[0]}, 0), because a curve of degree 1 has no interior control "
                 f"point, got {phases.limits}"
             )
 
-    def _options(self) -> dict[str, Any]:
-        free = None if self.freeze_end else range(1, self.degree + 1)
+    def _check_embedding(self) -> None:
+        given = self.embedding
+        if not isinstance(given, Embedding):
+            raise ArgumentError(f"embedding: expected an Embedding, got {short_repr(given)}")
+        if isinstance(given, Tunnel) and given.form != "ambient":
+            raise ArgumentError(f"embedding: expected a tunnel with form='ambient', got form={given.form!r}")
+        if self.sampling != "uniform" and not isinstance(given, CurveEmbedding):
+            raise ArgumentError(f"sampling: expected 'uniform' for {type(given).__name__}, got {self.sampling!r}")
+
+    def _options(self, size: int) -> dict[str, Any]:
+        free = None if self.freeze_end else range(1, size)
         return {
             "phases": Phases(self.epochs, self.steps, self.alternate),
             "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
@@ -88,5 +125,7 @@ class Curve(BaseTrainer):
 
     def _train(self, task: TrainingTask) -> Payload:
         samples = task.samples
-        learned = task.fit(Bezier(task.space, self.degree), **self._options())
+        template: Embedding = Bezier(task.space, self.degree) if self.embedding is None else self.embedding
+        embedding = template.on(task.space, self.degree)
+        learned = task.fit(embedding, **self._options(embedding.size))
         return Payload(learned.phi[1:], samples, buffers=task.buffers(at=learned.phi[-1]))

@@ -1,6 +1,6 @@
 """The trainer for the rule FLOCO, which learns the vertices of a simplex from models sampled in a region of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from manifoldagg._validation import check_number
-from manifoldagg.curves import Control, Phases, Sampling, Sharpness, Simplex, Training
+from manifoldagg.curves import Control, Phases, ProximalTerm, Sampling, Sharpness, Simplex, Training
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
@@ -34,7 +34,7 @@ class Region(Simplex):
         True
     """
 
-    centre: tuple[float, ...]
+    centre: tuple[float, ...] = field(kw_only=True)
     share: float = 1.0
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
@@ -59,7 +59,8 @@ class FLOCO(BaseTrainer):
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
         rate: the learning rate.
         samples: the number of sampled points $x$ for each batch.
-        proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$.
+        proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$, or a
+            [`ProximalTerm`][manifoldagg.curves.ProximalTerm].
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
@@ -76,7 +77,7 @@ class FLOCO(BaseTrainer):
     optimizer: Optimizer = torch.optim.SGD
     rate: float = 1e-2
     samples: int = 1
-    proximal: float = 0.0
+    proximal: float | ProximalTerm = 0.0
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_count, check_number, short_repr
-from manifoldagg.curves import Bezier, Phases, Sharpness, Training
+from manifoldagg.curves import Bezier, Phases, ProximalTerm, Sharpness, Training
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.base import BaseTrainer, TrainingTask
 from manifoldagg.federated.types import Message, Payload
@@ -22,7 +22,8 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 class Local(BaseTrainer):
     r"""Local training with an optional proximal term.
 
-    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model.
+    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model. With
+    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term is that of FedMRUR.
 
     This is the first phase of [`Curve`][manifoldagg.federated.clients.Curve], with a curve of degree 1 whose end is the
     returned point. The distance is that of the space. On a curved space, the steps are Riemannian and the models stay
@@ -33,7 +34,7 @@ class Local(BaseTrainer):
         steps: the number of optimizer steps, in place of `epochs`.
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
         rate: the learning rate.
-        proximal: $\mu$.
+        proximal: $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
@@ -50,7 +51,7 @@ class Local(BaseTrainer):
     steps: int | None = None
     optimizer: Optimizer = torch.optim.Adam
     rate: float = 1e-3
-    proximal: float = 0.0
+    proximal: float | ProximalTerm = 0.0
     sharpness: Sharpness | None = None
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Proximal(Local):
         0.01
     """
 
-    proximal: float = 0.01
+    proximal: float | ProximalTerm = 0.01
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ class LorentzProximal:
     The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta - \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$, the
     value is $\mu / 2$ and the gradient is 0.
 
+    It is a [`ProximalTerm`][manifoldagg.curves.ProximalTerm], so every option `proximal` of a trainer and of
+    [`Training`][manifoldagg.curves.Training] accepts it. For example, the local training of FedMRUR is
+    `Local(proximal=LorentzProximal(0.01))`.
+
     To second order, the term is $\tfrac{\mu}{2}$ plus a proximal term of weight $\mu / \sigma$ in the metric of the
     hyperboloid. This metric shortens radial lengths: along $\theta$, by the factor $\sqrt\beta / r$.
 

@@ -156,11 +156,11 @@ class GramRule(TangentRule):
         memory = self.client_state(update)
         after = self.next_state(state, update, corrected) | {"version": state["version"] + 1}
         curve = self.step_curve(state)
-        if frame.transporter is None:
+        if frame.transporter is None and curve.embedding is None:
             s, weights, norm = curve.position(inner, drift_products, rho)
             model = corrected.move(weights)
         else:
-            here = frame.transporter.current
+            here = update.current if frame.transporter is None else frame.transporter.current
             u = curve.straighten(tangents_at(space, here, corrected.displacements()))
             s, reached, norm = step_along_curve(space, here, u, curve, curve.effective_rate(rho, drift_products))
             model = empty_like(update.current).copy_(reached)

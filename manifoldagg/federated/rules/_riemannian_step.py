@@ -1,4 +1,4 @@
-"""The step on a curved space: the distance along a corrected curve, and the new point."""
+"""The step along a curve of points: the distance along the curve, and the new point."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_finite
 from manifoldagg.corrections.transport import checked_log
-from manifoldagg.curves import Bezier, Piecewise
+from manifoldagg.curves import CurveEmbedding
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.manifolds import Manifold
@@ -29,10 +29,11 @@ def step_along_curve(
     r"""Step along the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
 
     For one tangent, the curve is a geodesic and $s = \rho$, as on a line. For several tangents, the chord pull-back
-    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
+    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$. The length pull-back
+    uses the $s$ at which the length of the curve from its start is $\rho$ times its whole length.
 
     Args:
-        space: a curved space.
+        space: a curved space, or a flat one if the step is along the path of an embedding.
         current: the point $\Theta^\tau$.
         tangents: the tangents $u_1, \dots, u_n$ at `current`, after `StepCurve.straighten`.
         step_curve: the type of the curve, and the meaning of the rate on it.
@@ -44,17 +45,21 @@ def step_along_curve(
     Raises:
         ArgumentError: if the log at `current` of a point of the curve is undefined.
     """
-    if len(tangents) == 1:
+    if len(tangents) == 1 and step_curve.embedding is None:
         return rho, exp_projected(space, current, rho * tangents[0]), rho * float(norm(space, current, tangents[0]))
     phi = torch.cat([current[None], space._exp(current.expand_as(tangents), tangents)])
     curve = step_curve.curve(space, len(tangents))
     checked_log(space, current, phi[-1], "points: the corrected curve leaves the reach of the current point")
-    s = parameter_at_distance_on(curve, phi, rho) if step_curve.pull_back == "chord" else rho
+    s = rho
+    if step_curve.pull_back == "chord":
+        s = parameter_at_distance_on(curve, phi, rho)
+    elif step_curve.pull_back == "length":
+        s = float(curve.parameter_at_length(phi, rho))
     model = project_if_possible(space, curve(phi, s))
     return s, model, float(distance(space, current, model))
 
 
-def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float) -> float:
+def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> float:
     r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
     The function finds the first sign change on a grid of 64 intervals and refines its bracket until linear
@@ -75,6 +80,7 @@ def parameter_at_distance_on(curve: Bezier | Piecewise, phi: Tensor, rho: float)
     Source: Manifold (12).
 
     Example:
+        >>> from manifoldagg.curves import Bezier
         >>> from manifoldagg.manifolds import Sphere
         >>> start, end = torch.eye(2, dtype=torch.float64)
         >>> round(parameter_at_distance_on(Bezier(Sphere(2), 1), torch.stack([start, end]), 0.25), 12)

@@ -8,20 +8,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import add, mul
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from manifoldagg.curves import Bezier, Piecewise
-from manifoldagg.curves.bernstein import weights
+from manifoldagg._validation import check_number
+from manifoldagg.curves import Bezier, CurveEmbedding, Embedding, Piecewise
+from manifoldagg.curves.arc import arc_length, parameter_at_arc_length
+from manifoldagg.curves.bernstein import basis, sqrt_quadratic_form, weights
 from manifoldagg.curves.distance import NEGLIGIBLE, parameter_at_distance_from_gram
+from manifoldagg.curves.end_path import EndPath
+from manifoldagg.errors import DivergenceError
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["PULL_BACK_MODES", "StepCurve"]
 
-PULL_BACK_MODES = ("chord", "none", "conflict_free_prefix")
+PULL_BACK_MODES = ("chord", "none", "conflict_free_prefix", "length")
 
 InnerProducts = Sequence[Sequence[float]]
 
@@ -34,10 +40,12 @@ class StepCurve:
         overshoot: the meaning of $\rho > 1$: `"clamp"` limits $\rho$ to 1.
         pull_back: the unit of $\rho$. `"chord"`: a fraction of the distance to the end; `"none"`: a fraction of the
             parameter range; `"conflict_free_prefix"`: a fraction of the parameter at which the curve turns against the
-            drift.
+            drift; `"length"`: a fraction of the length of the curve.
         curve_weight: the weight $\kappa$: at each parameter, the curve is $\kappa$ times the original curve plus
             $1 - \kappa$ times its chord.
         polygon: whether the points are the vertices of a polygon.
+        embedding: an embedding whose path to its end point is the curve. Its points are not combinations of the
+            displacements with known weights, so the step computes the control points and evaluates the embedding.
 
     Example:
         >>> StepCurve(pull_back="none").weights(2, 0.5)
@@ -50,6 +58,7 @@ class StepCurve:
     pull_back: str = "chord"
     curve_weight: float = 1.0
     polygon: bool = False
+    embedding: Embedding | None = None
 
     def weights(self, n: int, s: float) -> list[float]:
         """Return the weights of $u_1, …, u_n$ at the parameter s."""
@@ -95,9 +104,11 @@ class StepCurve:
 
     def parameter(self, inner: InnerProducts, rho: float) -> float:
         r"""Return the parameter s for a rate, from the inner products of the corrected displacements."""
-        if self.pull_back != "chord" or self.curve_weight == 0:
+        if self.pull_back not in ("chord", "length") or self.curve_weight == 0:
             return rho
         inner = self._straightened_gram(inner)
+        if self.pull_back == "length":
+            return _polygon_parameter_at_length(inner, rho) if self.polygon else _parameter_at_length(inner, rho)
         return (
             _polygon_parameter_at_distance(inner, rho)
             if self.polygon
@@ -129,8 +140,10 @@ class StepCurve:
         places = tangents.new_tensor([(i + 1) / n for i in range(n)]).view(n, *[1] * (tangents.ndim - 1))
         return self.curve_weight * tangents + (1 - self.curve_weight) * places * tangents[-1]
 
-    def curve(self, space: Manifold, n: int) -> Bezier | Piecewise:
+    def curve(self, space: Manifold, n: int) -> CurveEmbedding:
         """Return the curve of the start and n points on a space."""
+        if self.embedding is not None:
+            return EndPath(self.embedding.on(space))
         return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
 
     def _straightened_products(self, products: Sequence[float]) -> list[float]:
@@ -189,3 +202,62 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
     elif b + root > 0:
         part = c / (b + root)
     return (piece + min(part, 1.0)) / n
+
+
+def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
+    r"""Return the s >= 0 at which the length of the Bézier curve from its start is $\rho$ times its length on [0, 1].
+
+    With the differences $d_k = u_k - u_{k-1}$ and their Gram matrix D, the speed is
+    $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$.
+
+    Example:
+        >>> round(_parameter_at_length([[0.0, 0.0], [0.0, 1.0]], 0.25), 12)
+        0.5
+    """
+    n = len(inner)
+    if n == 1:
+        return rho
+    squares = _unit_difference_gram(inner)
+
+    def speed(t: Tensor) -> Tensor:
+        return n * sqrt_quadratic_form(squares, basis(n - 1, t))
+
+    if rho <= 1:
+        return float(parameter_at_arc_length(speed, [0.0, 1.0], torch.tensor(rho, dtype=torch.float64)))
+    goal = rho * float(arc_length(speed, [0.0, 1.0]))
+    if goal == 0:
+        return rho
+    end = 1.0
+    reached = 0.0
+    while reached < goal:
+        end *= 2
+        reached = float(arc_length(speed, [0.0, end]))
+        if not math.isfinite(reached):
+            raise DivergenceError(f"rho: expected a length that the curve reaches in float64, got {rho:g} lengths")
+    return float(parameter_at_arc_length(speed, [0.0, end], torch.tensor(goal / reached, dtype=torch.float64)))
+
+
+def _polygon_parameter_at_length(inner: InnerProducts, rho: float) -> float:
+    r"""Return the smallest s at which the length of the polygon from its start is $\rho \le 1$ times its length.
+
+    Example:
+        >>> _polygon_parameter_at_length([[1.0, 1.0], [1.0, 10.0]], 0.625)
+        0.75
+    """
+    n = len(inner)
+    lengths = _unit_difference_gram(inner).diagonal().clamp(min=0).sqrt().tolist()
+    ends = list(accumulate(lengths))
+    if ends[-1] == 0:
+        return rho
+    goal = rho * ends[-1]
+    piece = next((k for k in range(n) if ends[k] >= goal), n - 1)
+    start = ends[piece - 1] if piece else 0.0
+    return (piece + (min((goal - start) / lengths[piece], 1.0) if lengths[piece] else 0.0)) / n
+
+
+def _unit_difference_gram(inner: InnerProducts) -> Tensor:
+    """Return the Gram matrix of the differences of consecutive points, relative to the largest squared norm."""
+    scale = max(check_number(f"displacements[{i}]: squared norm", row[i]) for i, row in enumerate(inner))
+    # Relative values neither underflow nor overflow when they are subtracted.
+    table = np.pad(np.array(inner, dtype=float) / (scale if scale > 0 else 1.0), ((1, 0), (1, 0)))
+    return torch.from_numpy(np.diff(np.diff(table, axis=0), axis=1))

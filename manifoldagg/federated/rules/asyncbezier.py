@@ -9,11 +9,12 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_number, short_repr
 from manifoldagg.corrections import AutoThreshold, Corrected, Correction, OrthoDC
+from manifoldagg.curves import Bezier, Embedding, Simplex, Tunnel
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.rules._correction_rule import ScheduledRule
-from manifoldagg.federated.rules._geometry import safe_sqrt
+from manifoldagg.federated.rules._geometry import check_points, safe_sqrt
 from manifoldagg.federated.rules._step_curve import PULL_BACK_MODES, StepCurve
-from manifoldagg.federated.types import ClientState, Message, State, Update
+from manifoldagg.federated.types import ClientState, Message, Outcome, State, Update
 from manifoldagg.manifolds import Manifold
 
 __all__ = ["AsyncBezier"]
@@ -41,9 +42,24 @@ class AsyncBezier(ScheduledRule):
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
-    This pull-back weights clients by the ratio of the length of their chord to the speed of their curve. If the curve
-    follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step approaches the
-    client's gradient as $\rho \to 0$.
+    This is (12) of the paper, read as a distance along the chord. The general step (11) of the paper is a geodesic of
+    the pulled-back metric. Geodesics have constant speed, so on a curve this step covers the share $\rho$ of the
+    length:
+
+    $$\int_0^s \|\iota_\psi'(t)\|\, dt = \rho \int_0^1 \|\iota_\psi'(t)\|\, dt.$$
+
+    `pull_back="length"` selects this step. Both steps are equal on a straight curve that does not turn back.
+
+    With `embedding`, this rule is AsyncManifold, of which AsyncBezier is an instance. Then $\iota_\psi(s)$ is the path
+    of the embedding from $\Theta^\tau$ to its end point $\omega$, whose image is the last control point:
+
+    - The path of a tunnel is its curve ($\xi = 0$).
+    - The path of a simplex is the edge from the first to the last vertex.
+    - The path of another embedding is $\iota_\psi(x(s))$, where its method `path_coordinates` computes $x(s)$.
+
+    The pull-back along the chord weights clients by the ratio of the length of their chord to the speed of their curve.
+    If the curve follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step
+    approaches the client's gradient as $\rho \to 0$.
 
     Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. `decay=1` is
     AsyncBezierED.
@@ -51,10 +67,14 @@ class AsyncBezier(ScheduledRule):
     Args:
         threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
             each update, as in [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
-        pull_back: the computation of $s$ from $\rho$. `"chord"`: the smallest $s$ at the distance above; `"none"`:
-            $s = \rho$; `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is the fraction of the curve before the
-            first segment (between consecutive points) whose inner product with the drift is negative, and at least one
-            segment.
+        pull_back: the computation of $s$ from $\rho$:
+
+            - `"chord"`: the smallest $s$ at the distance above.
+            - `"length"`: the $s$ at the length above.
+            - `"none"`: $s = \rho$.
+            - `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is a fraction of the curve. The fraction ends before
+              the first segment (between consecutive points) whose inner product with the drift is negative. It contains
+              at least one segment.
         curve_weight: the weight $\kappa \in [0, 1]$. The curve is $\kappa$ times the client's curve plus $1 - \kappa$
             times its chord. Without corrections, 0 gives the step of [`ASGD`][manifoldagg.federated.rules.ASGD].
             `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1], where $r$ is the mean cosine of displacements and
@@ -65,11 +85,16 @@ class AsyncBezier(ScheduledRule):
             contain the number `progress`; [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns it.
         polygon: interpret the points as the vertices of a polygon with equidistant parameters, such as the n points of
             `Trajectory(pieces=n)`. Otherwise, they are the control points of a Bézier curve of degree n.
+        embedding: the embedding whose control points clients return, such as `Tunnel(radius=0.1)` or
+            `Simplex(vertices=3)`. Use the same embedding in the trainer
+            [`Curve`][manifoldagg.federated.clients.Curve]. `None` is a Bézier curve, and a tunnel is equivalent to
+            `None`. For an embedding other than a Bézier curve, a tunnel or a simplex, the step also computes the n
+            corrected control points, and requires a space without low-rank leaves.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.
 
-    Source: Manifold (9)-(12), Algorithm 1. With n control points, an update reads n + 2 vectors twice and writes one.
+    Source: Manifold (6)-(12), Algorithm 1. With n control points, an update reads n + 2 vectors twice and writes one.
 
     Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
 
@@ -96,6 +121,7 @@ class AsyncBezier(ScheduledRule):
     curve_weight: float | str = field(default=1.0, kw_only=True)
     normalise: bool = field(default=False, kw_only=True)
     polygon: bool = field(default=False, kw_only=True)
+    embedding: Embedding | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,6 +131,13 @@ class AsyncBezier(ScheduledRule):
         if self.overshoot == "extend" and (self.polygon or self.pull_back == "conflict_free_prefix"):
             what = "a polygon" if self.polygon else "the conflict-free prefix"
             raise ArgumentError(f"overshoot: expected 'clamp', as {what} has no extension; got 'extend'")
+        if self.embedding is not None:
+            self._check_embedding(self.embedding)
+
+    @property
+    def accepts_tensor_lists(self) -> bool:  # type: ignore[override]  # depends on an option
+        """Whether the rule reads points as lists of tensors. Only a general embedding requires vectors."""
+        return self._curve_embedding is None
 
     @cached_property
     def correction(self) -> Correction:
@@ -126,9 +159,39 @@ class AsyncBezier(ScheduledRule):
         mean: float = state.get("progress", pace)
         return rho * mean / _clipped(pace, mean)
 
+    def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
+        if not (self.embedding is None or isinstance(self.embedding, Tunnel)):
+            n = self.embedding.size - 1
+            check_points(self, update, n, f"{n} control points")
+        return super().plan(space, state, update)
+
     def step_curve(self, state: State) -> StepCurve:
+        if isinstance(self.embedding, Simplex):
+            # The path to the last vertex is a geodesic, as is the chord of a curve.
+            return StepCurve(self.overshoot, self.pull_back, 0.0)
+        if self._curve_embedding is not None:
+            return StepCurve(self.overshoot, self.pull_back, embedding=self._curve_embedding)
         bend = _auto_curve_weight(state) if isinstance(self.curve_weight, str) else self.curve_weight
         return StepCurve(self.overshoot, self.pull_back, bend, self.polygon)
+
+    @property
+    def _curve_embedding(self) -> Embedding | None:
+        """The embedding, if its path is neither a Bézier curve nor a geodesic."""
+        return None if isinstance(self.embedding, Bezier | Tunnel | Simplex) else self.embedding
+
+    def _check_embedding(self, given: Embedding) -> None:
+        if not isinstance(given, Embedding):
+            raise ArgumentError(f"embedding: expected an Embedding or None, got {short_repr(given)}")
+        if isinstance(given, Bezier | Tunnel):
+            return
+        name = type(given).__name__
+        if self.polygon or self.curve_weight != 1:
+            option = "polygon" if self.polygon else "curve_weight"
+            raise ArgumentError(f"{option}: expected the default with the embedding {name}")
+        if self.pull_back == "conflict_free_prefix":
+            raise ArgumentError(f"pull_back: expected another mode with the embedding {name}, got {self.pull_back!r}")
+        if self.overshoot == "extend" and not isinstance(given, Simplex):
+            raise ArgumentError(f"overshoot: expected 'clamp' with the embedding {name}, got 'extend'")
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
         kept = super().next_state(state, update, corrected)

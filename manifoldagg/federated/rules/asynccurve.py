@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number, short_repr
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.averaging.swa import update_mean
 from manifoldagg.corrections import Corrected, Correction, OrthoDyn, rotate_control
 from manifoldagg.corrections.gram import CANCELLATION_TOLERANCE, Matrix, lost_to_cancellation
@@ -25,6 +25,9 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["AsyncCurve"]
 
 ORTHODYN = OrthoDyn()
+CONTROL_MODES = ("rotate", "shift", "keep")
+CONTROL_WEIGHTS = {"shift": [1.0, -0.5, 0.5], "keep": [1.0, 0.0, 0.0]}
+"""The weights of the control point, of the old chord and of the new chord, for modes without a rotation."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,18 @@ class AsyncCurve(ServerRule):
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right).$$
 
-    $s$ is a parameter of the curve. It depends neither on $w_i$ nor on the staleness, and the rule does not pull back a
-    distance. $p_i$ is the fraction of all updates that come from the client, as in
-    [`Dominance`][manifoldagg.federated.rules.Dominance].
+    Here $R$ rotates the old chord $\Theta_i - \Theta^t$ to the direction of the new chord $\hat\Theta - \Theta^\tau$.
+    `control` selects two alternatives for comparison:
+
+    - `"shift"` moves the control point with the midpoint of the chord and does not rotate it: $R = I$. This equals
+      `"rotate"` if the end has the tangent correction.
+    - `"keep"` uses the control point as the client returned it: $\hat\varphi = \varphi$.
+
+    $s$ is a parameter of the curve. It does not depend on the staleness, and the rule does not pull back a distance.
+    $p_i$ is the fraction of all updates that come from the client, as in
+    [`Dominance`][manifoldagg.federated.rules.Dominance]. With `weighted`, $s = \min(1, w_i\, \eta(\tau))$ instead,
+    where $w_i$ is the client's share of the data. The paper has both: Algorithm 1 divides by $N p_i$, and (32)
+    multiplies by $w_i$.
 
     The server sends moments for Adam to each client that has returned an update before:
 
@@ -64,6 +76,8 @@ class AsyncCurve(ServerRule):
         rate: the rate $\eta$: a number or a function of the version $\tau$. The paper uses cyclic rates.
         correction: the correction $\pi$ of the end.
         smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
+        control: the correction of the control point: `"rotate"`, `"shift"` or `"keep"`.
+        weighted: whether the parameter is $w_i\, \eta(\tau)$ in place of $\eta(\tau) / (N p_i)$.
         start: the first version to average.
         cycle: the interval between averaged versions.
         offset: the number of versions by which the averaging is delayed; 1 in the paper's Algorithm 1.
@@ -73,8 +87,9 @@ class AsyncCurve(ServerRule):
         ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
             curved leaves).
 
-    Source: Report (16), (17), (31), (32), and Algorithm 1 with two changes: $\hat\Theta$ is computed before
-    $\hat\varphi$, and $\hat\varphi$ has the weight 2.
+    Source: Report (16), (17), (31), and Algorithm 1 with two changes: $\hat\Theta$ is computed before $\hat\varphi$,
+    and $\hat\varphi$ has the weight 2. Report, Figure 3, for `control`, whose text does not define the alternatives;
+    (32) for `weighted`.
 
     Cost: an update that moves the model reads 16 words a parameter, writes 3 and makes 2.
 
@@ -91,6 +106,8 @@ class AsyncCurve(ServerRule):
     rate: Rate = 1.0
     correction: Correction = field(default=ORTHODYN, kw_only=True)
     smoothed: bool = field(default=True, kw_only=True)
+    control: str = field(default="rotate", kw_only=True)
+    weighted: bool = field(default=False, kw_only=True)
     start: int = field(default=0, kw_only=True)
     cycle: int = field(default=1, kw_only=True)
     offset: int = field(default=0, kw_only=True)
@@ -101,6 +118,8 @@ class AsyncCurve(ServerRule):
         check_count("clients", self.clients)
         if not isinstance(self.correction, Correction):
             raise ArgumentError(f"correction: expected a Correction, got {short_repr(self.correction)}")
+        check_choice("control", self.control, CONTROL_MODES)
+        check_choice("weighted", self.weighted, (False, True))
         check_count("start", self.start, at_least=0)
         check_count("cycle", self.cycle)
         check_count("offset", self.offset, at_least=0)
@@ -129,10 +148,12 @@ class AsyncCurve(ServerRule):
         dominance = Dominance(self.clients, self.smoothed)
         rate = rate_at(self.rate, version)
         s = dominance.scaled_rate(rate, dominance.count_updates(update.client_state), version + 1)
-        line, norm = _step_coefficients(corrected, s)
+        if self.weighted:
+            s = min(1.0, update.weight * rate)
+        line, norm = _step_coefficients(corrected, s, self.control)
         if line is None:
             end = corrected.combine(current, [1.0])
-            turned = rotate_control(control, base, theirs, current, end)
+            turned = _move_control(self.control, control, base, theirs, current, end)
             model = combine(current, [turned, end], [2 * s * (1 - s), s * s], minus=current, out=out)
         else:
             model = corrected.frame.with_row(*beside).combine(current, line, out=out)
@@ -183,7 +204,16 @@ class AsyncCurve(ServerRule):
         return {"average": mean, "averaged": count}
 
 
-def _step_coefficients(corrected: Corrected, s: float) -> tuple[Matrix | None, float | None]:
+def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, current: Tensor, end: Tensor) -> Tensor:
+    """Return the corrected control point of a curve from `current` to `end`."""
+    if mode == "keep":
+        return control
+    if mode == "shift":
+        return combine(control, [current, end], [0.5, 0.5], minus=[base, theirs])
+    return rotate_control(control, base, theirs, current, end)
+
+
+def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
     """Return the coefficients of the step, (k + 1,) or (S, k + 1), and the norm of the step.
 
     The rows are those of the frame, followed by the control point minus the base. A result is `None` if cancellation
@@ -199,14 +229,20 @@ def _step_coefficients(corrected: Corrected, s: float) -> tuple[Matrix | None, f
     products = beside[:, :-1]
     along = (chord * products).sum()
     across = (chord * rows[:, 0]).sum()
-    inner = [[square, products[:, 0].sum(), along], [0.0, rows[:, 0, 0].sum(), across], [0.0, 0.0, left[0, 0]]]
-    weights = rotation_coefficients(inner)
+    weights: list[Any] | None = CONTROL_WEIGHTS.get(mode)
     if weights is None:
-        return None, None
+        inner = [[square, products[:, 0].sum(), along], [0.0, rows[:, 0, 0].sum(), across], [0.0, 0.0, left[0, 0]]]
+        weights = rotation_coefficients(inner)
+        if weights is None:
+            return None, None
     share = 2 * s * (1 - s)
     of_control, of_start, of_end = (share * weight for weight in weights)
     line: Matrix = (of_end + s * s) * chord
     line[..., 0] = line[..., 0] + of_start
+    if mode == "keep":
+        # The row of the control point starts at the base, and the step starts at the current model.
+        drift = corrected.gram.num_displacements
+        line[..., drift] = line[..., drift] - share
     crossed = of_control * (line * products).sum()
     mine = corrected.gram.transform(line[..., None, :]).sum()
     length = mine + 2 * crossed + of_control**2 * square

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manifoldagg._validation import check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number
 from manifoldagg.federated.rules._base import TangentRule, move_to
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt
 from manifoldagg.federated.schedules import Rate, rate_at
@@ -31,7 +31,8 @@ class AsyncFedED(TangentRule):
       \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor),$$
 
     where $K_i$ is the number of epochs of the client's next task. The message contains it as the number `epochs`, which
-    the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$.
+    the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$. With
+    `weighted`, $\eta_i$ is multiplied by the client's share of the data $w_i$.
 
     Special cases:
 
@@ -51,11 +52,13 @@ class AsyncFedED(TangentRule):
         gain: the gain $\kappa$ of the epochs. 0 keeps the number of epochs constant.
         epochs: the initial number of epochs $K^0$.
         warm_up: the number of initial versions with $\gamma_i = \bar\gamma$.
+        weighted: multiply $\eta_i$ by $w_i$, as in the experiments of Manifold. The mean of $w_i$ over the clients is
+            1 / N, so the rate $\lambda$ must be larger.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.
 
-    Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1, and (47) for the first versions.
+    Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1 for `weighted`, and (47) for the first versions.
 
     Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
 
@@ -77,6 +80,7 @@ class AsyncFedED(TangentRule):
     gain: float = field(default=1.0, kw_only=True)
     epochs: int = field(default=2, kw_only=True)
     warm_up: int = field(default=10, kw_only=True)
+    weighted: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +89,7 @@ class AsyncFedED(TangentRule):
         check_number("gain", self.gain, at_least=0)
         check_number("epochs", check_count("epochs", self.epochs), at_most=MAX_EPOCHS)
         check_count("warm_up", self.warm_up, at_least=0)
+        check_choice("weighted", self.weighted, (False, True))
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         return Message(current, numbers={"epochs": float(self.next_epochs(client_state))})
@@ -109,6 +114,8 @@ class AsyncFedED(TangentRule):
             change = min(max(self.gain * (self.target - gamma), -float(epochs)), float(MAX_EPOCHS))
             epochs = min(max(1, epochs + math.floor(change)), MAX_EPOCHS)
         rate = rate_at(self.rate, version) / (gamma + self.epsilon) if moved > 0 else 0.0
+        if self.weighted:
+            rate *= update.weight
         check_number("rate: step size", rate, at_least=0)
         numbers = {"cosine": gram.cosine, "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | frame.diagnostics

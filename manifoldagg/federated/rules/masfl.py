@@ -1,10 +1,11 @@
 """MasFL: momentum with control variates, without bias from heterogeneous data or delays."""
 
 import abc
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,25 @@ from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
 from manifoldagg.manifolds import Manifold
 
-__all__ = ["MasFL"]
+__all__ = ["MasFL", "MasFLRates"]
 
 INITIAL_MODES = ("gradient", "zero")
+
+
+class MasFLRates(NamedTuple):
+    r"""The constants of MasFL's Theorem 1.
+
+    Attributes:
+        beta: the momentum coefficient $\beta$.
+        gamma: the rate $\gamma$ of the server, the option `rate` of `MasFL`.
+        eta: the largest local rate $\eta$ for which the theorem holds.
+    """
+
+    beta: float
+    gamma: float
+    eta: float
+
+
 MAX_NORM = sys.float_info.max / 4
 """The largest norm that is represented exactly. Larger norms are stored as the largest finite number."""
 
@@ -225,8 +242,8 @@ class MasFL(ControlVariateRule):
 
     Args:
         size: the number S of distinct clients per step.
-        rate: the rate $\gamma$: a number or a function of the version. The paper uses $\beta / 4L$.
-        beta: the momentum coefficient $\beta \in (0, 1]$. The paper uses $\sqrt{SK/T}$.
+        rate: the rate $\gamma$: a number or a function of the version. The paper uses $\beta / 4L$, see `theory`.
+        beta: the momentum coefficient $\beta \in (0, 1]$. The paper uses $\sqrt{SK/T}$, see `theory`.
         clients: the number N of clients. With `initial="gradient"`, the model does not move before their first updates.
             With `initial="zero"`, $c$ is a mean over N clients. `None` counts the clients that have joined so far.
             Further clients can always join.
@@ -261,6 +278,49 @@ class MasFL(ControlVariateRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("beta", self.beta, above=0, at_most=1)
+
+    @staticmethod
+    def theory(S: int, K: int, T: int, L: float, max_delay: float) -> MasFLRates:
+        r"""Compute the rates for which Theorem 1 of MasFL guarantees convergence.
+
+        $$\beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{1}{4L} \sqrt{\frac{SK}{T}}, \qquad
+          \eta \le \frac{\sqrt{T - \sqrt{SKT} - 4 S K \tau_{\max}^2}}{4 \sqrt5\, e\, K L \sqrt T}.$$
+
+        The bound on $\eta$ is the condition $1 - 4a - \sqrt{SK/T} \ge 0$ with
+        $a = \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires T to be "sufficiently large".
+        This method does not check that.
+
+        Args:
+            S: the number of distinct clients per step.
+            K: the number of local steps.
+            T: the number of server steps.
+            L: the smoothness constant of the losses.
+            max_delay: $\tau_{\max}$, the largest staleness in versions.
+
+        Raises:
+            ArgumentError: if an argument is out of range, or if T is so small that no positive $\eta$ satisfies the
+                condition. The message contains the smallest T.
+
+        Source: MasFL, Theorem 1.
+
+        Example:
+            >>> rates = MasFL.theory(S=4, K=4, T=1600, L=2.0, max_delay=0)
+            >>> rates.beta, rates.gamma, round(rates.eta, 6)
+            (0.1, 0.0125, 0.004877)
+            >>> MasFL(4, rates.gamma, rates.beta).beta
+            0.1
+        """
+        work = check_count("S", S) * check_count("K", K)
+        check_number("L", L, above=0)
+        check_number("max_delay", max_delay, at_least=0)
+        left = check_count("T", T) - math.sqrt(work * T) - 4 * work * max_delay**2
+        if not left > 0:
+            # The root of x² - x √(SK) - 4 SK τ² for x = √T.
+            least = math.floor(work * ((1 + math.sqrt(1 + 16 * max_delay**2)) / 2) ** 2) + 1
+            raise ArgumentError(f"T: expected at least {least} for these S, K and max_delay, got {T}")
+        beta = math.sqrt(work / T)
+        eta = math.sqrt(left / T) / (4 * math.sqrt(5) * math.e * K * L)
+        return MasFLRates(beta, beta / (4 * L), eta)
 
     @property
     def momentum(self) -> float:

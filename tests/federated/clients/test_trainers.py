@@ -96,6 +96,8 @@ def test_invalid_options_are_rejected_by_the_constructor(make):
     if make is clients.Curve:
         bad |= {"degree": 0, "epochs": 3, "steps": (1,), "control_rate": 0, "control_start": "moon"}
         bad |= {"control_projection": 2, "sampling": "sobol", "samples": 0}
+    with pytest.raises(ArgumentError, match="^proximal: expected a number >= 0 or an object with `gradient`"):
+        make(proximal=clients.LorentzProximal)
     for name, value in bad.items():
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             make(**{name: value})
@@ -106,6 +108,63 @@ def test_fedprox_has_a_trainer_of_its_own():
     named = trained(clients.Proximal(rate=0.1, proximal=0.5))
     assert torch.equal(named, trained(clients.Local(rate=0.1, proximal=0.5)))
     assert not torch.equal(named, trained(clients.Local(rate=0.1)))
+
+
+TERM = clients.LorentzProximal(0.3, 0.7, 1.5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_local_training_with_the_lorentz_term_is_the_plain_loop(optimizer):
+    """FedMRUR: the term is differentiated by autograd here, and in closed form by the trainer."""
+    theta = torch.nn.Parameter(START.clone())
+    descent = optimizer([theta], lr=0.05)
+    for batch in [*PAIRS, *PAIRS]:
+        descent.zero_grad()
+        (loss(theta, batch) + TERM(theta, START)).backward()
+        descent.step()
+    found = trained(clients.Local(epochs=2, optimizer=optimizer, rate=0.05, proximal=TERM))
+    assert torch.allclose(found, theta.detach(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_curve_with_the_lorentz_term_is_the_plain_loop(samples):
+    """The term is evaluated at the sampled points of the curve, as the loss is."""
+    trainer = clients.Curve(
+        epochs=(1, 2), optimizer=torch.optim.SGD, rate=0.05, proximal=TERM, sampling="quadrature", samples=samples
+    )
+    payload = trainer.train(SPACE, Message(START), loss, PAIRS, None, generator=seeded())
+    end = torch.nn.Parameter(START.clone())
+    for batch in PAIRS:
+        (slope,) = torch.autograd.grad(loss(end, batch) + TERM(end, START), end)
+        end.data -= 0.05 * slope
+    control = torch.nn.Parameter(torch.lerp(START, end.detach(), 0.5))
+    nodes, weights = np.polynomial.legendre.leggauss(samples)
+    for batch in [*PAIRS, *PAIRS]:
+        total = 0.0
+        for z, w in zip(nodes, weights, strict=True):
+            s = (1 + z) / 2
+            point = (1 - s) ** 2 * START + 2 * s * (1 - s) * control + s * s * end.detach()
+            total = total + w / 2 * (loss(point, batch) + TERM(point, START))
+        (slope,) = torch.autograd.grad(total, control)
+        control.data -= 0.05 * slope
+    assert torch.allclose(payload.points, torch.stack([control, end]).detach(), rtol=1e-11, atol=1e-13)
+
+
+def test_every_trainer_with_a_proximal_option_accepts_the_term():
+    """The weight 0 is no term, and another weight changes the result."""
+    for make in (clients.Local, clients.Proximal, clients.Curve, clients.Trajectory, clients.AsyncCurve):
+        without, nothing, something = (
+            trained(make(rate=0.1, proximal=given)) for given in (0.0, clients.LorentzProximal(0.0), TERM)
+        )
+        assert torch.equal(without, nothing)
+        assert not torch.equal(without, something)
+
+
+def test_the_lorentz_term_needs_a_flat_space():
+    space = Sphere(3)
+    start = torch.eye(3, dtype=torch.float64)[0]
+    with pytest.raises(ArgumentError, match="proximal: expected a number on the curved space"):
+        trained(clients.Local(rate=0.1, proximal=TERM), space, start)
 
 
 def test_local_training_can_be_sharpness_aware():

@@ -4,7 +4,10 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import scipy.integrate
+import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from manifoldagg.federated.clients import Trajectory
 from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncCorrected, FedOrtho
 from manifoldagg.federated.rules._step_curve import StepCurve
 from manifoldagg.manifolds import Flat, Sphere, distance
+from manifoldagg.testing import check_rule
 from tests.federated.mutants import Catalogue
 from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.support import draw, relative, seeds
@@ -57,8 +61,8 @@ def chords(rows, kappa):
     return torch.stack([kappa * row + (1 - kappa) * (i + 1) / n * rows[-1] for i, row in enumerate(rows)])
 
 
-def path(space, rows, polygon):
-    phi = torch.cat([torch.zeros(1, P, dtype=torch.float64), rows])
+def path(space, rows, polygon, size=P):
+    phi = torch.cat([torch.zeros(1, size, dtype=torch.float64), rows])
     curve = Piecewise(space, degree=1, pieces=len(rows)) if polygon else Bezier(space, len(rows))
     return curve.at(phi)
 
@@ -98,6 +102,84 @@ def test_a_pulled_back_rate_is_where_the_curve_is_first_as_far(seed, n, rho, kap
     earlier = curve(s * torch.linspace(0, 1, 200, dtype=torch.float64)[:-1]).norm(dim=-1)
     # Of a curve that touches the distance, or runs along it, rounding chooses the place.
     assert earlier.max().item() <= goal * (1 + 1e-9)
+
+
+@given(seed=seeds, **options)
+def test_a_length_pull_back_covers_the_share_of_the_length(seed, n, rho, kappa, polygon, threshold):
+    given_ = update(seed, n)
+    rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
+    rule = AsyncBezier(rho, threshold=threshold, pull_back="length", curve_weight=kappa, polygon=polygon)
+    _, outcome = step(rule, given_)
+    curve = path(SPACE, chords(rows, kappa), polygon)
+    s = outcome.numbers["step"]
+    assert relative(outcome.model, given_.current + curve(s)) <= 1e-13
+    assert float(curve.length(0.0, s) / curve.length()) == pytest.approx(min(rho, 1.0), rel=1e-9)
+
+
+@given(seed=seeds, n=st.integers(2, 5), rho=st.floats(0.05, 2))
+@settings(max_examples=20)
+def test_the_length_pull_back_agrees_with_quadrature_of_the_hodograph(seed, n, rho):
+    """Manifold (11), transcribed: geodesics of the pulled-back metric have constant speed."""
+    rows = np.concatenate([np.zeros((1, P)), draw(seed, n, P).numpy()])
+
+    def speed(t):
+        weights = [math.comb(n - 1, k) * t**k * (1 - t) ** (n - 1 - k) for k in range(n)]
+        return float(np.linalg.norm(n * np.diff(rows, axis=0).T @ weights))
+
+    def length(s):
+        return scipy.integrate.quad(speed, 0, s, epsabs=1e-13, epsrel=1e-12, limit=200)[0]
+
+    s = scipy.optimize.brentq(lambda s: length(s) - rho * length(1), 0, 4, xtol=1e-13)
+    curve = StepCurve(overshoot="extend", pull_back="length")
+    assert curve.parameter((rows[1:] @ rows[1:].T).tolist(), rho) == pytest.approx(s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("control", "parameter"),
+    [(0.0, lambda rho: rho**0.5), (0.5, lambda rho: rho), (1.0, lambda rho: 1 - (1 - rho) ** 0.5)],
+)
+@pytest.mark.parametrize("rho", [0.0, 0.1, 0.75, 1.0])
+def test_on_a_straight_curve_the_length_is_the_chord(control, parameter, rho):
+    inner = [[9 * control**2, 9 * control], [9 * control, 9.0]]
+    for pull_back in ("chord", "length"):
+        s = StepCurve(pull_back=pull_back).parameter(inner, rho)
+        assert s == pytest.approx(parameter(rho), rel=1e-12, abs=1e-15)
+
+
+@given(seeds, st.integers(1, 3), st.floats(0.01, 1))
+def test_the_length_pull_back_does_not_depend_on_the_degree(seed, n, rho):
+    given_ = update(seed, n)
+    rule = AsyncBezier(rho, threshold=-1.0, pull_back="length")
+    elevated = Bezier(SPACE, n).elevate(torch.cat([given_.base[None], given_.points]), 2)[1:]
+    assert relative(step(rule, given_)[1].model, step(rule, replace(given_, points=elevated))[1].model) <= 1e-10
+
+
+@given(seeds, st.floats(0.01, 1))
+def test_a_closed_curve_has_a_length_but_no_chord(seed, rho):
+    control = draw(seed, P)
+    inner = [[float(control @ control), 0.0], [0.0, 0.0]]
+    assert StepCurve().parameter(inner, rho) == 0
+    # The curve 2s(1 - s)B goes to B/2 and back, each way at a symmetric speed: half of the length is at 1/2.
+    s = StepCurve(pull_back="length").parameter(inner, rho)
+    covered = 4 * s * (1 - s) if s <= 0.5 else 2 - 4 * s * (1 - s)
+    assert covered / 2 == pytest.approx(rho, rel=1e-9)
+
+
+@pytest.mark.parametrize("polygon", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-150, 1e-30, 1e140])
+def test_the_length_pull_back_has_no_unit(polygon, scale):
+    rows = scale * torch.tensor([[1.0, 0.0], [1.0, 3.0]], dtype=torch.float64)
+    s = StepCurve(pull_back="length", polygon=polygon).parameter((rows @ rows.T).tolist(), 0.25)
+    unit = rows / scale if scale else rows
+    curve = path(Flat(2), unit, polygon, 2)
+    assert s == (0.25 if scale == 0 else pytest.approx(float(curve.parameter_at_length(0.25)), rel=1e-9))
+
+
+@pytest.mark.parametrize("pull_back", ["length"])
+@pytest.mark.parametrize("polygon", [False, True])
+def test_the_length_pull_back_satisfies_the_laws_of_rules(pull_back, polygon):
+    rule = AsyncBezier(0.5, threshold=0.0, pull_back=pull_back, polygon=polygon)
+    assert check_rule(rule, num_points=3, seeds=2, verbose=False).holds
 
 
 @given(seed=seeds, **options)
@@ -169,7 +251,7 @@ def test_a_polygon_can_wait_at_its_start_or_at_a_corner():
 
 
 @pytest.mark.parametrize("polygon", [False, True])
-@pytest.mark.parametrize("pull_back", ["chord", "none", "conflict_free_prefix"])
+@pytest.mark.parametrize("pull_back", ["chord", "none", "conflict_free_prefix", "length"])
 @pytest.mark.parametrize("kappa", [0.0, 0.4, 1.0])
 def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
     space = Sphere(P)
@@ -184,6 +266,9 @@ def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
     assert relative(outcome.model, curve(outcome.numbers["step"])) <= 1e-12
     if pull_back == "chord":
         assert float(distance(space, here, outcome.model) / distance(space, here, points[-1])) == pytest.approx(0.5)
+    elif pull_back == "length":
+        covered = curve.length(0.0, outcome.numbers["step"]) / curve.length()
+        assert float(covered) == pytest.approx(0.5, rel=1e-9)
     else:
         assert outcome.numbers["step"] == 0.5
 
@@ -252,6 +337,15 @@ def the_mean_progress_follows_a_run_that_slows_down(k):
 def the_rate_is_the_parameter(k):
     given_ = update(2)
     assert step(k.AsyncBezier(0.3, threshold=-1.0, pull_back="none"), given_)[1].numbers["step"] == 0.3
+
+
+@law
+def half_the_length_is_half_the_way_along_the_curve(k):
+    given_ = update(2)
+    curve = path(SPACE, given_.points - given_.base, polygon=False)
+    _, outcome = step(k.AsyncBezier(0.5, threshold=-1.0, pull_back="length"), given_)
+    expected = given_.current + curve(float(curve.parameter_at_length(0.5)))
+    assert relative(outcome.model, expected) <= 1e-10
 
 
 @law
@@ -324,6 +418,13 @@ class AlwaysPullsBack(AsyncBezier):
     def step_curve(self, state):
         course = super().step_curve(state)
         return replace(course, pull_back="chord") if course.pull_back == "none" and course.curve_weight == 1 else course
+
+
+@caught_by("AsyncBezier", "half_the_length_is_half_the_way_along_the_curve")
+class MeasuresTheChordInPlaceOfTheLength(AsyncBezier):
+    def step_curve(self, state):
+        course = super().step_curve(state)
+        return replace(course, pull_back="chord") if course.pull_back == "length" else course
 
 
 class Stops(StepCurve):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.averaging import SWA
-from manifoldagg.corrections import OrthoDC, OrthoDyn
+from manifoldagg.corrections import OrthoDC, OrthoDyn, Position
 from manifoldagg.curves import ASAM, sharpness_aware_gradient
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Message, Payload, Rule, Server, Trainer, Update
@@ -18,6 +18,7 @@ from manifoldagg.federated.rules import Momentum
 from manifoldagg.federated.rules.asynccurve import AsyncCurve
 from manifoldagg.federated.schedules import Cyclic
 from manifoldagg.manifolds import Flat, Sphere
+from manifoldagg.testing import check_rule
 from tests.support import draw, relative, seeds
 
 GOLDEN = {"AsyncCurve": AsyncCurve(2)}
@@ -121,6 +122,69 @@ def test_the_rule_is_the_plain_transcription_step_for_step(options, seed):
         # Some roundings a step, carried along by 15 steps.
         assert relative(server.model, plain.models[-1]) <= 1e-11
         assert receipt.norm == pytest.approx(float((plain.models[-1] - plain.models[-2]).norm()), rel=1e-8)
+
+
+def plain_step(rule, given_, goal):
+    """One step of the rule without its correction of the end, transcribed: Report (17), (31), (32), Figure 3."""
+    base, now, (control, theirs) = given_.base, given_.current, given_.points
+    beside = control - (base + theirs) / 2
+    if rule.control == "rotate":
+        a, b = ((x / x.norm()) for x in (theirs - base, goal - now))
+        e = b - (a @ b) * a
+        e, cos = e / e.norm(), a @ b
+        sin, p, q = e @ b, a @ beside, e @ beside
+        beside = beside + (cos * p - sin * q - p) * a + (sin * p + cos * q - q) * e
+    moved = control if rule.control == "keep" else (now + goal) / 2 + beside
+    s = min(1.0, given_.weight * rule.rate) if rule.weighted else min(1.0, rule.rate / (rule.clients * 2 / (1 + N)))
+    return s, (1 - s) ** 2 * now + 2 * s * (1 - s) * moved + s * s * goal
+
+
+@pytest.mark.parametrize("control", ["rotate", "shift", "keep"])
+@pytest.mark.parametrize("weighted", [False, True])
+@given(seeds, st.floats(0.05, 5.0))
+@settings(max_examples=15)
+def test_every_correction_of_the_control_point_is_its_formula(control, weighted, seed, rate):
+    base, current = draw(seed, 2, P)
+    given_ = Update(0, base, current, base + draw(seed + 1, 2, P), weight=0.4, numbers={"batches": 1.0})
+    v, g = given_.points[1] - base, current - base
+    ends = {OrthoDC(-1.0): v, OrthoDC(1.0): project(v, g), Position(): v - g, OrthoDC(1.0, "tensor"): project(v, g)}
+    for correction, end in ends.items():
+        if control == "rotate" and end is v:
+            continue  # parallel chords span no plane
+        rule = AsyncCurve(N, rate, correction=correction, control=control, weighted=weighted)
+        s, expected = plain_step(rule, given_, current + end)
+        outcome = rule.step(SPACE, rule.init(SPACE, base), given_)[1]
+        assert outcome.numbers["step"] == pytest.approx(s, rel=1e-14)
+        assert relative(outcome.model, expected) <= 1e-11
+        assert outcome.numbers["norm"] == pytest.approx(float((expected - current).norm()), rel=1e-8)
+
+
+@given(seeds)
+def test_a_shift_is_a_rotation_if_the_end_has_the_tangent_correction(seed):
+    base, current = draw(seed, 2, P)
+    given_ = Update(0, base, current, base + draw(seed + 1, 2, P), numbers={"batches": 1.0})
+    models = [
+        rule.step(SPACE, rule.init(SPACE, base), given_)[1].model
+        for rule in (AsyncCurve(N, 0.5, correction=OrthoDC(-1.0), control=control) for control in ("rotate", "shift"))
+    ]
+    assert relative(*models) <= 1e-13
+
+
+@pytest.mark.parametrize("control", ["rotate", "shift", "keep"])
+def test_an_end_that_the_correction_removes_still_has_a_control_point(control):
+    """The displacement is parallel to the drift up to rounding, so the step is computed from vectors."""
+    base, current = draw(3, 2, P)
+    theirs = base + 2 * (current - base) * (1 + 1e-9 * draw(4, P))
+    given_ = Update(0, base, current, torch.stack([draw(5, P), theirs]), weight=0.5, numbers={"batches": 1.0})
+    rule = AsyncCurve(N, 1.0, correction=OrthoDC(1.0), control=control, weighted=True)
+    goal = current + project(theirs - base, current - base)
+    outcome = rule.step(SPACE, rule.init(SPACE, base), given_)[1]
+    assert relative(outcome.model, plain_step(rule, given_, goal)[1]) <= (1e-6 if control == "rotate" else 1e-12)
+
+
+@pytest.mark.parametrize("options", [{"control": "shift"}, {"control": "keep"}, {"weighted": True}], ids=str)
+def test_the_options_satisfy_the_laws_of_rules(options):
+    assert check_rule(AsyncCurve(2, **options), num_points=2, seeds=1, verbose=False).holds
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from manifoldagg.corrections import Correction
+from manifoldagg.corrections import Correction, Position
 from manifoldagg.curves import fit
 from manifoldagg.errors import ManifoldAggError
 from manifoldagg.federated import Message, Update
@@ -82,6 +82,15 @@ def a_step_is_the_papers():
         rule = asynccurve.AsyncCurve(2, 0.4)
         assert relative(rule.step(SPACE, rule.init(SPACE, given_.base), given_)[1].model, expected) <= 1e-12
     assert conflicts == {True, False}
+
+
+@law
+def a_kept_control_point_is_where_the_client_left_it():
+    given_ = update(5)
+    rule = asynccurve.AsyncCurve(2, 0.4, control="keep", correction=Position())
+    s = 0.4 / (2 * 2 / 3)
+    expected = (1 - s) ** 2 * given_.current + 2 * s * (1 - s) * given_.points[0] + s**2 * given_.points[1]
+    assert relative(rule.step(SPACE, rule.init(SPACE, given_.base), given_)[1].model, expected) <= 1e-12
 
 
 @law
@@ -279,6 +288,12 @@ def turns_before_the_end_is_corrected(inner, turn=asynccurve.rotation_coefficien
 @caught_by(asynccurve, "rotation_coefficients", "a_step_is_the_papers")
 def steps_with_the_misprinted_weight(inner, turn=asynccurve.rotation_coefficients):
     return [weight / 2 for weight in turn(inner)]
+
+
+@caught_by(asynccurve, "CONTROL_WEIGHTS", "a_kept_control_point_is_where_the_client_left_it")
+class KeepsTheMiddleOfTheChord(dict):
+    def get(self, mode):
+        return [1.0, -0.5, 0.5] if mode == "keep" else None
 
 
 @caught_by(Dominance, "scaled_rate", "a_place_is_never_past_the_end")

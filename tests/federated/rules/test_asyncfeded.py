@@ -15,6 +15,7 @@ from manifoldagg.federated.clients import Local, Proximal
 from manifoldagg.federated.clients.local import Epochs
 from manifoldagg.federated.rules.asyncfeded import AsyncFedED
 from manifoldagg.manifolds import Flat, Sphere, distance
+from manifoldagg.testing import check_rule
 from tests.federated.random_clients import SIZE, SPACE, Sent, life
 from tests.support import draw, relative, seeds
 
@@ -57,6 +58,32 @@ def test_two_clients_by_hand():
     answer(server.dispatch("b"), 0.0, 1.0)
     answer(late, 0.0, 1 / 14)
     assert epochs(server.dispatch("a")) == 1
+
+
+@given(seeds, st.floats(0.01, 1.0))
+@settings(max_examples=20)
+def test_with_weights_the_step_is_multiplied_by_the_share_of_the_data(seed, weight):
+    base, current = draw(seed, 2, SIZE)
+    given_ = Update("a", base, current, base + draw(seed + 1, 1, SIZE), weight=weight, staleness=1)
+    steps = {}
+    for weighted in (False, True):
+        rule = AsyncFedED(0.5, warm_up=0, weighted=weighted)
+        steps[weighted] = rule.step(SPACE, rule.init(SPACE, base), given_)[1]
+    plain, scaled = steps[False], steps[True]
+    assert relative(scaled.model - current, weight * (plain.model - current)) <= 1e-12
+    for name in ("rate", "step", "norm"):
+        assert scaled.numbers[name] == pytest.approx(weight * plain.numbers[name], rel=1e-14)
+    # The staleness and the epochs do not depend on the weight.
+    assert [scaled.numbers[name] for name in ("distance", "epochs")] == [
+        plain.numbers[n] for n in ("distance", "epochs")
+    ]
+    assert plain.numbers["rate"] == pytest.approx(
+        0.5 / (float((current - base).norm() / (given_.points[0] - base).norm()) + 1), rel=1e-12
+    )
+
+
+def test_the_weighted_rule_satisfies_the_laws():
+    assert check_rule(AsyncFedED(warm_up=1, weighted=True), seeds=1, verbose=False).holds
 
 
 def transcription(happened, start, *, rate, epsilon, target, gain, epochs, warm_up):

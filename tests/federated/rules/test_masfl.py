@@ -4,6 +4,7 @@ Clients have losses $f_i = \tfrac12 (x - a_i)^\top H_i (x - a_i)$ that disagree,
 $(\sum H_i)^{-1} \sum H_i a_i$ is not where averages of local models end.
 """
 
+import math
 from collections import deque
 
 import numpy as np
@@ -376,3 +377,25 @@ def test_nobody_opens_where_nobody_is_asked_to():
     server = Server(SPACE, MasFL(1, initial="zero"), draw(7, D))
     given_ = Payload(draw(0, 1, D), 1, {"gradient": draw(0, D)}, {"opening": 1.0})
     assert server.receive(server.dispatch("a").id, given_).reason == "numbers: opening: expected 0, got 1"
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.floats(0.01, 100), st.floats(0, 20), st.integers(1, 10**6))
+def test_the_rates_of_theorem_1_satisfy_its_condition(size, steps, smoothness, delay, spare):
+    """MasFL, Theorem 1: at the bound on the local rate, 1 - 4a - sqrt(SK / T) = 0."""
+    least = size * steps * ((1 + math.sqrt(1 + 16 * delay**2)) / 2) ** 2
+    total = math.ceil(least) + spare
+    beta, gamma, eta = MasFL.theory(size, steps, total, smoothness, delay)
+    assert beta == pytest.approx(math.sqrt(size * steps / total), rel=1e-14)
+    assert gamma == pytest.approx(math.sqrt(size * steps / total) / (4 * smoothness), rel=1e-14)
+    a = delay**2 * beta**2 + 20 * math.e**2 * eta**2 * steps**2 * smoothness**2
+    assert 1 - 4 * a - beta == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_theorem_1_says_how_many_steps_it_needs():
+    with pytest.raises(ArgumentError, match="T: expected at least 17 for these S, K and max_delay, got 16"):
+        MasFL.theory(4, 4, 16, 1.0, 0)
+    assert MasFL.theory(4, 4, 17, 1.0, 0).eta > 0
+    for name, value in {"S": 0, "K": 0, "T": 0, "L": 0.0, "max_delay": -1.0}.items():
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            MasFL.theory(**({"S": 2, "K": 2, "T": 100, "L": 1.0, "max_delay": 1.0} | {name: value}))

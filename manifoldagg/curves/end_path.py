@@ -1,0 +1,46 @@
+"""The path of an embedding from its start to its end point, as a curve."""
+
+from dataclasses import dataclass
+
+from manifoldagg.curves.embedding import Embedding
+from manifoldagg.curves.path import CurveEmbedding, Parameter, Phi, Points, as_parameter
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["EndPath"]
+
+
+@dataclass(frozen=True)
+class EndPath(CurveEmbedding):
+    r"""The curve $s \mapsto \iota_\varphi(x(s))$, where $x$ is the geodesic of $M$ from the start to the end point.
+
+    $x(0)$ maps to $\varphi_0$, and $x(1) = \omega$ maps to the last control point. The method `path_coordinates` of the
+    embedding computes $x(s)$. The control points are those of the embedding.
+
+    Args:
+        embedding: an embedding with an end point.
+
+    Source: Manifold §3, where $\omega$ is the distinguished local model.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.curves.simplex import Simplex
+        >>> from manifoldagg.manifolds import Flat
+        >>> path = EndPath(Simplex(Flat(2), vertices=3))
+        >>> path(torch.tensor([[0.0, 0.0], [4.0, 4.0], [2.0, 0.0]]), 0.25)
+        tensor([0.5000, 0.0000])
+    """
+
+    embedding: Embedding
+
+    @property
+    def space(self) -> Manifold:  # type: ignore[override]  # of the embedding
+        """The space of the embedding."""
+        return self.embedding.space
+
+    @property
+    def size(self) -> int:
+        return self.embedding.size
+
+    def __call__(self, phi: Phi, t: Parameter) -> Points:
+        self._check_phi(phi)
+        return self.embedding(phi, self.embedding.path_coordinates(as_parameter(t, phi)))

@@ -1,0 +1,68 @@
+"""Proximal terms: penalties on the distance of a model from the model where training started."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import check_number, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.optimizers import lower
+
+__all__ = ["ProximalTerm", "add_proximal_gradient", "check_proximal"]
+
+
+@runtime_checkable
+class ProximalTerm(Protocol):
+    r"""The protocol of proximal terms $r(\theta, \Theta^t)$ that training adds to the loss, on flat spaces.
+
+    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the term of FedMRUR. Every option `proximal`
+    also accepts a number $\mu \ge 0$ for the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ of FedProx, on every space.
+    """
+
+    def gradient(self, theta: Tensor, base: Tensor) -> Tensor:
+        r"""Return the gradient in $\theta$.
+
+        Args:
+            theta: $\theta$, the current point of training, (P,).
+            base: $\Theta^t$, the point where training started, (P,).
+
+        Returns:
+            A new tensor (P,) in the dtype of `theta`.
+        """
+
+
+def check_proximal(proximal: float | ProximalTerm) -> None:
+    """Check that an option `proximal` is a number >= 0 or a proximal term.
+
+    Raises:
+        ArgumentError: if it is not.
+    """
+    if isinstance(proximal, type) or not isinstance(proximal, int | float | ProximalTerm):
+        raise ArgumentError(
+            f"proximal: expected a number >= 0 or an object with `gradient`, got {short_repr(proximal)}"
+        )
+    if not isinstance(proximal, ProximalTerm):
+        check_number("proximal", proximal, at_least=0)
+
+
+@torch.no_grad()
+def add_proximal_gradient(
+    space: Manifold, derivative: Tensor, theta: Tensor, base: Tensor, proximal: float | ProximalTerm
+) -> Tensor:
+    r"""Return the derivative of the loss plus that of the proximal term, in coordinates.
+
+    Args:
+        space: the space of the points, which is flat for a `ProximalTerm`.
+        derivative: the derivative of the loss, (*shape).
+        theta: $\theta$, (*shape).
+        base: $\Theta^t$, (*shape).
+        proximal: $\mu$, or a proximal term.
+    """
+    if isinstance(proximal, ProximalTerm):
+        return derivative + proximal.gradient(theta.flatten(), base.flatten()).view_as(derivative)
+    if not proximal:
+        return derivative
+    to_base = space._log(theta, base)
+    return derivative - proximal * (to_base if space.flat else lower(space, theta, to_base))
