@@ -1,6 +1,5 @@
 """Averages of models that are state dicts, or lists of tensors or arrays, read in place."""
 
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, is_finite
-from manifoldagg.averaging.karcher import Weights, check_weights, karcher
+from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
+from manifoldagg.averaging.karcher import Weights, check_weights
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList, combine, gram
-from manifoldagg.manifolds import KarcherMean, Manifold, ParameterSpace
+from manifoldagg.manifolds import KarcherMean, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
@@ -30,11 +30,9 @@ from manifoldagg.manifolds.model_io import (
     open_for_write,
 )
 
-__all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
+__all__ = ["AverageInfo", "average"]
 
 STATE_DICT_TYPES = (dict, OrderedDict)
-VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
-"""The name of a model in error messages of `karcher`."""
 
 
 @dataclass(frozen=True)
@@ -178,26 +176,6 @@ def average(
     return result, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
 
 
-def is_batch_counter(name: str) -> bool:
-    """Return whether a tensor's name is that of a counter of batches.
-
-    Example:
-        >>> is_batch_counter("1.num_batches_tracked"), is_batch_counter("1.running_mean")
-        (True, False)
-    """
-    return name.rpartition(".")[2] == "num_batches_tracked"
-
-
-def largest_counter(counters: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise maximum of counters as a new tensor on the device of the first.
-
-    Example:
-        >>> largest_counter([torch.tensor(3), torch.tensor(8)])
-        tensor(8)
-    """
-    return torch.stack([x.detach().to(counters[0].device) for x in counters]).amax(0)
-
-
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
     """Return the tensors of each model by message prefix, and as tensor lists, which are empty if their form is
     unknown.
@@ -312,23 +290,9 @@ def _mean_parameters(
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
             points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(models, rows, strict=True)}
-            means[leaf.name] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
+            means[leaf.name] = labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
             result[i] = means[leaf.name].point
     return tuple(result[i] for i in range(len(leaves))), means
-
-
-def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
-    """Compute the Karcher mean of a leaf. The keys of `points` are the prefixes of error messages about each point."""
-    labels = [*points]
-    try:
-        mean = karcher(space, [*points.values()], weights)
-    except ArgumentError as error:
-        error.args = (VERSION_LABEL.sub(lambda match: labels[int(match[1])], str(error)),)
-        raise
-    if not mean.converged:
-        got = f"got a residual of {float(mean.residual):.2g} after {mean.steps} steps"
-        raise ArgumentError(f"models: {name}: expected points closer to one another on {space}, {got}")
-    return mean
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:

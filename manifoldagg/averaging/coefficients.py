@@ -1,31 +1,32 @@
-r"""Coefficients of means: each mean is one linear combination of the models, and its coefficients follow from a Gram matrix.
+r"""Coefficients of means: a mean is a linear combination of the models, whose coefficients follow from a Gram matrix.
 
-Let $x_1, \dots, x_k$ be the same tensor of k checkpoints, or all tensors of each checkpoint as one vector. Their weights
-$w_i \ge 0$ have the sum 1. A mean is $m = \sum_i c_i x_i$. With the norms $n_i = \|x_i\|$ and the directions
-$u_i = x_i / n_i$, the methods are:
+Let $x_1, \dots, x_k$ be the same tensor of k checkpoints, or all tensors of each checkpoint as one vector. The weights
+$w_i \ge 0$ have the sum 1. A mean is $m = \sum_i c_i x_i$. The norms are $n_i = \|x_i\|$, and the directions are
+$u_i = x_i / n_i$.
 
-| method | coefficients | mergekit |
-| --- | --- | --- |
-| `arithmetic` | $c_i = w_i$. The mean is also the point of a simplex with the barycentric coordinates $w$. | `linear` |
-| `karcher` | $c_i = \bar n\, a_i / n_i$. The $a_i$ are the coefficients of the point $u = \sum_i a_i u_i$ of the unit sphere that minimises $\sum_i w_i\, d(u, u_i)^2$, and $\bar n = \sum_i w_i n_i$. | `karcher` |
-| `slerp` | $c_1 = \sin((1 - t)\theta) / \sin\theta$ and $c_2 = \sin(t\theta) / \sin\theta$, with the angle $\theta$ between $x_1$ and $x_2$ | `slerp`, `nuslerp` |
-| `bezier` | $c_i \propto w_i \binom{k-1}{i-1} t^{i-1} (1-t)^{k-i}$, with the sum 1. The models are the control points. | none |
-| `radial` | $c_i = \bar n\, w_i / (n_i \|\sum_j w_j u_j\|)$ | first step of `karcher` |
+- `arithmetic`: $c_i = w_i$. This is also the point of a simplex with the barycentric coordinates $w$. The method of
+  mergekit is `linear`.
+- `karcher`: $c_i = \bar n\, a_i / n_i$ with $\bar n = \sum_i w_i n_i$. The point $u = \sum_i a_i u_i$ of the unit
+  sphere minimises $\sum_i w_i\, d(u, u_i)^2$ for the angle d. The method of mergekit is `karcher`.
+- `slerp`: $c_1 = \sin((1 - t)\theta) / \sin\theta$ and $c_2 = \sin(t\theta) / \sin\theta$, for the angle $\theta$
+  between $x_1$ and $x_2$. The methods of mergekit are `slerp` and `nuslerp`.
+- `bezier`: $c_i \propto w_i \binom{k-1}{i-1} t^{i-1} (1-t)^{k-i}$ with the sum 1. The models are the control points of
+  a curve. mergekit has no such method.
+- `radial`: $c_i = \bar n\, w_i / (n_i \|\sum_j w_j u_j\|)$. This is the starting point of mergekit's `karcher`.
 
-`slerp` with the parameter t has the weights $1 - t$ and $t$. For two models, the $a_i$ of `karcher` are the coefficients
-of `slerp`. The two means differ in the norm: `karcher` interpolates norms, and `slerp` does not.
+`slerp` with the parameter t has the weights $1 - t$ and $t$. For two models, the $a_i$ of `karcher` are the
+coefficients of `slerp`. `karcher` interpolates the norms too, and `slerp` does not.
 
-A tensor whose entries are all 0 has no direction. As in mergekit, the remaining weights apply to the directions, and the
-norm 0 counts in $\bar n$.
+A tensor whose entries are all 0 has no direction. As in mergekit, the directions are averaged without it, and its norm
+0 counts in $\bar n$.
 
-The differences to mergekit are:
+mergekit differs in these points:
 
-- mergekit computes in the dtype of the models, and this library computes in float64.
-- `karcher` of mergekit has equal weights, and ends after ten steps or at a step below 1e-5.
-- `slerp` of mergekit interpolates linearly if $|\cos\theta| > 0.9995$.
+- It computes in the dtype of the models. This library computes in float64.
+- Its `karcher` has equal weights. It ends after ten steps, or at a step below 1e-5.
+- Its `slerp` interpolates linearly if $|\cos\theta| > 0.9995$.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,7 +171,7 @@ class MeanMethod:
 
     @property
     def needs_gram(self) -> bool:
-        """Whether the coefficients depend on the Gram matrix, so that the models are read before the mean is written."""
+        """Whether the coefficients depend on the Gram matrix, which is then computed before the mean is written."""
         return self.name in DIRECTIONAL_METHODS and len(self.used) > 1
 
     @cached_property
@@ -178,7 +179,8 @@ class MeanMethod:
         """The coefficients of the affine mean of this method: the weights, or those of the point of the curve."""
         if self.name != "bezier":
             return self.weights
-        w = self.weights * torch.tensor(bernstein.weights(len(self.weights) - 1, float(self.t or 0)), dtype=torch.float64)
+        basis = bernstein.weights(len(self.weights) - 1, float(self.t or 0))
+        w = self.weights * torch.tensor(basis, dtype=torch.float64)
         total = w.sum()
         if not bool(total > 0):
             raise ArgumentError(f"weights: expected a positive weight of a control point at t={self.t}, got 0")
@@ -189,16 +191,11 @@ class MeanMethod:
         """The indices of the models with a nonzero weight. The other models are not read."""
         return torch.nonzero(self.barycentric).flatten().tolist()
 
-    @property
-    def origin(self) -> int:
-        """The index of the model with the largest weight, from which differences are formed."""
-        return int(self.barycentric.argmax())
-
     def solve(self, products: InnerProducts | None) -> Mean:
         """Compute the coefficients of the mean from the inner products of the models.
 
         Args:
-            products: the inner products of the used models, in order. Their origin is the model with the largest weight.
+            products: the inner products of the used models, in order.
                 `None` is sufficient if `needs_gram` is `False`.
 
         Raises:
