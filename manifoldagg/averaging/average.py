@@ -1,9 +1,11 @@
 """Averages of models that are state dicts, or lists of tensors or arrays, read in place."""
 
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, is_finite
+from manifoldagg.averaging.certificate import MergeInfo
 from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
 from manifoldagg.averaging.karcher import Weights, check_weights
+from manifoldagg.averaging.merge import merge
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList, combine, gram
 from manifoldagg.manifolds import KarcherMean, ParameterSpace
@@ -32,6 +36,8 @@ from manifoldagg.manifolds.model_io import (
 
 __all__ = ["AverageInfo", "average"]
 
+PathLike = str | os.PathLike[str]
+PATH_TYPES = (str, os.PathLike)
 STATE_DICT_TYPES = (dict, OrderedDict)
 
 
@@ -76,18 +82,46 @@ def average(
 ) -> tuple[Any, AverageInfo]: ...
 
 
+@overload
+def average(
+    models: Sequence[Model | PathLike],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: PathLike,
+    return_info: Literal[False] = ...,
+    **options: Any,
+) -> Path: ...
+
+
+@overload
+def average(
+    models: Sequence[Model | PathLike],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: PathLike,
+    return_info: Literal[True],
+    **options: Any,
+) -> tuple[Path, MergeInfo]: ...
+
+
 @torch.no_grad()
 def average(
-    models: Sequence[Model],
+    models: Sequence[Any],
     weights: Weights = None,
     *,
     manifolds: Assignment | None = None,
-    out: Model | None = None,
+    out: Any = None,
     return_info: bool = False,
+    **options: Any,
 ) -> Any:
     r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ for flat entries.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
+    A model is a state dict, or a list of tensors or NumPy arrays. If a model or `out` is a path of safetensors files,
+    [`merge`][manifoldagg.averaging.merge] computes the mean and writes the result to files.
+
+    The result has the type, the order, the dtypes and
     the devices of the first model; a mapping of another type becomes a `dict`. Sums are computed in float64 and rounded
     once, to bfloat16 and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the
     first model that share memory, shape and strides are tied, and count once.
@@ -110,12 +144,15 @@ def average(
             are called `"0"`, `"1"` and so on.
         out: a model like the first that receives the result: one of `models` or another. Each entry has memory of its
             own. `out` is written after the result is known to be finite.
-        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too.
+        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too, or a
+            [`MergeInfo`][manifoldagg.averaging.MergeInfo] for files.
+        options: further options of [`merge`][manifoldagg.averaging.merge] for files, such as `method="karcher"`.
 
     Returns:
-        The mean: a new model, or `out`. With `return_info=True`, the pair of the mean and its `AverageInfo`. If the
-        models on a manifold are farther apart than [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the
-        mean is a stationary point and perhaps not the minimiser.
+        The mean: a new model, or `out`. For files, it is the path of the result. With `return_info=True`, the pair of
+        the mean and its information. If the models on a manifold are farther apart than
+        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a stationary point and perhaps not the
+        minimiser.
 
     Raises:
         ArgumentError: naming the invalid argument, or the model and its invalid tensor; or if the models on a manifold
@@ -146,6 +183,11 @@ def average(
         (0.75, 0.25)
     """
     check_choice("return_info", return_info, (False, True))
+    if isinstance(out, PATH_TYPES) or any(isinstance(model, PATH_TYPES) for model in _iterable(models)):
+        merged = merge(models, weights, out=out, manifolds=manifolds, **options)
+        return (Path(out), merged) if return_info else Path(out)
+    if options:
+        raise ArgumentError(f"{next(iter(options))}: expected models in files or a path as out, got state dicts")
     named, tensors = _named_models(models)
     first, *_ = named.values()
     shares = check_weights(weights, len(named))
@@ -174,6 +216,10 @@ def average(
         return result
     residuals = {name: float(mean.residual) for name, mean in curved.items()}
     return result, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
+
+
+def _iterable(models: Any) -> Sequence[Any]:
+    return models if isinstance(models, list | tuple) else ()
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:

@@ -102,10 +102,7 @@ class MergeInfo:
         tree: dict[str, Any] = json.loads(text)
         del tree["version"]
         tensors = tuple(_certificate(part) for part in tree.pop("tensors"))
-        model = _certificate(tree.pop("model"))
-        return MergeInfo(
-            tensors=tensors, model=model, **{k: tuple(v) if type(v) is list else v for k, v in tree.items()}
-        )
+        return MergeInfo(tensors=tensors, model=_certificate(tree.pop("model")), **_with_tuples(tree))
 
 
 def certify(
@@ -215,4 +212,8 @@ def distance_warnings(model: Certificate) -> list[str]:
 
 
 def _certificate(part: Mapping[str, Any]) -> Certificate:
-    return Certificate(**{key: tuple(x) if type(x) is list else x for key, x in part.items()})
+    return Certificate(**_with_tuples(part))
+
+
+def _with_tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(x) if type(x) is list else x for key, x in tree.items()}

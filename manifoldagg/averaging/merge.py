@@ -106,12 +106,12 @@ def merge(
         >>> import tempfile
         >>> from safetensors.torch import load_file, save_file
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for i, x in enumerate(([1.0, 0.0], [0.0, 2.0])):
-        ...         save_file({"w": torch.tensor(x)}, f"{folder}/{i}.safetensors")
-        ...     paths = [f"{folder}/0.safetensors", f"{folder}/1.safetensors"]
-        ...     info = merge(paths, out=f"{folder}/mean.safetensors", method="slerp", t=0.5)
-        ...     load_file(f"{folder}/mean.safetensors")["w"], info.tensors[0].distances
-        (tensor([0.7071, 1.4142]), (1.444..., 0.919...))
+        ...     paths = [f"{folder}/{i}.safetensors" for i in range(2)]
+        ...     for path, x in zip(paths, ([3.0, 0.0], [4.0, 3.0])):
+        ...         save_file({"w": torch.tensor(x)}, path)
+        ...     info = merge(paths, out=f"{folder}/mean.safetensors", method="karcher")
+        ...     load_file(f"{folder}/mean.safetensors")["w"], round(info.model.arithmetic_distance, 3)
+        (tensor([3.7947, 1.2649]), 0.377)
     """
     plan = plan_merge(
         models,

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg._validation import check_choice, short_repr
 from manifoldagg.averaging.checkpoints import (
-    FOREIGN_DTYPES,
     CheckpointFiles,
     FilePool,
     StoredTensor,
@@ -24,15 +23,16 @@ from manifoldagg.averaging.checkpoints import (
 )
 from manifoldagg.averaging.coefficients import MeanMethod
 from manifoldagg.averaging.karcher import Weights
+from manifoldagg.averaging.merge_shards import Shard, divide_into_shards
 from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.assign import Assignment, assign_manifolds
 from manifoldagg.manifolds.layout import Entry, ModelSignature, layout_of
 from manifoldagg.manifolds.lora.peft import classify_tensors, find_first_factor
 from manifoldagg.manifolds.power import Power
-from manifoldagg.tensor_file import TensorEntry, with_length
+from manifoldagg.tensor_file import TensorEntry
 
-__all__ = ["MergePlan", "Part", "Shard", "Step", "plan_merge"]
+__all__ = ["MergePlan", "Part", "Step", "plan_merge"]
 
 MIN_MODELS, MAX_MODELS = 2, 32
 CELL_SIZE = 1 << 20
@@ -41,7 +41,6 @@ CURVED_SIZE = 1 << 15
 """The number of entries of copies of a manifold that one step computes."""
 SCOPES = ("tensor", "model")
 CERTIFICATE_NAME = "certificate.json"
-DTYPE_NAMES = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
 MAX_COPIED_BYTES = 1 << 28
 """The maximum size of a file that is copied to the folder of the result."""
 COPIED_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
@@ -156,23 +155,6 @@ class Step(NamedTuple):
     is_write: bool
     start: int
     stop: int
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """A file of the result.
-
-    Attributes:
-        name: the name of the file.
-        header: the bytes in front of the tensors.
-        begins: the position of each tensor in the file.
-        size: the number of bytes.
-    """
-
-    name: str
-    header: bytes
-    begins: Mapping[str, int]
-    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,7 +320,8 @@ def plan_merge(
     check_alike(opened, pairs)
     parts = _parts(opened, mean, {pair.first: pair.second for pair in pairs}, manifolds)
     place, is_folder = _check_out(out, opened)
-    shards = _shards(opened[0], parts, place.name, is_folder, shard_size)
+    entries = {entry.name: entry for part in parts for entry in result_entries(part)}
+    shards = divide_into_shards(opened[0], entries, None if is_folder else place.name, shard_size)
     tree = {
         "version": 1,
         "method": [method, scope, t, mean.weights.tolist()],
@@ -366,7 +349,8 @@ def _parts(
     for name, tensor in first.items():
         if name in second_factors:
             continue
-        kind, method, own = "flat", mean, (name,)
+        kind, method = "flat", mean
+        own: tuple[str, ...] = (name,)
         entry = Entry(name, (*tensor.entry.shape,), tensor.entry.dtype)
         if name in pairs:
             kind, own = "factors", (name, pairs[name])
@@ -403,38 +387,6 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
     return place, is_folder
 
 
-def _shards(
-    first: CheckpointFiles, parts: Sequence[Part], name: str, is_folder: bool, shard_size: int | None
-) -> tuple[Shard, ...]:
-    """Divide the tensors of the result into files: by size, or as in the first checkpoint."""
-    entries = {entry.name: entry for part in parts for entry in result_entries(part)}
-    if shard_size is not None:
-        check_count("shard_size", shard_size)
-        if not is_folder:
-            raise ArgumentError("shard_size: expected None, because out is a single file; use a folder")
-        groups = _groups_by_size([entries[n] for n in first.tensors], shard_size)
-    elif is_folder and len(first.shards) > 1:
-        groups = [[entries[n] for n in names] for names in first.shards.values()]
-    else:
-        groups = [[entries[n] for n in first.tensors]]
-    stem = _stem(first)
-    if not is_folder:
-        labels = [name]
-    elif shard_size is None and len(first.shards) > 1:
-        labels = [*first.shards]
-    elif len(groups) == 1:
-        labels = [f"{stem}.safetensors"]
-    else:
-        labels = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    return tuple(_shard(label, group, first.metadata) for label, group in zip(labels, groups, strict=True))
-
-
-def _stem(first: CheckpointFiles) -> str:
-    """Return the name of the files without shard number and suffix."""
-    file = next(iter(first.shards), "model.safetensors")
-    return "adapter_model" if file.startswith("adapter_model") else "model"
-
-
 def result_entries(part: Part) -> Iterator[TensorEntry]:
     """Yield the entries of a part of the result. The rank of factors is the largest rank of the models."""
     rank = max(x.entry.shape[0] for x in part.tensors[0]) if part.kind == "factors" else 0
@@ -445,34 +397,3 @@ def result_entries(part: Part) -> Iterator[TensorEntry]:
             shape[axis] = rank
             entry = entry._replace(shape=tuple(shape), num_bytes=math.prod(shape) * entry.dtype.itemsize)
         yield entry
-
-
-def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
-    """Fill each shard up to the given number of bytes. A larger tensor has a shard of its own."""
-    groups: list[list[TensorEntry]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.num_bytes > shard_size:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.num_bytes
-    return groups
-
-
-def _shard(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Shard:
-    # Readers require that a tensor begins at a multiple of the size of its numbers. Sorting is stable.
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    lines: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    begins: dict[str, int] = {}
-    position = 0
-    for entry in ordered:
-        end = position + entry.num_bytes
-        name_of_dtype = DTYPE_NAMES.get(entry.dtype)
-        if name_of_dtype is None:
-            raise StateDictError(f"models: {entry.name}: expected a dtype of safetensors files, got {entry.dtype}")
-        lines[entry.name] = {"dtype": name_of_dtype, "shape": [*entry.shape], "data_offsets": [position, end]}
-        begins[entry.name] = position
-        position = end
-    header = with_length(json.dumps(lines, separators=(",", ":"), ensure_ascii=False).encode())
-    return Shard(name, header, {n: len(header) + begin for n, begin in begins.items()}, len(header) + position)
