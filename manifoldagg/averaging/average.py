@@ -184,6 +184,8 @@ def average(
     """
     check_choice("return_info", return_info, (False, True))
     if isinstance(out, PATH_TYPES) or any(isinstance(model, PATH_TYPES) for model in _iterable(models)):
+        if out is None:
+            raise ArgumentError("out: expected the path of a file or folder, because models are in files; got None")
         merged = merge(models, weights, out=out, manifolds=manifolds, **options)
         return (Path(out), merged) if return_info else Path(out)
     if options:

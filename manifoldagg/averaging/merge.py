@@ -58,7 +58,8 @@ def merge(
 
     - A pair of LoRA factors is averaged as the matrix B A, and truncated to the largest rank of the models.
     - A tensor on a manifold gets its Karcher mean with the weights.
-    - Statistics of batch normalisation get their arithmetic mean.
+    - Statistics of batch normalisation get their arithmetic mean. Tensors with one entry do so too, except with
+      `scope="model"`.
     - Integers and booleans follow the rules of [`average`][manifoldagg.averaging.average].
 
     A killed merge continues when the same call is repeated. The files are then bitwise equal to those of an

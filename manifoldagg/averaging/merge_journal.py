@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 from torch import Tensor
 
-from manifoldagg._io import FileLock, atomic_write, sync, write_all
+from manifoldagg._io import FileLock, atomic_write, write_all
 from manifoldagg.averaging.merge_plan import MergePlan
 from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
 from manifoldagg.tensor_file import tensor_bytes
@@ -28,9 +28,9 @@ Numbers = np.ndarray
 class MergeDraft:
     """The files of an unfinished merge, in a folder next to the result.
 
-    The folder contains the plan, a journal, and the shards in their final size. A step first writes its bytes. Its
-    record enters the journal after the bytes are on the disk. A restarted merge therefore repeats at most the steps of
-    the last batch, and a repeated step writes the same bytes.
+    The folder contains the shards in their final size, and a journal that begins with the plan. A step first writes its
+    bytes. Its record enters the journal after the bytes are on the disk. A restarted merge therefore repeats at most
+    the steps of the last batch, and a repeated step writes the same bytes.
 
     Args:
         plan: the plan.
@@ -97,8 +97,7 @@ class MergeDraft:
     def record(self, step: int, numbers: Sequence[float]) -> None:
         """Record the result of a step, after all its bytes were written."""
         self.records[step] = np.array(numbers, np.float64)
-        text = json.dumps([step, *map(float, numbers)], allow_nan=False).encode()
-        self._lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
+        self._lines.append(_line(json.dumps([step, *map(float, numbers)], allow_nan=False).encode()))
         if self._size >= BATCH_BYTES:
             self.commit()
 
@@ -137,33 +136,31 @@ class MergeDraft:
 
     def _open(self, resume: bool) -> None:
         """Open the files, create the missing ones, and read the records of completed steps."""
-        known = self.folder / "plan.json"
         if not resume:
             self._clear()
-        if known.exists() and known.read_text() != self.plan.fingerprint:
+        path = self.folder / "journal"
+        self._journal = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        found = self._read_journal()
+        if found is not None and found != self.plan.fingerprint:
             raise ArgumentError(
                 f"out: expected the inputs and options of the unfinished merge in {self.folder}, got others; "
                 "repeat its command, or pass resume=False to start again"
             )
+        # Blocks have 512 bytes in `st_blocks`, whatever the file system.
         present = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir() if hasattr(os, "posix_fallocate"))
         self.plan.check_space(present)
-        if not known.exists():
-            self._clear()
-            with atomic_write(known) as draft:
-                draft.write_text(self.plan.fingerprint)
         existing = [self._open_shard(i) for i in range(len(self.plan.shards))]
-        self._journal = os.open(self.folder / "journal", os.O_RDWR | os.O_CREAT, 0o600)
-        if all(existing):
-            self._read_journal()
-        else:
+        if found is None or not all(existing):
+            self.records.clear()
             os.ftruncate(self._journal, 0)
-        sync(self.folder)
+            os.lseek(self._journal, 0, os.SEEK_SET)
+            self._lines = [_line(self.plan.fingerprint.encode())]
 
     def _clear(self) -> None:
-        """Remove the files of an earlier merge. The plan is removed last, so that it never describes other files."""
-        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "plan.json"):
+        """Remove the files of an earlier merge. The journal is removed first, because it describes the other files."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name != "journal"):
             if path.name != "lock":
-                path.unlink() if not path.is_dir() else shutil.rmtree(path, ignore_errors=True)
+                path.unlink()
 
     def _open_shard(self, i: int) -> bool:
         """Open a shard, and return whether it already existed in its final size."""
@@ -175,7 +172,7 @@ class MergeDraft:
         if not existed:
             self._allocate(file, shard.size)
             self._pwrite(i, memoryview(shard.header), 0)
-            os.fsync(file)
+            self._dirty.add(i)
         return existed
 
     def _allocate(self, file: int, size: int) -> None:
@@ -188,19 +185,24 @@ class MergeDraft:
                 raise ArgumentError(f"out: expected {size:,} free bytes, got an error: {error.strerror}") from None
         os.ftruncate(file, size)
 
-    def _read_journal(self) -> None:
-        """Read the valid records, and truncate the journal after them."""
+    def _read_journal(self) -> str | None:
+        """Read the valid records, truncate the journal after them, and return the fingerprint of their plan."""
         end = 0
+        fingerprint = None
         with open(os.dup(self._journal), "rb") as file:
             for line in file:
                 digest, _, text = line.rstrip(b"\n").partition(b" ")
                 if not line.endswith(b"\n") or digest != b"%08x" % zlib.crc32(text):
                     break
+                end += len(line)
+                if fingerprint is None:
+                    fingerprint = text.decode()
+                    continue
                 step, *numbers = json.loads(text)
                 self.records[step] = np.array(numbers, np.float64)
-                end += len(line)
         os.ftruncate(self._journal, end)
         os.lseek(self._journal, end, os.SEEK_SET)
+        return fingerprint
 
     def _pwrite(self, i: int, data: memoryview, position: int) -> None:
         try:
@@ -219,6 +221,10 @@ class MergeDraft:
             os.fsync(self._journal)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
+
+
+def _line(text: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def _link(source: Path, target: Path) -> None:

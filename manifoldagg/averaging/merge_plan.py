@@ -318,7 +318,7 @@ def plan_merge(
     factors = find_first_factor(names)
     pairs = classify_tensors(names, prefix=f"{opened[0].label}: ").pairs if factors is not None else ()
     check_alike(opened, pairs)
-    parts = _parts(opened, mean, {pair.first: pair.second for pair in pairs}, manifolds)
+    parts = _parts(opened, mean, scope, {pair.first: pair.second for pair in pairs}, manifolds)
     place, is_folder = _check_out(out, opened)
     entries = {entry.name: entry for part in parts for entry in result_entries(part)}
     shards = divide_into_shards(opened[0], entries, None if is_folder else place.name, shard_size)
@@ -333,7 +333,11 @@ def plan_merge(
 
 
 def _parts(
-    models: Sequence[CheckpointFiles], mean: MeanMethod, pairs: Mapping[str, str], manifolds: Assignment | None
+    models: Sequence[CheckpointFiles],
+    mean: MeanMethod,
+    scope: str,
+    pairs: Mapping[str, str],
+    manifolds: Assignment | None,
 ) -> tuple[Part, ...]:
     """Divide the model into parts, in the order of the first checkpoint."""
     first = models[0].tensors
@@ -360,6 +364,9 @@ def _parts(
             kind = "copied"
         elif entry.is_statistic:
             kind, method = "statistic", barycentric
+        elif entry.size == 1 and scope == "tensor":
+            # The direction of a single number is its sign. For equal signs, all means of directions are arithmetic.
+            method = barycentric
         columns = tuple(tuple(model.tensors[part] for model in models) for part in own)
         parts.append(Part(kind, own, columns, labels, method, spaces.get(name)))
     if not any(part.kind != "copied" for part in parts):

@@ -20,10 +20,20 @@ from manifoldagg.averaging import MergeInfo, average_adapters, checkpoints, karc
 from manifoldagg.curves import Bezier, Simplex
 from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
 from manifoldagg.federated import rules
-from manifoldagg.manifolds import Flat, SpecialOrthogonal, Sphere, geodesic
+from manifoldagg.manifolds import Flat, SpecialOrthogonal, Sphere, distance, geodesic
 from tests.support import draw, rotation, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:models. expected:UserWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_syncs():
+    """Syncs to the disk take most of the time of a small merge. They do not change the files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda file: None)
+        yield
+
+
 counts = st.integers(2, 5)
 shares = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
 METHODS = ("arithmetic", "karcher", "slerp", "bezier", "radial")
@@ -95,7 +105,7 @@ def fresh(tmp_path_factory):
 
 
 @given(seed=seeds, k=counts, weights=shares, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_the_arithmetic_mean_has_the_bits_of_the_average_in_memory(tmp_path_factory, seed, k, weights, dtype):
     place = fresh(tmp_path_factory)
     states = versions(seed % 1000, k, dtype=dtype)
@@ -107,7 +117,7 @@ def reference(method, states, weights, t, name):
     rows = [state[name].flatten().double() for state in states]
     w = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     if method == "bezier":
-        return Bezier(Flat(len(rows[0])), degree=len(rows) - 1)(torch.stack(rows), torch.tensor(t).double())
+        return Bezier(Flat(len(rows[0])), degree=len(rows) - 1)(torch.stack(rows), torch.tensor(t, dtype=torch.float64))
     norms = torch.stack([row.norm() for row in rows])
     units = [row / row.norm() for row in rows]
     sphere = Sphere(len(rows[0]))
@@ -121,13 +131,13 @@ def reference(method, states, weights, t, name):
     model, state = [torch.zeros_like(rows[0])], None
     for row, share in zip(rows, weights, strict=True):
         info = manifoldagg.UpdateInfo(samples=share)
-        rule = rules.RadialDirectional(len(rows), rate=1.0)
+        rule = rules.RadialDirectional(len(rows), rate=1.0, weighted=True)
         model, state, _ = manifoldagg.aggregate(rule, state, model, [torch.zeros_like(row)], [row], info=info)
     return model[0]
 
 
 @given(seed=seeds, k=counts, weights=st.lists(st.integers(1, 100), min_size=5, max_size=5), t=st.floats(0.05, 0.95))
-@settings(max_examples=15)
+@settings(max_examples=10)
 @pytest.mark.parametrize("method", ["karcher", "slerp", "bezier", "radial"])
 def test_each_method_equals_the_method_in_memory(tmp_path_factory, method, seed, k, weights, t):
     k = 2 if method == "slerp" else k
@@ -141,7 +151,7 @@ def test_each_method_equals_the_method_in_memory(tmp_path_factory, method, seed,
 
 
 @given(seed=seeds, k=counts, weights=shares)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_the_mean_of_a_simplex_is_the_weighted_mean(tmp_path_factory, seed, k, weights):
     place = fresh(tmp_path_factory)
     states = versions(seed % 1000, k)
@@ -153,7 +163,7 @@ def test_the_mean_of_a_simplex_is_the_weighted_mean(tmp_path_factory, seed, k, w
 
 
 @given(seed=seeds, k=st.integers(2, 4), weights=shares, order=st.permutations(range(4)))
-@settings(max_examples=15)
+@settings(max_examples=10)
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 @pytest.mark.parametrize("method", ["arithmetic", "karcher", "radial"])
 def test_the_order_of_the_models_does_not_matter(tmp_path_factory, method, scope, seed, k, weights, order):
@@ -227,12 +237,13 @@ def test_the_result_has_the_shards_of_the_first_model_and_its_configuration(fold
 def test_the_size_of_shards_can_be_given(folder):
     states = versions(1, 2)
     paths = write(folder, states)
-    merge(paths, out=folder / "out", shard_size=400)
+    merge(paths, out=folder / "out", shard_size=200)
     files = sorted((folder / "out").glob("*.safetensors"))
-    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     tensors = [load_file(file) for file in files]
     assert same_bits({name: x for part in tensors for name, x in part.items()}, manifoldagg.average(states))
-    assert all(len(part) == 1 or sum(x.numel() * x.itemsize for x in part.values()) <= 400 for part in tensors)
+    assert all(len(part) == 1 or sum(x.numel() * x.itemsize for x in part.values()) <= 200 for part in tensors)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -321,7 +332,7 @@ def test_the_rounding_error_of_bfloat16_is_at_the_floor(folder):
 @pytest.mark.filterwarnings("default")
 def test_models_that_are_far_apart_are_reported(folder):
     independent = [{"w": torch.randn(2000, generator=torch.Generator().manual_seed(i))} for i in range(3)]
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="^models: expected") as caught:
         info = merge(write(folder, independent), out=folder / "out.safetensors")
     assert [str(one.message) for one in caught] == [*info.warnings]
     assert len(info.warnings) == 2
@@ -361,8 +372,10 @@ def test_integers_follow_the_rules_of_the_average(folder):
         state["wide"] = torch.tensor([7], dtype=torch.uint32)
     paths = write(folder, states)
     found = merged(folder, paths, [1, 3, 2], method="karcher")
-    assert found["1.num_batches_tracked"] == 20 and found["step"] == 101
-    assert torch.equal(found["ids"], torch.arange(2_000_000)) and found["wide"].dtype is torch.uint32
+    assert found["1.num_batches_tracked"] == 20
+    assert found["step"] == 101
+    assert torch.equal(found["ids"], torch.arange(2_000_000))
+    assert found["wide"].dtype is torch.uint32
     states[2]["ids"] = torch.arange(2_000_000).clone()
     states[2]["ids"][-1] = 0
     with pytest.raises(StateDictError, match=r"in2\.safetensors: ids: expected torch\.int64 equal"):
@@ -370,7 +383,7 @@ def test_integers_follow_the_rules_of_the_average(folder):
 
 
 def test_tensors_on_a_manifold_get_their_karcher_mean(folder):
-    base = [torch.stack([rotation(seed, 3) for seed in range(5)]) for _ in range(1)][0]
+    base = torch.stack([rotation(seed, 3) for seed in range(5)])
     space = SpecialOrthogonal(3)
     states = []
     for i in range(3):
@@ -380,9 +393,10 @@ def test_tensors_on_a_manifold_get_their_karcher_mean(folder):
     expected = manifoldagg.average(states, [1, 2, 3], manifolds={"*.rot": space})
     assert same_bits(load_file(folder / "out.safetensors"), expected)
     part = next(part for part in info.tensors if part.kind == "manifold")
-    distances = [space.distance(expected["a.rot"], state["a.rot"]).norm().item() for state in states]
+    distances = [distance(space, expected["a.rot"], state["a.rot"]).norm().item() for state in states]
     assert part.distances == pytest.approx(distances)
-    assert part.residual < 1e-10 and part.rounding_error < 1e-14
+    assert part.residual < 1e-10
+    assert part.rounding_error < 1e-14
 
 
 def test_copies_of_a_manifold_are_computed_in_ranges(folder, monkeypatch):
@@ -461,7 +475,7 @@ def test_values_that_are_not_finite_are_named(folder):
 
 
 def test_an_overflow_of_the_dtype_is_reported(folder):
-    states = [{"w": torch.tensor([60000.0, x], dtype=torch.float16)} for x in (1.0, 30000.0)]
+    states = [{"w": torch.tensor([65000.0, x], dtype=torch.float16)} for x in (0.0, 65000.0)]
     with pytest.raises(StateDictError, match=r"models: w: expected a finite mean, got an overflow"):
         merge(write(folder, states), out=folder / "out.safetensors", method="radial")
 
@@ -490,7 +504,8 @@ def test_float8_tensors_are_merged(folder):
 def test_scalars_and_empty_tensors_are_merged(folder):
     states = [{"s": torch.tensor(float(i)), "e": torch.zeros(0, 3), "w": torch.ones(2)} for i in (1, 3)]
     found = merged(folder, write(folder, states))
-    assert found["s"] == 2 and found["e"].shape == (0, 3)
+    assert found["s"] == 2
+    assert found["e"].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -553,33 +568,45 @@ def test_average_dispatches_on_paths(folder):
     states = versions(6, 2)
     paths = write(folder, states)
     out = folder / "mean.safetensors"
-    assert manifoldagg.average(map(str, paths) and [*map(str, paths)], out=str(out)) == out
+    assert manifoldagg.average([*map(str, paths)], out=str(out)) == out
     assert same_bits(load_file(out), manifoldagg.average(states))
     place, info = manifoldagg.average(paths, [1, 2], out=out, method="karcher", return_info=True)
-    assert place == Path(out) and isinstance(info, MergeInfo) and info.method == "karcher"
-    with pytest.raises(ArgumentError, match=r"^out: expected the path of a file or folder"):
+    assert place == Path(out)
+    assert isinstance(info, MergeInfo)
+    assert info.method == "karcher"
+    with pytest.raises(
+        ArgumentError, match=r"^out: expected the path of a file or folder, because models are in files"
+    ):
         manifoldagg.average(paths)
     with pytest.raises(ArgumentError, match=r"^method: expected models in files or a path as out"):
         manifoldagg.average(states, method="karcher")
+
+
+class Seen(list):
+    """The calls of a progress function."""
+
+    def __call__(self, done, total):
+        self.append((done, total))
 
 
 def test_a_plan_states_what_is_read_and_written(folder):
     paths = write(folder, [large(1, i) for i in range(2)])
     for method, times in (("arithmetic", 1), ("karcher", 2)):
         plan = plan_merge(paths, out=folder / "out.safetensors", method=method)
-        flat = sum(part.num_bytes(0, part.size) for part in plan.parts if part.has_products)
-        rest = sum(part.num_bytes(0, part.size) for part in plan.parts if not part.has_products)
+        flat = sum(part.num_bytes(0, part.size) for part in plan.parts if part.size > 1 and part.has_products)
+        rest = sum(part.num_bytes(0, part.size) for part in plan.parts if part.size == 1 or not part.has_products)
         assert plan.bytes_read == times * flat + rest
         assert plan.estimate_seconds() > 0
-        seen = []
-        merge(paths, out=folder / "out.safetensors", method=method, progress=lambda a, b: seen.append((a, b)))
+        seen = Seen()
+        merge(paths, out=folder / "out.safetensors", method=method, progress=seen)
         assert (folder / "out.safetensors").stat().st_size == plan.bytes_written
-        assert seen == sorted(seen) and seen[-1] == (seen[-1][1],) * 2
+        assert seen == sorted(seen)
+        assert seen[-1] == (seen[-1][1],) * 2
 
 
 def test_anonymous_memory_stays_small_for_one_huge_tensor(folder):
-    """A sparse file of 1 GiB per model would need 8 GiB in float64. The memory is read while the merge runs."""
-    size = 1 << 29
+    """A sparse file of 256 MiB per model would need 1 GiB in float64. A thread samples the memory."""
+    size = 1 << 27
     header = {"w": {"dtype": "BF16", "shape": [size], "data_offsets": [0, 2 * size]}}
     paths = []
     for i in range(2):
