@@ -171,8 +171,9 @@ class MergeDraft:
         file = self._descriptors[i] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if not existed:
             self._allocate(file, shard.size)
-            self._pwrite(i, memoryview(shard.header), 0)
-            self._dirty.add(i)
+        # A killed process may have written a part of the header. A second write has the same bytes.
+        self._pwrite(i, memoryview(shard.header), 0)
+        self._dirty.add(i)
         return existed
 
     def _allocate(self, file: int, size: int) -> None:
