@@ -130,7 +130,7 @@ def reference(method, states, weights, t, name):
         return karcher(sphere, units, w, tolerance=1e-14).point * (w @ norms)
     model, state = [torch.zeros_like(rows[0])], None
     for row, share in zip(rows, weights, strict=True):
-        info = manifoldagg.UpdateInfo(samples=share)
+        info = manifoldagg.UpdateInfo(share=float(share))
         rule = rules.RadialDirectional(len(rows), rate=1.0, weighted=True)
         model, state, _ = manifoldagg.aggregate(rule, state, model, [torch.zeros_like(row)], [row], info=info)
     return model[0]
