@@ -20,6 +20,7 @@ from functools import partial
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "load_from",
     "load_structure",
     "make_header",
+    "parse_entries",
     "parse_header",
     "parse_shape",
     "save",
@@ -253,6 +255,33 @@ def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tup
         raise ValueError("its metadata are not those of this package")
     coded = parse_json(metadata.get("coded", "{}"), is_bounded=is_bounded)
     entries = []
+    for entry in parse_entries(lines):
+        if entry.name in coded:
+            dtype, shape, is_compressed = coded.pop(entry.name)
+            if entry.dtype is not torch.uint8 or type(is_compressed) is not bool:
+                raise ValueError("an invalid encoding")
+            entry = TensorEntry(
+                entry.name, _parse_dtype(dtype), parse_shape(shape), entry.num_bytes, is_compressed, entry.begin
+            )
+            _check_length(entry)
+        entries.append(entry)
+    if coded:
+        raise ValueError("an encoding without an entry")
+    return metadata, entries
+
+
+def parse_entries(
+    lines: Mapping[str, Any], dtypes: Mapping[str, torch.dtype] = MappingProxyType(DTYPES)
+) -> Iterator[TensorEntry]:
+    """Yield the entries of a parsed header without its metadata, in the order of their bytes.
+
+    Args:
+        lines: the dtype, the shape and the offsets of each tensor.
+        dtypes: the supported dtypes by their names in safetensors files.
+
+    Raises:
+        ValueError: if the entries are not contiguous, or the length of an entry does not match its dtype and shape.
+    """
     position = 0
     for name, line in sorted(lines.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = line["data_offsets"]
@@ -260,19 +289,10 @@ def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tup
             raise ValueError("an entry with other fields or a negative length")
         if begin != position:
             raise ValueError("its entries are not contiguous")
-        entry = TensorEntry(name, DTYPES[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
+        entry = TensorEntry(name, dtypes[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
         _check_length(entry)
-        if name in coded:
-            dtype, shape, is_compressed = coded.pop(name)
-            if entry.dtype is not torch.uint8 or type(is_compressed) is not bool:
-                raise ValueError("an invalid encoding")
-            entry = TensorEntry(name, _parse_dtype(dtype), parse_shape(shape), end - begin, is_compressed, begin)
-            _check_length(entry)
-        entries.append(entry)
+        yield entry
         position = end
-    if coded:
-        raise ValueError("an encoding without an entry")
-    return metadata, entries
 
 
 def _check_length(entry: TensorEntry) -> None:

@@ -1,9 +1,12 @@
 """Averages of models, subspaces fitted to the models of a run, and ensembles drawn from subspaces."""
 
 from manifoldagg.averaging.average import AverageInfo, average
+from manifoldagg.averaging.certificate import Certificate, MergeInfo
 from manifoldagg.averaging.ensemble import Ensemble, Score, ensemble
 from manifoldagg.averaging.karcher import karcher
 from manifoldagg.averaging.lora import AdapterAverageInfo, average_adapters
+from manifoldagg.averaging.merge import merge, run_merge
+from manifoldagg.averaging.merge_plan import MergePlan, plan_merge
 from manifoldagg.averaging.subspace import Subspace, fit_subspace
 from manifoldagg.averaging.swa import SWA
 
@@ -11,7 +14,10 @@ __all__ = [
     "SWA",
     "AdapterAverageInfo",
     "AverageInfo",
+    "Certificate",
     "Ensemble",
+    "MergeInfo",
+    "MergePlan",
     "Score",
     "Subspace",
     "average",
@@ -19,4 +25,7 @@ __all__ = [
     "ensemble",
     "fit_subspace",
     "karcher",
+    "merge",
+    "plan_merge",
+    "run_merge",
 ]

@@ -1,10 +1,11 @@
 """Averages of models that are state dicts, or lists of tensors or arrays, read in place."""
 
-import re
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, is_finite
-from manifoldagg.averaging.karcher import Weights, check_weights, karcher
+from manifoldagg.averaging.certificate import MergeInfo
+from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
+from manifoldagg.averaging.karcher import Weights, check_weights
+from manifoldagg.averaging.merge import merge
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList, combine, gram
-from manifoldagg.manifolds import KarcherMean, Manifold, ParameterSpace
+from manifoldagg.manifolds import KarcherMean, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.layout import Entry, Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
@@ -30,11 +34,11 @@ from manifoldagg.manifolds.model_io import (
     open_for_write,
 )
 
-__all__ = ["AverageInfo", "average", "is_batch_counter", "largest_counter"]
+__all__ = ["AverageInfo", "average"]
 
+PathLike = str | os.PathLike[str]
+PATH_TYPES = (str, os.PathLike)
 STATE_DICT_TYPES = (dict, OrderedDict)
-VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
-"""The name of a model in error messages of `karcher`."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,46 @@ def average(
 ) -> tuple[Any, AverageInfo]: ...
 
 
+@overload
+def average(
+    models: Sequence[Model | PathLike],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: PathLike,
+    return_info: Literal[False] = ...,
+    **options: Any,
+) -> Path: ...
+
+
+@overload
+def average(
+    models: Sequence[Model | PathLike],
+    weights: Weights = ...,
+    *,
+    manifolds: Assignment | None = ...,
+    out: PathLike,
+    return_info: Literal[True],
+    **options: Any,
+) -> tuple[Path, MergeInfo]: ...
+
+
 @torch.no_grad()
 def average(
-    models: Sequence[Model],
+    models: Sequence[Any],
     weights: Weights = None,
     *,
     manifolds: Assignment | None = None,
-    out: Model | None = None,
+    out: Any = None,
     return_info: bool = False,
+    **options: Any,
 ) -> Any:
     r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ for flat entries.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
+    A model is a state dict, or a list of tensors or NumPy arrays. If a model or `out` is a path of safetensors files,
+    [`merge`][manifoldagg.averaging.merge] computes the mean and writes the result to files.
+
+    The result has the type, the order, the dtypes and
     the devices of the first model; a mapping of another type becomes a `dict`. Sums are computed in float64 and rounded
     once, to bfloat16 and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the
     first model that share memory, shape and strides are tied, and count once.
@@ -112,12 +144,15 @@ def average(
             are called `"0"`, `"1"` and so on.
         out: a model like the first that receives the result: one of `models` or another. Each entry has memory of its
             own. `out` is written after the result is known to be finite.
-        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too.
+        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too, or a
+            [`MergeInfo`][manifoldagg.averaging.MergeInfo] for files.
+        options: further options of [`merge`][manifoldagg.averaging.merge] for files, such as `method="karcher"`.
 
     Returns:
-        The mean: a new model, or `out`. With `return_info=True`, the pair of the mean and its `AverageInfo`. If the
-        models on a manifold are farther apart than [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the
-        mean is a stationary point and perhaps not the minimiser.
+        The mean: a new model, or `out`. For files, it is the path of the result. With `return_info=True`, the pair of
+        the mean and its information. If the models on a manifold are farther apart than
+        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a stationary point and perhaps not the
+        minimiser.
 
     Raises:
         ArgumentError: naming the invalid argument, or the model and its invalid tensor; or if the models on a manifold
@@ -148,6 +183,13 @@ def average(
         (0.75, 0.25)
     """
     check_choice("return_info", return_info, (False, True))
+    if isinstance(out, PATH_TYPES) or any(isinstance(model, PATH_TYPES) for model in _iterable(models)):
+        if out is None:
+            raise ArgumentError("out: expected the path of a file or folder, because models are in files; got None")
+        merged = merge(models, weights, out=out, manifolds=manifolds, **options)
+        return (Path(out), merged) if return_info else Path(out)
+    if options:
+        raise ArgumentError(f"{next(iter(options))}: expected models in files or a path as out, got state dicts")
     named, tensors = _named_models(models)
     first, *_ = named.values()
     shares = check_weights(weights, len(named))
@@ -178,24 +220,8 @@ def average(
     return result, AverageInfo(tuple(shares.tolist()), residuals, {name: mean.steps for name, mean in curved.items()})
 
 
-def is_batch_counter(name: str) -> bool:
-    """Return whether a tensor's name is that of a counter of batches.
-
-    Example:
-        >>> is_batch_counter("1.num_batches_tracked"), is_batch_counter("1.running_mean")
-        (True, False)
-    """
-    return name.rpartition(".")[2] == "num_batches_tracked"
-
-
-def largest_counter(counters: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise maximum of counters as a new tensor on the device of the first.
-
-    Example:
-        >>> largest_counter([torch.tensor(3), torch.tensor(8)])
-        tensor(8)
-    """
-    return torch.stack([x.detach().to(counters[0].device) for x in counters]).amax(0)
+def _iterable(models: Any) -> Sequence[Any]:
+    return models if isinstance(models, list | tuple) else ()
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
@@ -312,23 +338,9 @@ def _mean_parameters(
     for i, leaf in enumerate(leaves):
         if leaf.name in curved:
             points = {f"{label}{leaf.name}": row[i].detach() for label, row in zip(models, rows, strict=True)}
-            means[leaf.name] = _labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
+            means[leaf.name] = labelled_karcher_mean(curved[leaf.name], leaf.name, points, weights)
             result[i] = means[leaf.name].point
     return tuple(result[i] for i in range(len(leaves))), means
-
-
-def _labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
-    """Compute the Karcher mean of a leaf. The keys of `points` are the prefixes of error messages about each point."""
-    labels = [*points]
-    try:
-        mean = karcher(space, [*points.values()], weights)
-    except ArgumentError as error:
-        error.args = (VERSION_LABEL.sub(lambda match: labels[int(match[1])], str(error)),)
-        raise
-    if not mean.converged:
-        got = f"got a residual of {float(mean.residual):.2g} after {mean.steps} steps"
-        raise ArgumentError(f"models: {name}: expected points closer to one another on {space}, {got}")
-    return mean
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:

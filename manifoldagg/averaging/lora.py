@@ -21,7 +21,7 @@ from manifoldagg._validation import (
     is_finite,
     short_repr,
 )
-from manifoldagg.averaging.average import is_batch_counter, largest_counter
+from manifoldagg.averaging.entries import is_batch_counter, largest_counter
 from manifoldagg.averaging.karcher import Weights, check_weights
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.kernels import TensorList, gram

@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("compare", "report", "route", "inspect", "doctor")
+COMMANDS = ("compare", "report", "merge", "route", "inspect", "doctor")
 
 
 class LazyCommands(TyperGroup):

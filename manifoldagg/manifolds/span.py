@@ -16,7 +16,7 @@ from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
 from manifoldagg.manifolds.sphere import Sphere
 
-__all__ = ["Span"]
+__all__ = ["Span", "SpheresInSpan"]
 
 MAX_NORM_RATIO = 2.0
 """The maximum ratio of a norm to 1. Within it, squared norms from the Gram matrix have no significant cancellation."""
@@ -115,9 +115,9 @@ class Span:
         return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property
-    def spheres(self) -> "_Spheres":
+    def spheres(self) -> "SpheresInSpan":
         """The product of the spheres, in coordinates of the span."""
-        return _Spheres(self.sphere_grams)
+        return SpheresInSpan(self.sphere_grams)
 
     @cached_property
     def norms(self) -> Float64[Tensor, "k R"]:
@@ -150,7 +150,7 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
-class _Spheres(Manifold):
+class SpheresInSpan(Manifold):
     r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
 
     A point (R, k) contains the coefficients of these vectors, and the inner product is

@@ -1,0 +1,337 @@
+"""Checkpoints in safetensors files: discovery of files, comparison of headers, and tensors mapped into memory."""
+
+import json
+import math
+import mmap
+import os
+import threading
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldagg._json_tree import parse_json
+from manifoldagg._validation import short_repr
+from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
+from manifoldagg.manifolds.layout import check_memory
+from manifoldagg.manifolds.lora.peft import FactorPair
+from manifoldagg.manifolds.model_io import as_tensors
+from manifoldagg.tensor_file import DTYPES, TensorEntry, parse_entries, tensor_bytes
+
+__all__ = ["FOREIGN_DTYPES", "CheckpointFiles", "FilePool", "StoredTensor", "check_alike", "open_checkpoint"]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+FILE_SUFFIX = ".safetensors"
+DEFAULT_NAMES = ("model", "adapter_model")
+"""The names of the files that transformers and PEFT write, without the suffix."""
+MAX_HEADER_BYTES = 100_000_000
+"""The maximum length of a header in the safetensors format."""
+MAX_OPEN_FILES = 200
+"""The maximum number of mapped files. A mapping uses two descriptors, and many systems allow 1,024 per process."""
+FOREIGN_DTYPES = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FOREIGN_DTYPES |= {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
+"""The dtypes in files of other programs."""
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class MappedFile:
+    """A file that is mapped into memory for reading. The mapping ends with its last reference or tensor.
+
+    Args:
+        path: the path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        self.data = as_tensors(str(path), {"data": np.frombuffer(self._memory, np.uint8)})["data"]
+
+    def prefetch(self, begin: int, end: int) -> None:
+        """Request that the system reads a range of bytes from the disk. The call does not wait for the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def release(self, begin: int, end: int) -> None:
+        """Remove a range of bytes from the memory of the process. The system may keep the range in its page cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+class FilePool:
+    """The mapped files of all checkpoints. At most `MAX_OPEN_FILES` files are mapped at the same time."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, MappedFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> MappedFile:
+        """Return a file, and map it if necessary."""
+        with self._lock:  # A second thread reads ahead.
+            if path not in self._files:
+                while len(self._files) >= MAX_OPEN_FILES:
+                    self._files.popitem(last=False)
+                self._files[path] = MappedFile(path)
+            self._files.move_to_end(path)
+            return self._files[path]
+
+    def close(self) -> None:
+        """Release all files."""
+        with self._lock:
+            self._files.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint, in a file or in memory.
+
+    Args:
+        entry: the name, dtype and shape. `begin` is the position in the file.
+        path: the path of the file, or `None` for a tensor in memory.
+        source: the pool of the file, or the tensor.
+    """
+
+    entry: TensorEntry
+    path: Path | None
+    source: FilePool | Tensor
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return math.prod(self.entry.shape)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the entries from `start` to `stop` as a vector that shares the memory of the source, if possible."""
+        stop = self.size if stop is None else stop
+        if isinstance(self.source, Tensor):
+            return self.source.detach().reshape(-1)[start:stop].cpu()
+        if start == stop:
+            return torch.empty(0, dtype=self.entry.dtype)
+        assert self.path is not None
+        begin, end = self._range(start, stop)
+        data = self.source.get(self.path).data[begin:end]
+        # Other programs may store a tensor at an address that is not a multiple of the size of its numbers.
+        data = data.clone() if begin % self.entry.dtype.itemsize else data
+        return data.view(self.entry.dtype)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Request that the system reads a range of entries from the disk."""
+        if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
+            self.source.get(self.path).prefetch(*self._range(start, stop))
+
+    def release(self, start: int, stop: int) -> None:
+        """Remove a range of entries from the memory of the process, if they are in a file."""
+        if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
+            self.source.get(self.path).release(*self._range(start, stop))
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        item = self.entry.dtype.itemsize
+        return self.entry.begin + start * item, self.entry.begin + stop * item
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointFiles:
+    """A checkpoint: one file, several shards, or a state dict in memory.
+
+    Attributes:
+        label: the path, or `models[i]` for a state dict. Error messages begin with it.
+        tensors: the tensors by name, in the order of the file.
+        shards: the names of the tensors in each file, by the name of the file.
+        metadata: the metadata of the first file.
+        folder: the folder of the files, or `None` for a state dict.
+        scaling: the factor of the products of an adapter and its exceptions, or `None` without a configuration.
+        identity: the properties by which a restarted merge recognises the checkpoint.
+    """
+
+    label: str
+    tensors: Mapping[str, StoredTensor]
+    shards: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    scaling: Any = None
+    identity: Any = None
+
+
+def open_checkpoint(index: int, model: Any, pool: FilePool) -> CheckpointFiles:
+    """Read the headers of a checkpoint.
+
+    Args:
+        index: the position among the models.
+        model: a path of a safetensors file, of an index or of a folder, or a state dict.
+        pool: the pool of the files.
+
+    Raises:
+        ArgumentError: if the model is of another type, or the path is not that of a checkpoint.
+        CheckpointError: if a file is invalid. The message names the file.
+    """
+    if not isinstance(model, str | os.PathLike):
+        return _in_memory(f"models[{index}]", model)
+    place = Path(model)
+    label = str(place)
+    files, weight_map = _find_files(f"models[{index}]", place)
+    tensors: dict[str, StoredTensor] = {}
+    shards: dict[str, list[str]] = {}
+    metadata: dict[str, str] = {}
+    identity = []
+    for path in files:
+        header, entries, stamp = _read_header(path)
+        metadata = metadata or header
+        identity.append(stamp)
+        shards[path.name] = []
+        for entry in entries:
+            if weight_map is not None and weight_map.get(entry.name, path.name) != path.name:
+                raise CheckpointError(f"{path}: {entry.name}: expected it in {weight_map[entry.name]} as in the index")
+            if entry.name in tensors:
+                raise CheckpointError(f"{path}: {entry.name}: expected one tensor of this name, got a second one")
+            tensors[entry.name] = StoredTensor(entry, path, pool)
+            shards[path.name].append(entry.name)
+    missing = [name for name in weight_map or {} if name not in tensors]
+    if missing:
+        raise CheckpointError(f"{label}: {missing[0]}: expected it in {(weight_map or {})[missing[0]]} as in the index")
+    folder = files[0].parent
+    return CheckpointFiles(label, tensors, shards, metadata, folder, _adapter_scaling(folder), identity)
+
+
+def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPair]) -> None:
+    """Compare the names, shapes and dtypes of all checkpoints with those of the first one.
+
+    The ranks of the factors of adapters may differ.
+
+    Raises:
+        StateDictError: with one line for each difference.
+    """
+    first, *others = checkpoints
+    rank_axes = {name: axis for pair in pairs for name, axis in ((pair.first, 0), (pair.second, 1))}
+    lines = []
+    for other in others:
+        for name, expected in first.tensors.items():
+            if name not in other.tensors:
+                lines.append(f"{other.label}: {name}: expected this tensor, got a checkpoint without it")
+                continue
+            given = other.tensors[name].entry
+            if _fixed_shape(expected.entry, rank_axes) != _fixed_shape(given, rank_axes):
+                place = _place_of(other, name)
+                lines.append(f"{place}: {name}: expected shape {(*expected.entry.shape,)}, got {(*given.shape,)}")
+            if expected.entry.dtype != given.dtype:
+                lines.append(f"{_place_of(other, name)}: {name}: expected {expected.entry.dtype}, got {given.dtype}")
+        extra = [name for name in other.tensors if name not in first.tensors]
+        lines += [f"{_place_of(other, name)}: {name}: expected only the names of the first model" for name in extra]
+        if pairs and None not in (first.scaling, other.scaling) and first.scaling != other.scaling:
+            scaling = f"expected the scaling {first.scaling} of the first adapter, got {other.scaling}"
+            lines.append(f"{other.label}: {ADAPTER_CONFIG}: {scaling}; use average_adapters with its option scaling")
+    if lines:
+        count = f"{len(lines)} difference{'s' if lines[1:] else ''}"
+        expected_text = f"models: expected the names, shapes and dtypes of {first.label}, got {count}"
+        raise StateDictError("\n  ".join([f"{expected_text}:", *lines]))
+
+
+def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
+    path = checkpoint.tensors[name].path
+    return checkpoint.label if path is None else str(path)
+
+
+def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of a tensor, without the rank if the tensor is a factor of an adapter."""
+    axis = rank_axes.get(entry.name)
+    return tuple(n for i, n in enumerate(entry.shape) if i != axis or len(entry.shape) < 2)
+
+
+def _in_memory(label: str, model: Any) -> CheckpointFiles:
+    if not isinstance(model, Mapping):
+        raise ArgumentError(
+            f"{label}: expected a path or a state dict, because other models are files; got {short_repr(model)}"
+        )
+    state = as_tensors(label, model)
+    check_memory(state, f"{label}: ")
+    entries = [TensorEntry(name, x.dtype, tuple(x.shape), x.numel() * x.itemsize) for name, x in state.items()]
+    tensors = {entry.name: StoredTensor(entry, None, state[entry.name]) for entry in entries}
+    digest = 0
+    for name, x in state.items():
+        digest = zlib.crc32(tensor_bytes(x), zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), digest))
+    return CheckpointFiles(label, tensors, identity=[digest])
+
+
+def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Return the files of a checkpoint, and the file of each tensor if there is an index."""
+    if place.name.endswith(INDEX_SUFFIX):
+        return _read_index(place)
+    if place.is_file():
+        if place.suffix != FILE_SUFFIX:
+            raise ArgumentError(
+                f"{name}: expected a {FILE_SUFFIX} file, got {short_repr(str(place))}; convert it first"
+            )
+        return [place], None
+    if not place.is_dir():
+        raise ArgumentError(f"{name}: expected an existing file or folder, got {short_repr(str(place))}")
+    indices = sorted(place.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(place.glob(f"*{FILE_SUFFIX}"))
+    for default in DEFAULT_NAMES:
+        if place / f"{default}{INDEX_SUFFIX}" in indices:
+            return _read_index(place / f"{default}{INDEX_SUFFIX}")
+        if place / f"{default}{FILE_SUFFIX}" in files:
+            return [place / f"{default}{FILE_SUFFIX}"], None
+    if len(indices) == 1:
+        return _read_index(indices[0])
+    if len(files) == 1:
+        return files, None
+    given = f"{len(files)} files and {len(indices)} indices"
+    raise ArgumentError(f"{name}: expected one {FILE_SUFFIX} file or one index in {str(place)!r}, got {given}")
+
+
+def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+    try:
+        weight_map = parse_json(path.read_text())["weight_map"]
+        names = [*dict.fromkeys(weight_map.values())]
+        if not names or any(type(name) is not str or Path(name).name != name for name in names):
+            raise ValueError("expected names of files in the same folder")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not an index of shards: {error}") from None
+    return [path.parent / name for name in sorted(names)], weight_map
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[Any]]:
+    """Return the metadata and the entries of a file, and the properties that identify the file."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            length = int.from_bytes(start := file.read(8), "little")
+            if len(start) < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
+                raise CheckpointError(f"{path}: is not a complete safetensors file: it has {status.st_size} bytes")
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        lines = parse_json(header.decode())
+        metadata = lines.pop("__metadata__", {})
+        entries = [*_shifted(parse_entries(lines, FOREIGN_DTYPES), 8 + length)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
+    if (end := entries[-1].begin + entries[-1].num_bytes if entries else 8 + length) != status.st_size:
+        raise CheckpointError(f"{path}: is not complete: it has {status.st_size} bytes, expected {end}")
+    stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, zlib.crc32(header)]
+    return metadata, entries, stamp
+
+
+def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntry]:
+    yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
+
+
+def _adapter_scaling(folder: Path) -> Any:
+    """Return the factor of the products of an adapter, with its exceptions, or `None` without a configuration."""
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        rank, alpha = config["r"], config["lora_alpha"]
+        factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        return [factor, config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError):
+        return None

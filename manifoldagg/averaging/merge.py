@@ -1,0 +1,294 @@
+"""Merging of checkpoints that do not fit in memory, in at most two passes over their files."""
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from manifoldagg._validation import warn_caller
+from manifoldagg.averaging.certificate import Certificate, MergeInfo, certify, distance_warnings, total_certificate
+from manifoldagg.averaging.coefficients import InnerProducts, Mean
+from manifoldagg.averaging.karcher import Weights
+from manifoldagg.averaging.merge_journal import MergeDraft
+from manifoldagg.averaging.merge_parts import Buffers, gram_of, write_part
+from manifoldagg.averaging.merge_plan import MergePlan, Step, plan_merge
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.assign import Assignment
+
+__all__ = ["merge", "run_merge"]
+
+PREFETCH_BYTES = 1 << 27
+"""The number of bytes of all models together that are read ahead of the current step."""
+Progress = Callable[[int, int], None]
+
+
+def merge(
+    models: Sequence[Any],
+    weights: Weights = None,
+    *,
+    out: str | os.PathLike[str],
+    method: str = "arithmetic",
+    scope: str = "tensor",
+    t: float | None = None,
+    manifolds: Assignment | None = None,
+    shard_size: int | None = None,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> MergeInfo:
+    r"""Average checkpoints in files in constant memory, and write the result to files.
+
+    The mean of each flat tensor is $m = \sum_i c_i x_i$, summed in float64 and rounded once. Its coefficients depend on
+    the method:
+
+    - `"arithmetic"`: $c_i = w_i$. The weights are also the barycentric coordinates of a point of a simplex.
+    - `"karcher"`: the Karcher mean of the directions $x_i / \|x_i\|$ on the unit sphere, multiplied by the mean norm
+      $\sum_i w_i \|x_i\|$.
+    - `"slerp"`: the spherical interpolation of two models, $c_1 = \sin((1 - t)\theta) / \sin\theta$ and
+      $c_2 = \sin(t\theta) / \sin\theta$.
+    - `"bezier"`: the point at t of the Bézier curve whose control points are the models. With weights, the curve is
+      rational.
+    - `"radial"`: the normalised mean of the directions, multiplied by the mean norm.
+
+    Other tensors have their own rules:
+
+    - A pair of LoRA factors is averaged as the matrix B A, and truncated to the largest rank of the models.
+    - A tensor on a manifold gets its Karcher mean with the weights.
+    - Statistics of batch normalisation get their arithmetic mean. Tensors with one entry do so too, except with
+      `scope="model"`.
+    - Integers and booleans follow the rules of [`average`][manifoldagg.averaging.average].
+
+    A killed merge continues when the same call is repeated. The files are then bitwise equal to those of an
+    uninterrupted merge. The result appears in its place after it is complete.
+
+    Args:
+        models: 2 to 32 checkpoints with the same names, shapes and dtypes. A checkpoint is the path of a safetensors
+            file, of an index of shards (`*.safetensors.index.json`) or of a folder, or a state dict.
+        weights: k numbers >= 0, not all zero. They are normalised. The default is equal weights.
+        out: the path of the result. A path that ends in `.safetensors` is a single file. Another path is a folder with
+            the same shards as the first checkpoint, and with its configuration files.
+        method: `"arithmetic"`, `"karcher"`, `"slerp"`, `"bezier"` or `"radial"`.
+        scope: whether `"karcher"`, `"slerp"` and `"radial"` treat each tensor as one vector (`"tensor"`), or all flat
+            tensors and LoRA pairs together as one vector (`"model"`).
+        t: the parameter in [0, 1] of `"slerp"` and `"bezier"`. For `"slerp"`, it replaces the weights $1 - t$ and $t$.
+        manifolds: a mapping from names or patterns to the space of those tensors, as in `average`.
+        shard_size: the maximum number of bytes of the tensors in a file of the folder.
+        resume: whether to continue an interrupted merge. Otherwise the merge starts again.
+        progress: a function that is called after each step with the number of processed bytes and the total number.
+
+    Returns:
+        The certificates: distances to the models, the residual of the Karcher condition, the distance to the arithmetic
+        mean, and the rounding error. They are also written as JSON, next to the file (`mean.certificate.json`) or into
+        the folder (`certificate.json`).
+
+    Raises:
+        ArgumentError: naming the invalid argument; if the models have different names, shapes or dtypes (the message
+            lists all differences, and no tensor was read); if the disk has too little free space; or if directions are
+            too far apart for a Karcher mean.
+        StateDictError: naming the file and the tensor that is not finite.
+        CheckpointError: if a file is invalid or was changed during the merge, or after a system error.
+        BusyError: if another process writes the same result.
+
+    Warns:
+        UserWarning: if the models are so far apart that a mean may not be meaningful. The thresholds are an angle of 45
+            degrees between two models, and an arithmetic mean that is shorter than 90 % of the mean norm.
+
+    Cost: `"arithmetic"` and `"bezier"` read the models once. The other methods read each tensor twice in
+    succession, and the second time usually from the page cache. With `scope="model"`, they read all files twice. Apart
+    from tensors on manifolds and LoRA pairs, less than 256 MiB of memory is allocated.
+
+    Source: the formulas, and the methods of mergekit with the same meaning, are in `averaging/coefficients.py`.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import load_file, save_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = [f"{folder}/{i}.safetensors" for i in range(2)]
+        ...     for path, x in zip(paths, ([3.0, 0.0], [4.0, 3.0])):
+        ...         save_file({"w": torch.tensor(x)}, path)
+        ...     info = merge(paths, out=f"{folder}/mean.safetensors", method="karcher")
+        ...     load_file(f"{folder}/mean.safetensors")["w"], round(info.model.arithmetic_distance, 3)
+        (tensor([3.7947, 1.2649]), 0.377)
+    """
+    plan = plan_merge(
+        models,
+        weights,
+        out=out,
+        method=method,
+        scope=scope,
+        t=t,
+        manifolds=manifolds,
+        shard_size=shard_size,
+    )
+    try:
+        return run_merge(plan, resume=resume, progress=progress)
+    finally:
+        plan.pool.close()
+
+
+@torch.no_grad()
+def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
+    """Carry out a plan. The arguments and errors are those of [`merge`][manifoldagg.averaging.merge]."""
+    total = plan.bytes_read + plan.bytes_written
+    done = 0
+    with MergeDraft(plan, resume=resume) as draft, _ReadAhead(plan, draft) as ahead:
+        run = _Run(plan, draft)
+        for i, step in enumerate(plan.steps):
+            part = plan.parts[step.part]
+            if i not in draft.records:
+                ahead.reach(i)
+                draft.record(i, run.compute(step))
+                part.release(step.start, step.stop)
+            run.add(step, draft.records.pop(i))
+            done += part.num_bytes(step.start, step.stop) + (part.result_bytes(step.start, step.stop) * step.is_write)
+            if progress is not None:
+                progress(done, total)
+        info = run.info()
+        plan.check_inputs()
+        draft.publish(info.to_json())
+    if progress is not None:
+        progress(total, total)
+    for reason in info.warnings:
+        warn_caller(reason)
+    return info
+
+
+class _Run:
+    """The computation of the steps, and the sums of their results."""
+
+    def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
+        self.plan = plan
+        self.draft = draft
+        self._buffers = Buffers()
+        self._numbers: dict[tuple[int, bool], list[np.ndarray]] = {}
+        self._means: dict[int, Mean] = {}
+        self._model_mean: Mean | None = None
+
+    def compute(self, step: Step) -> list[float]:
+        """Carry out one step, and return the numbers to record."""
+        part = self.plan.parts[step.part]
+        if not step.is_write:
+            numbers: list[float] = gram_of(part, step.start, step.stop).flatten().tolist()
+            return numbers
+        return write_part(part, self._mean(step.part), self.draft.write, self._buffers, step.start, step.stop)
+
+    def add(self, step: Step, numbers: np.ndarray) -> None:
+        """Add the recorded numbers of a step."""
+        self._numbers.setdefault((step.part, step.is_write), []).append(numbers)
+
+    def info(self) -> MergeInfo:
+        """Return the certificates after the last step."""
+        plan = self.plan
+        certificates = [self._certificate(i) for i, part in enumerate(plan.parts) if part.kind != "copied"]
+        shared = self._mean_of_model() if plan.scope == "model" else None
+        model = total_certificate(certificates, plan.method, self._products_of_model(), shared)
+        return MergeInfo(
+            method=plan.method.name,
+            scope=plan.scope,
+            inputs=tuple(model.label for model in plan.models),
+            weights=tuple(plan.method.weights.tolist()),
+            tensors=tuple(certificates),
+            model=model,
+            warnings=tuple(distance_warnings(model)),
+        )
+
+    def _mean(self, index: int) -> Mean:
+        part = self.plan.parts[index]
+        if not part.has_gram_step:
+            return part.method.solve(None)
+        if self.plan.scope == "model":
+            return self._mean_of_model()
+        if index not in self._means:
+            try:
+                self._means[index] = part.method.solve(self._products(index))
+            except ArgumentError as error:
+                raise ArgumentError(f"{part.label}: {error}") from None
+        return self._means[index]
+
+    def _mean_of_model(self) -> Mean:
+        if self._model_mean is None:
+            self._model_mean = self.plan.method.solve(self._products_of_model())
+        return self._model_mean
+
+    def _sums(self, index: int, is_write: bool) -> list[float]:
+        """Add the numbers of all steps of a part exactly, and round once."""
+        parts = self._numbers.get((index, is_write), [])
+        return [math.fsum(column) for column in np.stack(parts).T.tolist()] if parts else []
+
+    def _products(self, index: int) -> InnerProducts:
+        part = self.plan.parts[index]
+        k = len(part.used)
+        numbers = self._sums(index, False) if part.has_gram_step else self._sums(index, True)[1:]
+        matrix = torch.tensor(numbers or [0.0] * k * k, dtype=torch.float64).view(k, k)
+        return InnerProducts(matrix, part.origin)
+
+    def _products_of_model(self) -> InnerProducts | None:
+        """Return the inner products over all flat tensors and factors, or `None` if there are none."""
+        found = [self._products(i) for i, part in enumerate(self.plan.parts) if part.has_products]
+        if not found:
+            return None
+        columns = torch.stack([products.matrix.flatten() for products in found]).T.tolist()
+        matrix = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
+        return InnerProducts(matrix.view_as(found[0].matrix), found[0].origin)
+
+    def _certificate(self, index: int) -> Certificate:
+        part = self.plan.parts[index]
+        numbers = self._sums(index, True)
+        if part.kind != "manifold":
+            error = numbers[0] if numbers else 0.0
+            mean, products = self._mean(index), self._products(index)
+            return certify(part.label, part.kind, part.size, part.method, mean, products, error)
+        residual, rounding, arithmetic, *distances = map(math.sqrt, numbers or [0.0] * (3 + len(part.used)))
+        by_model = dict(zip(part.used, distances, strict=True))
+        return Certificate(
+            name=part.label,
+            kind=part.kind,
+            size=part.size,
+            coefficients=None,
+            norm=None,
+            distances=tuple(by_model.get(i) for i in range(len(part.labels))),
+            residual=residual,
+            arithmetic_distance=arithmetic,
+            rounding_error=rounding,
+        )
+
+
+class _ReadAhead:
+    """Requests for the bytes of later steps, made in a thread of their own because the system may block them."""
+
+    def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
+        self._plan = plan
+        seen: set[tuple[int, int]] = set()
+        # The first step that reads a range reads it from the disk. A second one usually finds it in the page cache.
+        self._pending: deque[tuple[int, Step]] = deque()
+        for i, step in enumerate(plan.steps):
+            if i not in draft.records and (plan.scope == "model" or (step.part, step.start) not in seen):
+                seen.add((step.part, step.start))
+                self._pending.append((i, step))
+        self._ahead: deque[tuple[int, int]] = deque()
+        self._size = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-read")
+
+    def __enter__(self) -> "_ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.shutdown(cancel_futures=True)
+
+    def reach(self, index: int) -> None:
+        """Request the steps that follow a step, up to `PREFETCH_BYTES`."""
+        while self._ahead and self._ahead[0][0] <= index:
+            self._size -= self._ahead.popleft()[1]
+        while self._pending and self._size < PREFETCH_BYTES:
+            i, step = self._pending.popleft()
+            if i <= index:
+                continue
+            part = self._plan.parts[step.part]
+            size = part.num_bytes(step.start, step.stop)
+            self._ahead.append((i, size))
+            self._size += size
+            self._worker.submit(part.prefetch, step.start, step.stop)

@@ -1,0 +1,238 @@
+"""The draft of a merge: unfinished files with a journal of the completed steps, which a restarted merge continues."""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from torch import Tensor
+
+from manifoldagg._io import FileLock, atomic_write, write_all
+from manifoldagg.averaging.merge_plan import MergePlan
+from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
+from manifoldagg.tensor_file import tensor_bytes
+
+__all__ = ["MergeDraft"]
+
+BATCH_BYTES = 1 << 26
+"""The number of written bytes after which the files and then the journal are synced."""
+Numbers = np.ndarray
+
+
+class MergeDraft:
+    """The files of an unfinished merge, in a folder next to the result.
+
+    The folder contains the shards in their final size, and a journal that begins with the plan. A step first writes its
+    bytes. Its record enters the journal after the bytes are on the disk. A restarted merge therefore repeats at most
+    the steps of the last batch, and a repeated step writes the same bytes.
+
+    Args:
+        plan: the plan.
+        resume: whether to continue an interrupted merge. Otherwise its files are removed.
+
+    Raises:
+        ArgumentError: if the draft belongs to another plan, or the disk has too little free space.
+        BusyError: if another process writes this result.
+    """
+
+    def __init__(self, plan: MergePlan, *, resume: bool) -> None:
+        self.plan = plan
+        self.folder = plan.out.with_name(f".{plan.out.name}.merge")
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._lock = FileLock(self.folder / "lock")
+        except BlockingIOError:
+            raise BusyError(f"out: {plan.out}: another process is writing this merge") from None
+        self.records: dict[int, Numbers] = {}
+        self._descriptors: dict[int, int] = {}
+        self._lines: list[bytes] = []
+        self._dirty: set[int] = set()
+        self._size = 0
+        self._commit: Future[None] | None = None
+        self._journal = -1
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-sync")
+        try:
+            self._open(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "MergeDraft":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for running writes and close the files. The draft remains on the disk."""
+        self._worker.shutdown()
+        for descriptor in (*self._descriptors.values(), self._journal):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptors, self._journal = {}, -1
+        self._lock.close()
+
+    def write(self, name: str, offset: int, values: Tensor) -> None:
+        """Write bytes of a tensor of the result.
+
+        Args:
+            name: the name of the tensor.
+            offset: the first entry.
+            values: the values of the entries from there on.
+        """
+        i, begin = self.plan.location(name)
+        data = tensor_bytes(values)
+        self._pwrite(i, data, begin + offset * values.itemsize)
+        self._dirty.add(i)
+        self._size += len(data)
+
+    def record(self, step: int, numbers: Sequence[float]) -> None:
+        """Record the result of a step, after all its bytes were written."""
+        self.records[step] = np.array(numbers, np.float64)
+        self._lines.append(_line(json.dumps([step, *map(float, numbers)], allow_nan=False).encode()))
+        if self._size >= BATCH_BYTES:
+            self.commit()
+
+    def commit(self, *, wait: bool = False) -> None:
+        """Sync the written bytes and then the records in the background."""
+        if self._commit is not None:
+            self._commit.result()
+        lines, dirty = b"".join(self._lines), [self._descriptors[i] for i in sorted(self._dirty)]
+        self._lines, self._dirty, self._size = [], set(), 0
+        self._commit = self._worker.submit(self._sync, lines, dirty)
+        if wait:
+            self._commit.result()
+
+    def publish(self, certificate: str) -> None:
+        """Move the result to its place. Readers see either no file, or the old one, or the complete new one.
+
+        The draft is removed last. If the process is killed before, a restarted merge publishes the same files again.
+        """
+        self.commit(wait=True)
+        files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
+        extra = {**self.plan.extra_files(), self.plan.certificate_path.name: certificate.encode()}
+        if self.plan.is_folder:
+            with atomic_write(self.plan.out) as draft:
+                draft.mkdir()
+                for name, data in extra.items():
+                    (draft / name).write_bytes(data)
+                for name, path in files.items():
+                    _link(path, draft / name)
+        else:
+            with atomic_write(self.plan.certificate_path) as draft:
+                draft.write_text(certificate)
+            with atomic_write(self.plan.out) as draft:
+                _link(files[self.plan.out.name], draft)
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _open(self, resume: bool) -> None:
+        """Open the files, create the missing ones, and read the records of completed steps."""
+        if not resume:
+            self._clear()
+        path = self.folder / "journal"
+        self._journal = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        found = self._read_journal()
+        if found is not None and found != self.plan.fingerprint:
+            raise ArgumentError(
+                f"out: expected the inputs and options of the unfinished merge in {self.folder}, got others; "
+                "repeat its command, or pass resume=False to start again"
+            )
+        # Blocks have 512 bytes in `st_blocks`, whatever the file system.
+        present = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir() if hasattr(os, "posix_fallocate"))
+        self.plan.check_space(present)
+        existing = [self._open_shard(i) for i in range(len(self.plan.shards))]
+        if found is None or not all(existing):
+            self.records.clear()
+            os.ftruncate(self._journal, 0)
+            os.lseek(self._journal, 0, os.SEEK_SET)
+            self._lines = [_line(self.plan.fingerprint.encode())]
+
+    def _clear(self) -> None:
+        """Remove the files of an earlier merge. The journal is removed first, because it describes the other files."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name != "journal"):
+            if path.name != "lock":
+                path.unlink()
+
+    def _open_shard(self, i: int) -> bool:
+        """Open a shard, and return whether it already existed in its final size."""
+        shard = self.plan.shards[i]
+        path = self.folder / shard.name
+        existed = path.exists() and path.stat().st_size == shard.size
+        # Mode 0666 without the bits of the umask, as of other files that users create.
+        file = self._descriptors[i] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not existed:
+            self._allocate(file, shard.size)
+        # A killed process may have written a part of the header. A second write has the same bytes.
+        self._pwrite(i, memoryview(shard.header), 0)
+        self._dirty.add(i)
+        return existed
+
+    def _allocate(self, file: int, size: int) -> None:
+        """Reserve the space of a file, so that a full disk is reported before the first step."""
+        if hasattr(os, "posix_fallocate"):
+            try:
+                # The size becomes final last, because a file in its final size counts as existing.
+                os.posix_fallocate(file, 0, max(size - 1, 1))
+            except OSError as error:
+                raise ArgumentError(f"out: expected {size:,} free bytes, got an error: {error.strerror}") from None
+        os.ftruncate(file, size)
+
+    def _read_journal(self) -> str | None:
+        """Read the valid records, truncate the journal after them, and return the fingerprint of their plan."""
+        end = 0
+        fingerprint = None
+        with open(os.dup(self._journal), "rb") as file:
+            for line in file:
+                digest, _, text = line.rstrip(b"\n").partition(b" ")
+                if not line.endswith(b"\n") or digest != b"%08x" % zlib.crc32(text):
+                    break
+                end += len(line)
+                if fingerprint is None:
+                    fingerprint = text.decode()
+                    continue
+                step, *numbers = json.loads(text)
+                self.records[step] = np.array(numbers, np.float64)
+        os.ftruncate(self._journal, end)
+        os.lseek(self._journal, end, os.SEEK_SET)
+        return fingerprint
+
+    def _pwrite(self, i: int, data: memoryview, position: int) -> None:
+        try:
+            while data:
+                count = os.pwrite(self._descriptors[i], data, position)
+                data, position = data[count:], position + count
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
+
+    def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
+        try:
+            for descriptor in dirty:
+                os.fsync(descriptor)
+            write: Callable[[memoryview], int] = lambda piece: os.write(self._journal, piece)  # noqa: E731
+            write_all(write, memoryview(lines), 0)
+            os.fsync(self._journal)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
+
+
+def _line(text: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or move it if the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        with suppress(FileNotFoundError):
+            target.unlink()
+        os.replace(source, target)

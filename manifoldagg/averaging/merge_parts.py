@@ -1,0 +1,187 @@
+"""The steps of a merge for each kind of part: flat tensors, manifolds, factors of adapters, and integers."""
+
+from collections.abc import Callable
+from itertools import starmap
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from manifoldagg._validation import is_finite
+from manifoldagg.averaging.coefficients import Mean
+from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
+from manifoldagg.averaging.lora import average_adapters
+from manifoldagg.averaging.merge_plan import CELL_SIZE, Part
+from manifoldagg.errors import StateDictError
+from manifoldagg.kernels import combine, gram
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.formulas import distance
+from manifoldagg.manifolds.layout import Entry
+from manifoldagg.manifolds.lora.factors import JointBasis
+from manifoldagg.manifolds.lora.peft import FactorPair
+from manifoldagg.manifolds.power import Power
+
+__all__ = ["Buffers", "Write", "gram_of", "write_part"]
+
+Write = Callable[[str, int, Tensor], None]
+"""Writes values of a tensor of the result: the name, the first entry, and the values."""
+
+
+class Buffers:
+    """The memory of the steps, which is allocated once."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def get(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return a vector of at most `CELL_SIZE` entries with undefined values."""
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(CELL_SIZE, dtype=dtype)
+        return self._buffers[dtype][:size]
+
+
+def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
+    """Compute the inner products of the used models over a range of entries, in the basis of `InnerProducts`.
+
+    Raises:
+        StateDictError: if an entry is not finite. The message names the file and the tensor.
+    """
+    origin = part.origin
+    if part.kind == "factors":
+        basis = torch.eye(len(part.used), dtype=torch.float64)
+        basis[:, origin] -= 1.0
+        basis[origin, origin] = 1.0
+        matrix = JointBasis.of(_stacks(part), part.shape_of_second[0]).gram(basis)
+    else:
+        rows = _rows(part, start, stop)
+        matrix = gram(rows, minus=[None if i == origin else rows[origin] for i in range(len(rows))])[0]
+    if not bool(matrix.isfinite().all()):
+        _raise_invalid(part, start, stop)
+    return matrix
+
+
+def write_part(part: Part, mean: Mean, write: Write, buffers: Buffers, start: int, stop: int) -> list[float]:
+    """Compute and write a range of a part.
+
+    Returns:
+        The numbers to record. For flat tensors and factors, they are the squared rounding error and, unless the inner
+        products were recorded before, the inner products. For a manifold, they are the squares of the residual, of the
+        distance from the manifold, of the distance to the arithmetic mean, and of the distances to the used models.
+
+    Raises:
+        StateDictError: if an entry of a model is not finite, or the mean overflows the dtype.
+    """
+    if part.kind == "copied":
+        _write_copied(part, write, start, stop)
+        return []
+    if part.kind == "manifold":
+        return _write_curved(part, write, start, stop)
+    if part.kind == "factors":
+        error = _write_factors(part, mean, write)
+    else:
+        error = _write_flat(part, mean, write, buffers, start, stop)
+    return [error] if part.has_gram_step else [error, *gram_of(part, start, stop).flatten().tolist()]
+
+
+def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: int, stop: int) -> float:
+    """Write a range of a flat tensor, and return the squared norm of its rounding errors."""
+    dtype = part.first.entry.dtype
+    exact = buffers.get(torch.float64, stop - start)
+    combine(None, _rows(part, start, stop), mean.coefficients[part.used].tolist(), out=exact)
+    if dtype is torch.float64:
+        error, result = 0.0 if is_finite(exact) else float("nan"), exact
+    else:
+        # The second rounding is exact, so the result has the bits of a combination with this dtype.
+        result = buffers.get(dtype, stop - start)
+        combine(None, [exact], [1.0], out=result)
+        error = gram([result], minus=exact).item()
+    if not 0 <= error < float("inf"):
+        _raise_invalid(part, start, stop)
+    write(part.names[0], start, result)
+    return error
+
+
+def _write_copied(part: Part, write: Write, start: int, stop: int) -> None:
+    """Write a range of integers: the largest counter, or the values of the model with the largest weight."""
+    name = part.names[0]
+    column = part.tensors[0]
+    heaviest = column[int(part.method.barycentric.argmax())]
+    value = heaviest.read(start, stop)
+    if is_batch_counter(name):
+        value = largest_counter([x.read(start, stop) for x in column])
+    elif not Entry(name, tuple(heaviest.entry.shape), heaviest.entry.dtype).is_counter:
+        for label, x in zip(part.labels, column, strict=True):
+            # Bytes are compared, because torch cannot compare all unsigned integers.
+            if not torch.equal(x.read(start, stop).view(torch.uint8), value.view(torch.uint8)):
+                expected = f"expected {value.dtype} equal to that of the other models, as it has no mean"
+                raise StateDictError(f"{label}: {name}: {expected}")
+    write(name, start, value)
+
+
+def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float]:
+    """Write the Karcher means of a range of copies of a manifold."""
+    space = _space_of_range(part.space, stop - start)
+    points = [row.view(space.shape) for row in _rows(part, start, stop)]
+    used = part.used
+    weights = part.method.barycentric[used]
+    labels = [f"{part.labels[i]}: {part.names[0]}" for i in used]
+    mean = labelled_karcher_mean(space, part.names[0], dict(zip(labels, points, strict=True)), weights)
+    write(part.names[0], start, mean.point.flatten())
+    exact = mean.point.double()
+    arithmetic = sum(starmap(torch.mul, zip(weights.tolist(), (x.double() for x in points), strict=True)))
+    gaps = [exact - space.project(exact), exact - arithmetic]
+    distances = [float(distance(space, exact, x.double()).square().sum()) for x in points]
+    return [float(mean.residual) ** 2, *[float(gap.square().sum()) for gap in gaps], *distances]
+
+
+def _space_of_range(space: Manifold | None, size: int) -> Manifold:
+    """Return the space of a range of entries: the whole space, or some copies of a power."""
+    assert space is not None
+    if not isinstance(space, Power):
+        return space
+    return Power(space.space, (size // torch.Size(space.space.shape).numel(),))
+
+
+def _write_factors(part: Part, mean: Mean, write: Write) -> float:
+    """Write the factors of the mean of products, and return the squared norm of their error."""
+    pair = FactorPair(*part.names)
+    states = [_factors(part, i) for i in part.used]
+    c = mean.coefficients[part.used]
+    if bool((c >= 0).all()) and abs(float(c.sum()) - 1.0) < 1e-15:
+        result = average_adapters(states, c)
+    else:
+        result = average_adapters(states, scaling=(c * len(states)).tolist())
+    for name in part.names:
+        write(name, 0, result[name].flatten())
+    stacks = [pair.stack(result), *_stacks(part)]
+    coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -c])
+    return float(JointBasis.of(stacks, part.shape_of_second[0]).gram(coefficients[None]))
+
+
+def _factors(part: Part, i: int) -> dict[str, Tensor]:
+    return {
+        name: column[i].read().view(tuple(column[i].entry.shape))
+        for name, column in zip(part.names, part.tensors, strict=True)
+    }
+
+
+def _stacks(part: Part) -> list[Tensor]:
+    pair = FactorPair(*part.names)
+    return [pair.stack(_factors(part, i), prefix=f"{part.labels[i]}: ") for i in part.used]
+
+
+def _rows(part: Part, start: int, stop: int) -> list[Tensor]:
+    """Return a range of entries of the used models, in one dtype and on the CPU."""
+    return [part.tensors[0][i].read(start, stop) for i in part.used]
+
+
+def _raise_invalid(part: Part, start: int, stop: int) -> None:
+    """Raise an error that names the first tensor that is not finite, or the overflow of the mean."""
+    for name, column in zip(part.names, part.tensors, strict=True):
+        for i in part.used:
+            whole = part.kind == "factors"
+            if not is_finite(column[i].read(*(() if whole else (start, stop)))):
+                raise StateDictError(f"{part.labels[i]}: {name}: expected finite values, got NaN or infinity")
+    raise StateDictError(
+        f"models: {part.label}: expected a finite mean, got an overflow; entries are as large as the dtype allows"
+    )

@@ -1,0 +1,406 @@
+"""The plan of a merge: the parts of the model, the steps of reading and writing, and the files of the result."""
+
+import json
+import math
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_choice, short_repr
+from manifoldagg.averaging.checkpoints import (
+    CheckpointFiles,
+    FilePool,
+    StoredTensor,
+    check_alike,
+    open_checkpoint,
+)
+from manifoldagg.averaging.coefficients import MeanMethod
+from manifoldagg.averaging.karcher import Weights
+from manifoldagg.averaging.merge_shards import Shard, divide_into_shards
+from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
+from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds.assign import Assignment, assign_manifolds
+from manifoldagg.manifolds.layout import Entry, ModelSignature, layout_of
+from manifoldagg.manifolds.lora.peft import classify_tensors, find_first_factor
+from manifoldagg.manifolds.power import Power
+from manifoldagg.tensor_file import TensorEntry
+
+__all__ = ["MergePlan", "Part", "Step", "plan_merge"]
+
+MIN_MODELS, MAX_MODELS = 2, 32
+CELL_SIZE = 1 << 20
+"""The number of entries that one step reads of each model. The bits of a result do not depend on other sizes."""
+CURVED_SIZE = 1 << 15
+"""The number of entries of copies of a manifold that one step computes."""
+SCOPES = ("tensor", "model")
+CERTIFICATE_NAME = "certificate.json"
+MAX_COPIED_BYTES = 1 << 28
+"""The maximum size of a file that is copied to the folder of the result."""
+COPIED_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+"""The suffixes of configurations and tokenizers, which are copied from the folder of the first checkpoint."""
+SAMPLE_BYTES = 1 << 25
+"""The number of bytes with which the speed of a disk is estimated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A unit of the model that has its own mean: a tensor, or a pair of factors of an adapter.
+
+    Attributes:
+        kind: `"flat"`, `"statistic"`, `"manifold"`, `"factors"`, or `"copied"` for integers and booleans.
+        names: the names of its tensors: one, or two for factors.
+        tensors: for each name, the tensors of all models.
+        labels: the labels of all models.
+        method: the method of this part.
+        space: the manifold of the part, if it has one.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    tensors: tuple[tuple[StoredTensor, ...], ...]
+    labels: tuple[str, ...]
+    method: MeanMethod
+    space: Manifold | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in messages and certificates."""
+        return ", ".join(self.names)
+
+    @property
+    def first(self) -> StoredTensor:
+        """The first tensor of the first model."""
+        return self.tensors[0][0]
+
+    @cached_property
+    def size(self) -> int:
+        """The number of entries in the first model."""
+        return sum(column[0].size for column in self.tensors)
+
+    @property
+    def used(self) -> list[int]:
+        """The indices of the models that are read."""
+        return self.method.used
+
+    @property
+    def origin(self) -> int:
+        """The position of the model with the largest weight among the used models."""
+        return self.used.index(int(self.method.barycentric.argmax()))
+
+    @property
+    def shape_of_second(self) -> tuple[int, ...]:
+        """The shape of the second factor of a pair in the first model."""
+        return tuple(self.tensors[1][0].entry.shape)
+
+    @property
+    def has_gram_step(self) -> bool:
+        """Whether inner products are computed before the mean is written."""
+        return self.has_products and self.method.needs_gram
+
+    @property
+    def has_products(self) -> bool:
+        """Whether the inner products of the part count for the whole model."""
+        return self.kind in ("flat", "factors")
+
+    def cells(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of entries of the steps."""
+        width = CELL_SIZE
+        if self.kind == "factors":
+            width = max(self.size, 1)
+        elif self.kind == "manifold":
+            width = max(self.size, 1)
+            if isinstance(self.space, Power):
+                inner = math.prod(self.space.space.shape)
+                width = max(CURVED_SIZE // max(inner, 1), 1) * inner
+        for start in range(0, self.size, width):
+            yield start, min(start + width, self.size)
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        """The number of bytes of a range in all models that are read."""
+        if self.kind == "factors":
+            return sum(column[i].entry.num_bytes for column in self.tensors for i in self.method.used)
+        count = 1 if self.kind == "copied" and self.size == 1 else len(self.method.used)
+        return count * (stop - start) * self.tensors[0][0].entry.dtype.itemsize
+
+    def result_bytes(self, start: int, stop: int) -> int:
+        """The number of bytes of a range in the result."""
+        if self.kind == "factors":
+            return sum(entry.num_bytes for entry in result_entries(self))
+        return (stop - start) * self.first.entry.dtype.itemsize
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Request that the system reads a range of entries of all models."""
+        for column in self.tensors:
+            for i in self.method.used:
+                column[i].prefetch(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
+
+    def release(self, start: int, stop: int) -> None:
+        """Remove a range of entries of all models from the memory of the process."""
+        for column in self.tensors:
+            for i in self.method.used:
+                column[i].release(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
+
+
+class Step(NamedTuple):
+    """One step of a merge: a range of one part, for which inner products are computed or the mean is written."""
+
+    part: int
+    is_write: bool
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class MergePlan:
+    """What a merge reads and writes.
+
+    Attributes:
+        out: the absolute path of the result.
+        is_folder: whether the result is a folder with an index.
+        method: the method of averaging and its weights.
+        scope: `"tensor"` or `"model"`.
+        models: the checkpoints.
+        parts: the parts of the model.
+        shards: the files of the result.
+        fingerprint: JSON text that identifies the plan.
+        pool: the mapped files. The caller closes them.
+    """
+
+    out: Path
+    is_folder: bool
+    method: MeanMethod
+    scope: str
+    models: tuple[CheckpointFiles, ...]
+    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
+    fingerprint: str
+    pool: FilePool = field(repr=False)
+
+    def __repr__(self) -> str:
+        return format_result(
+            self, out=str(self.out), read=self.bytes_read, written=self.bytes_written, shards=len(self.shards)
+        )
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps in order. With the scope `"model"`, all inner products are computed before the first write."""
+        grams: list[Step] = []
+        steps: list[Step] = []
+        for i, part in enumerate(self.parts):
+            if part.has_gram_step:
+                own = [Step(i, False, a, b) for a, b in part.cells()]
+                (grams if self.scope == "model" else steps).extend(own)
+            steps += [Step(i, True, a, b) for a, b in part.cells()]
+        return (*grams, *steps)
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """The number of bytes that all steps read. The inner products and the mean read the same bytes."""
+        return sum(self.parts[step.part].num_bytes(step.start, step.stop) for step in self.steps)
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """The number of bytes of the files of the result, without the index and the certificate."""
+        return sum(shard.size for shard in self.shards)
+
+    def location(self, name: str) -> tuple[int, int]:
+        """Return the index of the shard of a tensor, and the position of the tensor in the shard."""
+        i = self._shard_of[name]
+        return i, self.shards[i].begins[name]
+
+    @cached_property
+    def _shard_of(self) -> dict[str, int]:
+        return {name: i for i, shard in enumerate(self.shards) for name in shard.begins}
+
+    @property
+    def certificate_path(self) -> Path:
+        """The path of the certificates: next to a file, or in the folder of the result."""
+        return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Return the contents of further files in the folder of the result: the index, and copied configurations."""
+        if not self.is_folder:
+            return {}
+        found = {}
+        source = self.models[0].folder
+        for path in sorted(source.iterdir()) if source is not None else ():
+            is_own = path.name.endswith(".index.json") or path.name == CERTIFICATE_NAME
+            is_small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
+            if is_small and path.suffix in COPIED_SUFFIXES and not is_own:
+                found[path.name] = path.read_bytes()
+        if len(self.shards) > 1:
+            tensors = {name: shard.name for shard in self.shards for name in shard.begins}
+            total = self.bytes_written - sum(len(shard.header) for shard in self.shards)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
+            stem = self.shards[0].name.partition("-00001-of-")[0]
+            found[f"{stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode() + b"\n"
+        return found
+
+    def check_inputs(self) -> None:
+        """Check that no input file was changed since its header was read.
+
+        Raises:
+            CheckpointError: if a file was changed. The message names the file.
+        """
+        for model in self.models:
+            for path, size, modified, _ in model.identity if model.folder is not None else ():
+                status = os.stat(path)
+                if (status.st_size, status.st_mtime_ns) != (size, modified):
+                    raise CheckpointError(f"{path}: expected an unchanged file during the merge, got a changed one")
+
+    def estimate_seconds(self) -> float:
+        """Estimate the duration from the speeds of reading and writing `SAMPLE_BYTES`. The sample is then deleted."""
+        source = next((column[0] for part in self.parts for column in part.tensors if column[0].path is not None), None)
+        read_speed = math.inf
+        if source is not None and source.path is not None:
+            start = time.perf_counter()
+            with open(source.path, "rb") as file:
+                count = len(file.read(SAMPLE_BYTES))
+            read_speed = count / max(time.perf_counter() - start, 1e-9)
+        sample = self.out.parent / f".{self.out.name}.{os.urandom(8).hex()}.sample"
+        count = min(SAMPLE_BYTES, max(self.bytes_written, 1))
+        try:
+            start = time.perf_counter()
+            with open(sample, "xb") as file:
+                file.write(bytes(count))
+                file.flush()
+                os.fsync(file.fileno())
+            write_speed = count / max(time.perf_counter() - start, 1e-9)
+        finally:
+            sample.unlink(missing_ok=True)
+        return self.bytes_read / read_speed + self.bytes_written / write_speed
+
+    def check_space(self, present: int) -> None:
+        """Check that the disk has enough free space for the result.
+
+        Args:
+            present: the number of bytes that an interrupted merge has already allocated.
+
+        Raises:
+            ArgumentError: if it does not.
+        """
+        needed = self.bytes_written - present
+        free = shutil.disk_usage(self.out.parent).free
+        if needed > free:
+            raise ArgumentError(f"out: expected {needed:,} free bytes in {self.out.parent}, got {free:,}")
+
+
+def plan_merge(
+    models: Sequence[Any],
+    weights: Weights = None,
+    *,
+    out: str | os.PathLike[str],
+    method: str = "arithmetic",
+    scope: str = "tensor",
+    t: float | None = None,
+    manifolds: Assignment | None = None,
+    shard_size: int | None = None,
+) -> MergePlan:
+    """Read the headers of the checkpoints, compare them, and plan the merge. No tensor in a file is read.
+
+    The arguments and errors are those of [`merge`][manifoldagg.averaging.merge].
+    """
+    given = len(models) if isinstance(models, Sequence) and not isinstance(models, str | bytes) else short_repr(models)
+    if not isinstance(given, int) or not MIN_MODELS <= given <= MAX_MODELS:
+        raise ArgumentError(f"models: expected a sequence of {MIN_MODELS} to {MAX_MODELS} models, got {given}")
+    check_choice("scope", scope, SCOPES)
+    mean = MeanMethod.of(method, given, weights, t)
+    pool = FilePool()
+    opened = tuple(open_checkpoint(i, model, pool) for i, model in enumerate(models))
+    names = [*opened[0].tensors]
+    factors = find_first_factor(names)
+    pairs = classify_tensors(names, prefix=f"{opened[0].label}: ").pairs if factors is not None else ()
+    check_alike(opened, pairs)
+    parts = _parts(opened, mean, scope, {pair.first: pair.second for pair in pairs}, manifolds)
+    place, is_folder = _check_out(out, opened)
+    entries = {entry.name: entry for part in parts for entry in result_entries(part)}
+    shards = divide_into_shards(opened[0], entries, None if is_folder else place.name, shard_size)
+    tree = {
+        "version": 1,
+        "method": [method, scope, t, mean.weights.tolist()],
+        "manifolds": {part.label: repr(part.space) for part in parts if part.space is not None},
+        "shards": [[shard.name, zlib.crc32(shard.header), shard.size] for shard in shards],
+        "inputs": [model.identity for model in opened],
+    }
+    return MergePlan(place, is_folder, mean, scope, opened, parts, shards, json.dumps(tree), pool)
+
+
+def _parts(
+    models: Sequence[CheckpointFiles],
+    mean: MeanMethod,
+    scope: str,
+    pairs: Mapping[str, str],
+    manifolds: Assignment | None,
+) -> tuple[Part, ...]:
+    """Divide the model into parts, in the order of the first checkpoint."""
+    first = models[0].tensors
+    second_factors = set(pairs.values())
+    entries = [(name, (*x.entry.shape,), x.entry.dtype) for name, x in first.items() if name not in second_factors]
+    entries = [entry for entry in entries if entry[0] not in pairs]
+    names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), ())
+    layout = layout_of(ModelSignature(names, shapes, dtypes, ()))
+    spaces = dict(assign_manifolds(layout, manifolds))
+    barycentric = MeanMethod("arithmetic", mean.barycentric)
+    labels = tuple(model.label for model in models)
+    parts = []
+    for name, tensor in first.items():
+        if name in second_factors:
+            continue
+        kind, method = "flat", mean
+        own: tuple[str, ...] = (name,)
+        entry = Entry(name, (*tensor.entry.shape,), tensor.entry.dtype)
+        if name in pairs:
+            kind, own = "factors", (name, pairs[name])
+        elif name in spaces:
+            kind, method = "manifold", barycentric
+        elif not entry.dtype.is_floating_point or name.rpartition(".")[2] == "num_batches_tracked":
+            kind = "copied"
+        elif entry.is_statistic:
+            kind, method = "statistic", barycentric
+        elif entry.size == 1 and scope == "tensor":
+            # The direction of a single number is its sign. For equal signs, all means of directions are arithmetic.
+            method = barycentric
+        columns = tuple(tuple(model.tensors[part] for model in models) for part in own)
+        parts.append(Part(kind, own, columns, labels, method, spaces.get(name)))
+    if not any(part.kind != "copied" for part in parts):
+        raise StateDictError(f"{models[0].label}: expected floating tensors, got none")
+    return tuple(parts)
+
+
+def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -> tuple[Path, bool]:
+    """Return the absolute path of the result, and whether it is a folder."""
+    if not isinstance(out, str | os.PathLike):
+        raise ArgumentError(f"out: expected the path of a file or folder for models in files, got {short_repr(out)}")
+    place = Path(os.path.realpath(out))
+    if not place.parent.is_dir():
+        raise ArgumentError(f"out: expected a path in an existing folder, got {short_repr(str(out))}")
+    is_folder = place.suffix != ".safetensors"
+    if is_folder and place.exists() and not (place / CERTIFICATE_NAME).is_file():
+        raise ArgumentError(f"out: expected a new folder or the result of a merge, got {short_repr(str(out))}")
+    if not is_folder and place.is_dir():
+        raise ArgumentError(f"out: expected the path of a file, got the folder {short_repr(str(out))}")
+    sources = {path for model in models for x in model.tensors.values() if (path := x.path) is not None}
+    for path in sources:
+        source = Path(os.path.realpath(path))
+        if source == place or place in source.parents:
+            raise ArgumentError(f"out: expected a path that contains no input, got {short_repr(str(out))}")
+    return place, is_folder
+
+
+def result_entries(part: Part) -> Iterator[TensorEntry]:
+    """Yield the entries of a part of the result. The rank of factors is the largest rank of the models."""
+    rank = max(x.entry.shape[0] for x in part.tensors[0]) if part.kind == "factors" else 0
+    for axis, column in enumerate(part.tensors):
+        entry = column[0].entry
+        if part.kind == "factors":
+            shape = [*entry.shape]
+            shape[axis] = rank
+            entry = entry._replace(shape=tuple(shape), num_bytes=math.prod(shape) * entry.dtype.itemsize)
+        yield entry

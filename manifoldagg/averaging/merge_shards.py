@@ -1,0 +1,104 @@
+"""The files of a merged checkpoint: their names, headers and tensors."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manifoldagg._validation import check_count
+from manifoldagg.averaging.checkpoints import FOREIGN_DTYPES, CheckpointFiles
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.tensor_file import TensorEntry, with_length
+
+__all__ = ["Shard", "divide_into_shards"]
+
+DTYPE_NAMES = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A file of the result.
+
+    Attributes:
+        name: the name of the file.
+        header: the bytes in front of the tensors.
+        begins: the position of each tensor in the file.
+        size: the number of bytes.
+    """
+
+    name: str
+    header: bytes
+    begins: Mapping[str, int]
+    size: int
+
+
+def divide_into_shards(
+    first: CheckpointFiles, entries: Mapping[str, TensorEntry], file: str | None, shard_size: int | None
+) -> tuple[Shard, ...]:
+    """Divide the tensors of the result into files: by size, or as in the first checkpoint.
+
+    Args:
+        first: the first checkpoint.
+        entries: the tensors of the result by name.
+        file: the name of a single file, or `None` for a folder.
+        shard_size: the maximum number of bytes of the tensors in a file, or `None`.
+
+    Raises:
+        ArgumentError: if `shard_size` is invalid.
+    """
+    if shard_size is not None:
+        check_count("shard_size", shard_size)
+        if file is not None:
+            raise ArgumentError("shard_size: expected None, because out is a single file; use a folder")
+        groups = _groups_by_size([entries[n] for n in first.tensors], shard_size)
+    elif file is None and len(first.shards) > 1:
+        groups = [[entries[n] for n in names] for names in first.shards.values()]
+    else:
+        groups = [[entries[n] for n in first.tensors]]
+    stem = _stem(first)
+    if file is not None:
+        labels = [file]
+    elif shard_size is None and len(first.shards) > 1:
+        labels = [*first.shards]
+    elif len(groups) == 1:
+        labels = [f"{stem}.safetensors"]
+    else:
+        labels = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    return tuple(_shard(label, group, first.metadata) for label, group in zip(labels, groups, strict=True))
+
+
+def _stem(first: CheckpointFiles) -> str:
+    """Return the name of the files without shard number and suffix."""
+    file = next(iter(first.shards), "model.safetensors")
+    return "adapter_model" if file.startswith("adapter_model") else "model"
+
+
+def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
+    """Fill each shard up to the given number of bytes. A larger tensor has a shard of its own."""
+    groups: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if groups[-1] and size + entry.num_bytes > shard_size:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.num_bytes
+    return groups
+
+
+def _shard(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Shard:
+    # Readers require that a tensor begins at a multiple of the size of its numbers. Sorting is stable.
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    lines: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    begins: dict[str, int] = {}
+    position = 0
+    for entry in ordered:
+        end = position + entry.num_bytes
+        name_of_dtype = DTYPE_NAMES.get(entry.dtype)
+        if name_of_dtype is None:
+            raise StateDictError(f"models: {entry.name}: expected a dtype of safetensors files, got {entry.dtype}")
+        lines[entry.name] = {"dtype": name_of_dtype, "shape": [*entry.shape], "data_offsets": [position, end]}
+        begins[entry.name] = position
+        position = end
+    header = with_length(json.dumps(lines, separators=(",", ":"), ensure_ascii=False).encode())
+    return Shard(name, header, {n: len(header) + begin for n, begin in begins.items()}, len(header) + position)
