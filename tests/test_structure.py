@@ -264,7 +264,7 @@ CORRECTIONS = [
 RULES = [
     *("FedAvg", "FedAdam", "FedAsync", "ASGD", "DCASGD", "FedOrtho", "FedGS", "FedBuff", "AsyncBezier"),
     *("CA2FL", "FADAS", "AsyncFedED", "AsyncCurve", "OrthoFL", "MasFL", "AdaMasFL", "GeneralizedAsyncSGD", "FLOCO"),
-    *("DeFedAvg", "HeLoCo", "DelayedNesterov", "RadialDirectional", "AsyncKrylov"),
+    *("DeFedAvg", "HeLoCo", "DelayedNesterov", "RadialDirectional", "AsyncKrylov", "ACE"),
 ]
 PUBLIC = [
     *(f"manifoldagg.kernels.{name}" for name in ("gram", "combine", "set_backend", "available_backends")),

@@ -28,7 +28,7 @@ def methods_with_scaled_rates(
     client, the step size is $\rho = \text{rate} / N$. The scaled step size is the same fraction of
     [`stability_limit`][manifoldagg.federated.stability_limit] as the tuned step size, and at most 0.5. The rate of a
     rule with a buffer is its step size. It is reduced to the tuned fraction of the limit if it would exceed this
-    fraction.
+    fraction. The rate of `ace` is proportional to $1 / N$, like its stability limit.
 
     Rates that `names` or `rates` set, rates of other units, and the rates of user modules are unchanged.
 
@@ -76,6 +76,8 @@ def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, 
     if kind == "step" or (kind == "share" and rule.weighted):
         part = rate / TUNED_CLIENTS / stability_limit(TUNED_CLIENTS)
         return rate, _round(clients * min(part * stability_limit(concurrency), MAX_STEP_SIZE))
+    if kind == "latest":
+        return rate, _round(rate * TUNED_CLIENTS / clients)
     if kind == "mean" and not is_synchronous(rule):
         size = updates_per_step(rule)
         # A rate of 1 steps to the mean of the buffer, so a higher limit does not justify a higher rate.

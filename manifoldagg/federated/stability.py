@@ -15,7 +15,7 @@ from manifoldagg.federated.types import check_rule_protocol
 
 __all__ = ["is_synchronous", "stability_limit", "suggest_rate", "updates_per_step", "warn_if_unstable"]
 
-RATE_KINDS = ("share", "step", "mean")
+RATE_KINDS = ("share", "step", "mean", "latest")
 """The kinds of rates that are multiples of an update. Other rates are, for example, lengths of Adam steps."""
 
 
@@ -69,7 +69,8 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     With this rate, the update of an average client moves the model by the fraction $\rho = 1 / (m + 1)$ of its
     displacement. This is about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit] or less, and at
     most two thirds of the limit for clients that return in a fixed order. For a buffer of $K$ updates, the fraction is
-    $\rho = \min(1, K / m)$. In terms of the option `rate`:
+    $\rho = \min(1, K / m)$. A rule that adds the latest update of each client at every step has a lower limit, and the
+    suggestion is $\rho = 1 / (2 N)$. In terms of the option `rate`:
 
     | rate of the rule | $\rho$ | suggested rate |
     | --- | --- | --- |
@@ -78,6 +79,7 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     | the same with `weighted=True` | rate $\cdot\, s$ / N | N / (m + 1) / s |
     | step on the mean of a buffer of K (`FedBuff`, `Median` and others) | rate | min(1, K / m) |
     | step on the mean of a synchronous cohort (`FedAvg`) | rate | 1 |
+    | step on the mean of the latest updates of all clients (`ACE`) | rate | 1 / (2 N) |
 
     Here $s$ is the staleness weight of the rule at the mean staleness $m - 1$.
 
@@ -119,13 +121,15 @@ def _suggested_rate(rule: Any, n: int, m: int) -> float:
     kind = getattr(inner, "rate_kind", "")
     if kind not in RATE_KINDS:
         raise ArgumentError(
-            f"rule: expected a rule whose rate is a multiple of an update (rate_kind 'share', 'step' or 'mean'), got "
-            f"{type(inner).__name__}; search its rate with `manifoldagg compare --tune`"
+            f"rule: expected a rule whose rate is a multiple of an update (rate_kind 'share', 'step', 'mean' or "
+            f"'latest'), got {type(inner).__name__}; search its rate with `manifoldagg compare --tune`"
         )
     if kind == "mean":
         return factor * (1.0 if is_synchronous(inner) else min(1.0, updates_per_step(inner) / m))
     if kind == "step":
         return factor * n / (m + 1)
+    if kind == "latest":
+        return factor / (2 * n)
     size = n if inner.weighted else 1
     # If the weight is 0 at this staleness, the result is the largest share, 1.
     return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manifoldagg.federated.server.events import (
     Accepted,
@@ -20,14 +20,73 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["to_logging", "to_prometheus", "to_tensorboard"]
+__all__ = ["PROMETHEUS_METRICS", "PrometheusMetric", "to_logging", "to_prometheus", "to_tensorboard"]
 
 WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
 """The events that are logged as warnings."""
+COUNTED_EVENTS: dict[type[Event], str] = {
+    Dispatched: "dispatched",
+    Accepted: "accepted",
+    Dropped: "dropped",
+    Expired: "expired",
+    CheckpointWritten: "checkpoints_written",
+    CheckpointFailed: "checkpoints_failed",
+}
+"""The counter of each event that has no label."""
 STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The bounds of the staleness histogram."""
 SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
 """The bounds of the histograms of seconds, from 0.1 milliseconds to 14 hours."""
+
+
+class PrometheusMetric(NamedTuple):
+    """The definition of a metric. Names, kinds, units and labels are part of the public interface.
+
+    Attributes:
+        name: the name. Prometheus appends `_total` to a counter, and `_bucket`, `_sum` and `_count` to a histogram.
+        kind: `"counter"`, `"gauge"` or `"histogram"`.
+        unit: what one unit of the value is.
+        description: the help text.
+        label: the name of its label; empty without a label.
+        buckets: the upper bounds of the buckets of a histogram.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    description: str
+    label: str = ""
+    buckets: tuple[float, ...] = ()
+
+
+PROMETHEUS_METRICS = (
+    PrometheusMetric("manifoldagg_dispatched", "counter", "tickets", "tickets issued to clients"),
+    PrometheusMetric("manifoldagg_accepted", "counter", "updates", "updates applied or buffered"),
+    PrometheusMetric("manifoldagg_rejected", "counter", "updates", "updates rejected, by invalid field", "field"),
+    PrometheusMetric("manifoldagg_dropped", "counter", "tickets", "tickets dropped by the host"),
+    PrometheusMetric("manifoldagg_expired", "counter", "tickets", "tickets without an update within the timeout"),
+    PrometheusMetric("manifoldagg_checkpoints_written", "counter", "checkpoints", "checkpoints written"),
+    PrometheusMetric("manifoldagg_checkpoints_failed", "counter", "checkpoints", "checkpoints that failed"),
+    PrometheusMetric(
+        "manifoldagg_staleness_versions",
+        "histogram",
+        "versions",
+        "staleness of accepted updates",
+        "",
+        STALENESS_BUCKETS,
+    ),
+    PrometheusMetric(
+        "manifoldagg_latency_seconds", "histogram", "seconds", "time from dispatch to update", "", SECONDS_BUCKETS
+    ),
+    PrometheusMetric("manifoldagg_step_seconds", "histogram", "seconds", "time of a server step", "", SECONDS_BUCKETS),
+    PrometheusMetric("manifoldagg_version", "gauge", "versions", "version of the model"),
+    PrometheusMetric("manifoldagg_tickets", "gauge", "tickets", "tickets in flight"),
+    PrometheusMetric("manifoldagg_memory_bytes", "gauge", "bytes", "memory after the last accepted update", "kind"),
+    PrometheusMetric(
+        "manifoldagg_last_checkpoint_timestamp_seconds", "gauge", "seconds", "Unix time of the last written checkpoint"
+    ),
+)
+"""The metrics that `to_prometheus` exports."""
 
 
 def to_logging(logger: logging.Logger) -> Callback:
@@ -102,9 +161,9 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
 
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
-    """Export metrics named `manifoldagg_…`: event counters, histograms of staleness and seconds, gauges.
+    """Export the metrics in [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS].
 
-    The memory gauges contain the bytes after the last accepted update.
+    [The guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) lists their names and units.
 
     Args:
         registry: a registry of `prometheus_client`, which can contain each name only once. The default is its global
@@ -127,41 +186,37 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
         1.0
     """
     try:
-        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+        import prometheus_client
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("prometheus_client: pip install 'manifoldagg[prometheus]'", name=error.name) from None
-    where = REGISTRY if registry is None else registry
-    kinds = {Dispatched: "dispatched", Accepted: "accepted", Dropped: "dropped", Expired: "expired"}
-    kinds |= {CheckpointWritten: "checkpoints_written", CheckpointFailed: "checkpoints_failed"}
-    counters = {
-        kind: Counter(f"manifoldagg_{name}", f"{name.replace('_', ' ')} so far", registry=where)
-        for kind, name in kinds.items()
+    kinds: dict[str, Any] = {
+        "counter": prometheus_client.Counter,
+        "gauge": prometheus_client.Gauge,
+        "histogram": prometheus_client.Histogram,
     }
-    rejected = Counter("manifoldagg_rejected", "rejected updates by field", ["field"], registry=where)
-    staleness = Histogram(
-        "manifoldagg_staleness_versions", "staleness of applied updates", buckets=STALENESS_BUCKETS, registry=where
-    )
-    latency = Histogram(
-        "manifoldagg_latency_seconds", "time from dispatch to the update", buckets=SECONDS_BUCKETS, registry=where
-    )
-    step = Histogram("manifoldagg_step_seconds", "time of a server step", buckets=SECONDS_BUCKETS, registry=where)
-    version = Gauge("manifoldagg_version", "version of the model", registry=where)
-    tickets = Gauge("manifoldagg_tickets", "tickets in flight", registry=where)
-    memory = Gauge("manifoldagg_memory_bytes", "memory by kind", ["kind"], registry=where)
+    where = prometheus_client.REGISTRY if registry is None else registry
+    metrics: dict[str, Any] = {}
+    for one in PROMETHEUS_METRICS:
+        options: dict[str, Any] = {"buckets": one.buckets} if one.buckets else {}
+        labels = [one.label] if one.label else []
+        metric = kinds[one.kind](one.name, one.description, labels, registry=where, **options)
+        metrics[one.name.removeprefix("manifoldagg_")] = metric
 
     def watch(event: Event) -> None:
-        version.set(event.version)
-        tickets.set(event.in_flight)
-        if type(event) in counters:
-            counters[type(event)].inc()
+        metrics["version"].set(event.version)
+        metrics["tickets"].set(event.in_flight)
+        if type(event) in COUNTED_EVENTS:
+            metrics[COUNTED_EVENTS[type(event)]].inc()
+        if isinstance(event, CheckpointWritten):
+            metrics["last_checkpoint_timestamp_seconds"].set_to_current_time()
         if isinstance(event, Rejected):
-            rejected.labels(event.field).inc()
+            metrics["rejected"].labels(event.field).inc()
         if isinstance(event, Accepted):
-            staleness.observe(event.receipt.staleness)
-            for histogram, seconds in ((latency, event.latency), (step, event.seconds)):
+            metrics["staleness_versions"].observe(event.receipt.staleness)
+            for name, seconds in (("latency_seconds", event.latency), ("step_seconds", event.seconds)):
                 if not math.isnan(seconds):
-                    histogram.observe(seconds)
+                    metrics[name].observe(seconds)
             for kind, size in event.memory.items():
-                memory.labels(kind).set(size)
+                metrics["memory_bytes"].labels(kind).set(size)
 
     return watch

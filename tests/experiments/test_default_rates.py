@@ -76,3 +76,11 @@ def test_impossible_numbers_are_rejected():
         methods_with_scaled_rates("asgd", clients=0)
     with pytest.raises(ArgumentError, match="^concurrency: "):
         methods_with_scaled_rates("asgd", clients=3, concurrency=0)
+
+
+@pytest.mark.parametrize("clients", [10, 100, 1000])
+def test_the_rate_of_ace_is_scaled_in_proportion_to_one_over_the_number_of_clients(clients):
+    found, lines = rates("ace", clients=clients)
+    tuned = methods(["ace"])[0].bind(range(30)).rule.rate
+    assert found["ACE"](range(clients)).rate == pytest.approx(tuned * 30 / clients, rel=6e-3)
+    assert len(lines) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Payload, Server, Update
-from manifoldagg.federated.rules import ASGD, CA2FL, AsyncFedED, FedAdam, FedAsync, FedAvg, FedBuff, MasFL, OrthoFL
+from manifoldagg.federated.rules import ACE, ASGD, CA2FL, AsyncFedED, FedAdam, FedAsync, FedAvg, FedBuff, MasFL, OrthoFL
 from manifoldagg.federated.schedules import Cosine, Cyclic, rate_at, weight_at
 from manifoldagg.federated.staleness import Hinge, Polynomial
 from manifoldagg.manifolds import Flat
@@ -150,6 +150,7 @@ SCHEDULED = {
     "OrthoFL, protocol": lambda f: OrthoFL(protocol=f),
     "AsyncFedED": lambda f: AsyncFedED(f),
     "CA2FL": lambda f: CA2FL(1, f),
+    "ACE": lambda f: ACE(f),
     "MasFL": lambda f: MasFL(1, initial="zero", rate=f),
 }
 

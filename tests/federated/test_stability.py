@@ -128,7 +128,7 @@ def test_a_rate_of_another_unit_is_not_suggested(rule):
     with pytest.raises(ArgumentError) as caught:
         suggest_rate(rule, 10, 5)
     assert str(caught.value) == (
-        "rule: expected a rule whose rate is a multiple of an update (rate_kind 'share', 'step' or 'mean'), got "
+        "rule: expected a rule whose rate is a multiple of an update (rate_kind 'share', 'step', 'mean' or 'latest'), got "
         f"{name}; search its rate with `manifoldagg compare --tune`"
     )
 

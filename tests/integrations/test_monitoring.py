@@ -2,7 +2,10 @@
 
 import logging
 import math
+import re
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from manifoldagg import tensor_file
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated import Payload, Server, ServerLimits
 from manifoldagg.federated.rules import FedBuff, FedOrtho
-from manifoldagg.integrations.monitoring import to_logging, to_prometheus, to_tensorboard
+from manifoldagg.integrations.monitoring import PROMETHEUS_METRICS, to_logging, to_prometheus, to_tensorboard
 from manifoldagg.manifolds import Flat
 
 
@@ -141,6 +144,62 @@ def test_prometheus_counts_what_happened(tmp_path, monkeypatch):
     assert value("step_seconds_count") == 2
     assert value("step_seconds_sum") > 0
     assert (value("version"), value("tickets"), value("memory_bytes", kind="model")) == (2, 0, 8)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "monitoring.md"
+STABLE = {
+    "manifoldagg_accepted_total": ("counter", "updates", ""),
+    "manifoldagg_checkpoints_failed_total": ("counter", "checkpoints", ""),
+    "manifoldagg_checkpoints_written_total": ("counter", "checkpoints", ""),
+    "manifoldagg_dispatched_total": ("counter", "tickets", ""),
+    "manifoldagg_dropped_total": ("counter", "tickets", ""),
+    "manifoldagg_expired_total": ("counter", "tickets", ""),
+    "manifoldagg_last_checkpoint_timestamp_seconds": ("gauge", "seconds", ""),
+    "manifoldagg_latency_seconds": ("histogram", "seconds", ""),
+    "manifoldagg_memory_bytes": ("gauge", "bytes", "kind"),
+    "manifoldagg_rejected_total": ("counter", "updates", "field"),
+    "manifoldagg_staleness_versions": ("histogram", "versions", ""),
+    "manifoldagg_step_seconds": ("histogram", "seconds", ""),
+    "manifoldagg_tickets": ("gauge", "tickets", ""),
+    "manifoldagg_version": ("gauge", "versions", ""),
+}
+"""The metrics that dashboards and alerts of users contain: a change of this table breaks them."""
+
+
+def test_the_guide_lists_the_stable_names_kinds_units_and_labels():
+    section = PAGE.read_text().partition("## Names and units of the Prometheus metrics")[2]
+    rows = re.findall(r"^\| `(manifoldagg_\w+)` \| (\w+) \| (\w+) \| (?:`(\w+)`|–) \|", section, flags=re.M)
+    assert {name: (kind, unit, label) for name, kind, unit, label in rows} == STABLE
+
+
+def test_the_exported_metrics_are_the_documented_ones(tmp_path, monkeypatch):
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    run(to_prometheus(registry), tmp_path, monkeypatch)
+    found, labels = {}, {}
+    for family in registry.collect():
+        found[family.name] = family.type
+        # Prometheus adds the label `le` to the buckets of a histogram.
+        labels[family.name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    expected = {name.removesuffix("_total"): facts for name, facts in STABLE.items()}
+    assert found == {name: kind for name, (kind, _, _) in expected.items()}
+    assert labels == {name: {label} - {""} for name, (_, _, label) in expected.items()}
+    # Prometheus recommends that the name of a time or a size ends with its unit.
+    assert all(name.endswith(unit) for name, (_, unit, _) in expected.items() if unit in ("seconds", "bytes"))
+    units = {metric.name: metric.unit for metric in PROMETHEUS_METRICS}
+    assert units == {name: unit for name, (_, unit, _) in expected.items()}
+
+
+def test_the_time_of_the_last_checkpoint_is_a_unix_time(tmp_path):
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    server = Server(Flat(2), FedBuff(1), torch.zeros(2))
+    server.on_event(to_prometheus(registry))
+    name = "manifoldagg_last_checkpoint_timestamp_seconds"
+    assert registry.get_sample_value(name) == 0
+    before = time.time()
+    server.save(tmp_path / "checkpoint")
+    assert before <= registry.get_sample_value(name) <= time.time()
 
 
 def test_a_name_of_prometheus_is_good_once():

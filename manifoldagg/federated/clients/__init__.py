@@ -1,6 +1,7 @@
 """Trainers: the local training of a client, from a message and the client's data."""
 
 from manifoldagg.federated.clients.asynccurve import AsyncCurve
+from manifoldagg.federated.clients.compression import Codec, ErrorFeedback, Int8, TopK
 from manifoldagg.federated.clients.curve import Curve
 from manifoldagg.federated.clients.floco import FLOCO
 from manifoldagg.federated.clients.local import Epochs, Gradient, Local, Proximal
@@ -14,14 +15,18 @@ __all__ = [
     "FLOCO",
     "AsyncCurve",
     "Calibrated",
+    "Codec",
     "ControlVariate",
     "Curve",
     "Epochs",
+    "ErrorFeedback",
     "Gradient",
+    "Int8",
     "Local",
     "LorentzProximal",
     "Normalised",
     "Proximal",
     "Scheduled",
+    "TopK",
     "Trajectory",
 ]

@@ -8,6 +8,7 @@ memory, written to memory, and allocated. The assumptions are:
 - Data that several operations read while it is in cache counts once.
 """
 
+from manifoldagg.federated.rules.ace import ACE
 from manifoldagg.federated.rules.adamasfl import AdaMasFL
 from manifoldagg.federated.rules.asgd import ASGD
 from manifoldagg.federated.rules.asyncbezier import AsyncBezier
@@ -40,6 +41,7 @@ from manifoldagg.federated.rules.radialdirectional import RadialDirectional
 from manifoldagg.federated.rules.trimmedmean import TrimmedMean
 
 __all__ = [
+    "ACE",
     "ASGD",
     "CA2FL",
     "DCASGD",

@@ -42,8 +42,9 @@ class ServerRule(KeywordHints, abc.ABC):
       false, a stale update does not need its base.
     - `not_private_because`: the reason why [`Private`][manifoldagg.federated.rules.Private] rejects the rule.
     - `rate_kind`: the unit of the option `rate`: `"share"` of the distance to the client's model, `"step"` if it is
-      multiplied by the weight of the client, `"mean"` for a step along the mean of a buffer, and `""` for every other
-      unit, such as the length of an Adam step. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
+      multiplied by the weight of the client, `"mean"` for a step along the mean of a buffer, `"latest"` for a step
+      along the mean of the latest displacements of all clients, and `""` for every other unit, such as the length of an
+      Adam step. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
     """
 
     rate_kind: ClassVar[str] = ""

@@ -1,20 +1,19 @@
 """CA²FL: a buffer calibrated by the cached update of every client."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number
-from manifoldagg.corrections import Corrected, Frame
+from manifoldagg._validation import check_choice, check_count
+from manifoldagg.corrections import Corrected
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import (
     check_points,
     frame_from_update,
     safe_sqrt,
 )
+from manifoldagg.federated.rules._latest_update import LatestUpdateRule, coefficients_of, combine_float64
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, State, Update
 from manifoldagg.manifolds import Manifold
@@ -27,7 +26,7 @@ EMPTY_BUFFER = {"count": 0, "joined": 0, "guests": 0, "held": []}
 
 
 @dataclass(frozen=True)
-class CA2FL(ServerRule):
+class CA2FL(LatestUpdateRule):
     r"""Rule with a buffer that is calibrated by cached updates.
 
     $\Theta \leftarrow \Theta + \eta_g\, v$ after every K updates, with
@@ -82,11 +81,7 @@ class CA2FL(ServerRule):
         11.0
     """
 
-    cohort: ClassVar[int] = 1
     rate_kind: ClassVar[str] = "mean"
-    self_checked: ClassVar[tuple[str, ...]] = ("points",)
-    not_private_because: ClassVar[str] = "it stores each client's update and adds it again"
-    needs_linear_leaves: ClassVar[str] = "cached displacements"
     size: int = 10
     rate: Rate = 1.0
     clients: int | None = None
@@ -136,9 +131,7 @@ class CA2FL(ServerRule):
         count = state["count"] + 1
         # Only a step needs the inner products with the buffer.
         gram = (bare if count < self.size else frame).gram()
-        longest = safe_sqrt(torch.finfo(update.current.dtype).max) / self.size
-        check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=longest)
-        cache = frame.materialize(_coefficients(frame, v1=1.0))
+        cache = self.latest(frame, gram, num_summed=self.size)
         # The sums contain the rounded cache, because later steps subtract exactly this cache.
         rounded = frame.with_row("cache", cache)
         mine = {**memory, "cache": cache, "round": state["version"], "slot": slot}
@@ -147,16 +140,16 @@ class CA2FL(ServerRule):
         told = {"cosine": gram.cosine, "weight": 1.0, "buffered": float(count)}
         waits = {**state, "count": count, "guests": guests, "joined": joined, "held": held}
         if count < self.size:
-            waits["buffer"] = _combine_float64(rounded, cache=1.0, held=-1.0, buffer=1.0)
+            waits["buffer"] = combine_float64(rounded, cache=1.0, held=-1.0, buffer=1.0)
             if again:
-                waits["replaced"] = _combine_float64(rounded, before=1.0, held=-1.0, replaced=1.0)
+                waits["replaced"] = combine_float64(rounded, before=1.0, held=-1.0, replaced=1.0)
             return waits, Outcome(None, mine, told | frame.diagnostics, state_is_finite=True)
         rate = rate_at(self.rate, state["version"])
         cached = state["cached"] + joined
         mean = 1 - guests / self.size if self.unknown == "mean" else 1.0
         among = state["cached"] if self.unknown == "mean" else max(self.clients or 0, cached)
         a = rate / self.size
-        line = _coefficients(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
+        line = coefficients_of(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
         norm = safe_sqrt(Corrected.single(frame, gram, line).inner_products()[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
         # h_i becomes the client's last displacement, so an earlier one of this buffer is subtracted.
@@ -165,18 +158,8 @@ class CA2FL(ServerRule):
             "version": state["version"] + 1,
             "cached": cached,
             **EMPTY_BUFFER,
-            "sum": _combine_float64(rounded, **change),
+            "sum": combine_float64(rounded, **change),
         }
         numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
         # Each norm is at most the square root of the largest number, so sums in float64 are finite.
         return after, Outcome(model, mine, numbers, state_is_finite=True)
-
-
-def _coefficients(frame: Frame, **coefficients: Any) -> list[float]:
-    """Return one coefficient for each row of a frame, and 0 for unnamed rows."""
-    return [coefficients.get(name, 0.0) for name in frame.names]
-
-
-def _combine_float64(frame: Frame, **coefficients: float) -> Any:
-    """Return a combination of rows in float64, for sums that are accumulated repeatedly."""
-    return frame.materialize(_coefficients(frame, **coefficients), torch.float64)

@@ -16,6 +16,7 @@ from manifoldagg._validation import check_choice, renamed_arguments, short_repr,
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated._autograd import no_grad
 from manifoldagg.federated.buffers import initial_buffers
+from manifoldagg.federated.clients.compression import Codec
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
@@ -29,6 +30,7 @@ from manifoldagg.federated.server.durability.recovery import JournalReplay, reco
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
+from manifoldagg.federated.server.encoded_payloads import decoding_loader
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
@@ -434,7 +436,12 @@ class Server:
 
     @no_grad
     def receive(
-        self, ticket: str | Ticket, payload: Payload | Callable[[], Payload], *, client: Hashable = ANY_CLIENT
+        self,
+        ticket: str | Ticket,
+        payload: Payload | Callable[[], Payload],
+        *,
+        client: Hashable = ANY_CLIENT,
+        codec: Codec | None = None,
     ) -> Receipt:
         """Process the update that a client returns for a ticket. The payload must not be written before this returns.
 
@@ -447,6 +454,8 @@ class Server:
                 function is called after the ticket was validated. If it raises a `ManifoldAggError`, the update is
                 rejected; other exceptions propagate.
             client: the client that returns it. The server rejects another client than that of the ticket.
+            codec: the codec of a payload that
+                [`ErrorFeedback.encode_payload`][manifoldagg.federated.clients.ErrorFeedback] has encoded.
 
         Returns:
             A receipt. With `accepted=False` its `reason` names the field, and nothing has changed; why it is not an
@@ -467,6 +476,9 @@ class Server:
         Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
         matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
         """
+        if codec is not None:
+            load = decoding_loader(codec, payload, self.space, self._state.value)
+            return self._updates.receive(_id_of(ticket), client, {}, load=load)
         # By its type, because `__class__` of an untrusted object may be wrong or raise.
         if callable(payload) and not issubclass(type(payload), NOT_CALLED):
             return self._updates.receive(_id_of(ticket), client, {}, load=lambda _: payload())

@@ -14,10 +14,17 @@ from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.base import count_samples
+from manifoldagg.federated.clients.compression import Codec, ErrorFeedback
 from manifoldagg.federated.clients.determinism import deterministic, seeded_model, task_generator
 from manifoldagg.federated.pytrees import tree_map
 from manifoldagg.federated.types import ClientState
-from manifoldagg.integrations.flower.records import RECORD_KEY, bytes_to_record, record_to_bytes, state_dict
+from manifoldagg.integrations.flower.records import (
+    RECORD_KEY,
+    bytes_to_record,
+    codec_from_record,
+    record_to_bytes,
+    state_dict,
+)
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.wire import pack, unpack
 
@@ -27,6 +34,7 @@ NUM_EXAMPLES_KEY = "num-examples"
 METRICS_KEY = "metrics"
 NUM_TASKS_KEY = "num_tasks"
 CLIENT_STATE_KEY = "client_state"
+FEEDBACK_KEY = "error_feedback"
 FlowerContext: TypeAlias = flwr.app.Context
 FlowerMessage: TypeAlias = flwr.app.Message
 
@@ -120,7 +128,14 @@ class _Client:
                 model, order, trainer, batches, self.criterion, client_state=memory, generator=generator
             )
         node_state.client_state = payload.client_state
-        answer = pack(replace(payload, client_state=None), spec=space, ticket=ticket)
+        payload = replace(payload, client_state=None)
+        codec = codec_from_record(message.content)
+        if codec is None:
+            answer = pack(payload, spec=space, ticket=ticket)
+        else:
+            feedback = node_state.error_feedback(codec)
+            answer = pack(feedback.encode_payload(payload, order.start), ticket=ticket)
+            node_state.save_error_feedback(feedback)
         metrics = flwr.app.MetricRecord({**_as_python_numbers(payload.numbers), NUM_EXAMPLES_KEY: int(payload.samples)})
         return FlowerMessage(
             flwr.app.RecordDict({RECORD_KEY: bytes_to_record(answer), METRICS_KEY: metrics}), reply_to=message
@@ -180,6 +195,20 @@ class _NodeState:
     def client_state(self, tree: ClientState) -> None:
         bare = Payload(torch.empty(0, 0), samples=0, client_state=tree)
         self._set_entry(CLIENT_STATE_KEY, b"" if tree is None else pack(bare))
+
+    def error_feedback(self, codec: Codec) -> ErrorFeedback:
+        """Return the error feedback with the residual of the node's last update with this codec."""
+        feedback = ErrorFeedback(codec)
+        data = self._entries().get(FEEDBACK_KEY)
+        saved = unpack(data).client_state if data else {"codec": None}
+        if saved["codec"] == codec.spec():
+            feedback.load_state_dict(saved["state"])
+        return feedback
+
+    def save_error_feedback(self, feedback: ErrorFeedback) -> None:
+        """Store the residual for the next update."""
+        tree = {"codec": feedback.codec.spec(), "state": feedback.state_dict()}
+        self._set_entry(FEEDBACK_KEY, pack(Payload(torch.empty(0, 0), samples=0, client_state=tree)))
 
 
 def _read_message(

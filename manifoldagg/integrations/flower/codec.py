@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from manifoldagg._validation import one_line, short_repr
 from manifoldagg.errors import ManifoldAggError, WireError
 from manifoldagg.federated import Payload, Receipt, Server, Ticket
+from manifoldagg.federated.clients.compression import Codec
 from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.types import check_parameter_space, extra_fields
 from manifoldagg.integrations.flower.metrics import MAX_SAMPLES, sample_count
@@ -19,6 +20,7 @@ from manifoldagg.integrations.flower.records import (
     RECORD_KEY,
     array_record,
     bytes_to_record,
+    codec_to_record,
     numpy_supports,
     record_to_bytes,
     state_dict,
@@ -54,15 +56,26 @@ class MessageCodec:
         wire: whether messages have the wire format. `None`: if the rule requires more than models, or the message
             contains more.
         compress: whether the wire format is compressed, without loss.
+        codec: the codec of the nodes' updates; `None` if they are not encoded.
         key: the key of the model in a message.
         weighted_by_key: the name of the metric with the number of samples of a node.
     """
 
-    def __init__(self, server: Server, wire: bool | None, compress: bool, *, key: str, weighted_by_key: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        wire: bool | None,
+        compress: bool,
+        *,
+        key: str,
+        weighted_by_key: str,
+        codec: Codec | None = None,
+    ) -> None:
         self._server = server
         self._space = check_parameter_space(server.space)
         self._rule_needs_wire = any(extra_fields(server.rule))
-        self._wire = self._rule_needs_wire if wire is None else wire
+        self._wire = codec is not None or (self._rule_needs_wire if wire is None else wire)
+        self._codec = codec
         self._wire_if_needed = wire is None
         self._compress = compress
         self._key = key
@@ -72,7 +85,7 @@ class MessageCodec:
         # The latest packed model. Replies of nodes are rarely waited for, so that one version is enough.
         self._packed: _PackedModel | None = None
 
-    def dispatch(self, node: int) -> tuple[str, dict[str, ArrayRecord]]:
+    def dispatch(self, node: int) -> tuple[str, dict[str, ArrayRecord | ConfigRecord]]:
         """Dispatch the current model to a node; messages of one version share their arrays.
 
         Returns:
@@ -82,7 +95,8 @@ class MessageCodec:
         ticket, base = self._server.dispatch_shared(node)
         message = ticket.message
         if self._wire or (self._wire_if_needed and (message.tensors or message.numbers)):
-            return ticket.id, {RECORD_KEY: bytes_to_record(pack(ticket, compress=self._compress))}
+            records = codec_to_record(self._codec)
+            return ticket.id, {RECORD_KEY: bytes_to_record(pack(ticket, compress=self._compress)), **records}
         if self._packed is None or not _have_same_model(self._packed.ticket, ticket):
             model = self._space.views(message.start) | dict(message.buffers)
             is_current = isinstance(base, InMemoryTree) and base.tree is message.start
@@ -111,19 +125,25 @@ class MessageCodec:
 
     def _receive(self, ticket: str, content: RecordDict) -> Receipt:
         data = record_to_bytes(content)
-        if data is not None or self._rule_needs_wire:
-            return self._server.receive(ticket, partial(_with_safe_errors, self._decode_payload, data, ticket))
+        if data is not None or self._rule_needs_wire or self._codec is not None:
+            load = partial(_with_safe_errors, self._decode_payload, data, ticket)
+            return self._server.receive(ticket, load, codec=self._codec)
         samples = sample_count(content, self._weighted_by_key) or 0
         decode = partial(_with_safe_errors, self._decode_model, content)
         return self._server.receive_model(ticket, decode, samples=samples)
 
     def _decode_payload(self, data: bytes | None, ticket: str) -> Payload:
         if data is None:
-            rule = type(self._server.rule).__name__
-            raise WireError(f"wire: expected a reply of `client_app`, as {rule} requires more than the model")
+            needs = (
+                f"{type(self._server.rule).__name__} requires more than the model"
+                if self._codec is None
+                else "the strategy has a codec"
+            )
+            raise WireError(f"wire: expected a reply of `client_app`, as {needs}")
         if (found := ticket_of(data)) not in (None, ticket):
             raise WireError(f"ticket: expected that of the task, {ticket}, got {found}")
-        payload: Payload = unpack(data, spec=self._space)
+        # An encoded payload has no named parameters.
+        payload: Payload = unpack(data, spec=self._space if self._codec is None else None)
         return payload
 
     def _decode_model(self, content: RecordDict) -> dict[str, Tensor]:

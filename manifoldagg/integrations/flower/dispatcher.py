@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import flwr.app
-from flwr.app import ArrayRecord, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from manifoldagg.errors import ArgumentError
@@ -46,7 +46,7 @@ class _TrainTask(NamedTuple):
     """A training task. Once its message is sent, only the id of its ticket is stored."""
 
     id: str
-    records: dict[str, ArrayRecord] | None = None
+    records: dict[str, ArrayRecord | ConfigRecord] | None = None
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class MessageDispatcher:
         server: Server,
         report: RunReport,
         *,
-        dispatch: Callable[[int], tuple[str, dict[str, ArrayRecord]]],
+        dispatch: Callable[[int], tuple[str, dict[str, ArrayRecord | ConfigRecord]]],
         bound_evaluation: Callable[[RecordDict], RecordDict],
         largest_reply_bytes: int,
         poll_interval: float,
@@ -190,7 +190,7 @@ class MessageDispatcher:
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation not in over]
         return over
 
-    def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord]]]:
+    def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
         """Return the nodes that train next, with the records of their messages."""
         return [
             (node, work.records)

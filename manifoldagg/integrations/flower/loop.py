@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Durability, Rule, Server
+from manifoldagg.federated.clients.compression import Codec
 from manifoldagg.federated.server.client_sampling import ClientSampler, rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.integrations.flower.codec import MessageCodec
@@ -51,6 +52,7 @@ class TrainingLoop(Strategy):
     task_timeout: float | None
     wire: bool | None
     compress: bool
+    codec: Codec | None
     min_available_nodes: int
     weighted_by_key: str
     arrayrecord_key: str
@@ -165,7 +167,12 @@ class TrainingLoop(Strategy):
         callbacks = [self._report.on_event, *map(self._report.guarded, self.on_event)]
         self._unsubscribe = [self.server.on_event(callback) for callback in callbacks]
         self._codec = MessageCodec(
-            self.server, self.wire, self.compress, key=self.arrayrecord_key, weighted_by_key=self.weighted_by_key
+            self.server,
+            self.wire,
+            self.compress,
+            key=self.arrayrecord_key,
+            weighted_by_key=self.weighted_by_key,
+            codec=self.codec,
         )
         self._accepted_contents = []
         self._rounds = Rounds(path)

@@ -1,24 +1,38 @@
 """Conversion of models and bytes to Flower records and back."""
 
 import io
+import json
 import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
 from manifoldagg.errors import WireError
+from manifoldagg.federated.clients.compression import Codec, codec_from_spec
 from manifoldagg.kernels.alloc import in_huge_pages
 from manifoldagg.manifolds.model_io import as_tensors
 from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["RECORD_KEY", "array_record", "bytes_to_record", "numpy_supports", "record_to_bytes", "state_dict"]
+__all__ = [
+    "RECORD_KEY",
+    "array_record",
+    "bytes_to_record",
+    "codec_from_record",
+    "codec_to_record",
+    "num_bytes",
+    "numpy_supports",
+    "record_to_bytes",
+    "state_dict",
+]
 
 RECORD_KEY = "manifoldagg"
 """The name of the record with bytes in the wire format."""
+CODEC_KEY = "manifoldagg-codec"
+"""The name of the record with the codec of a node's update."""
 ENTRY_NAME = "wire"
 WIRE_STYPE = "manifoldagg.wire"
 NUMPY_STYPE = "numpy.ndarray"
@@ -52,6 +66,37 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
         WireError: naming an array that is not an array of numbers.
     """
     return {name: _tensor_from_array(name, array) for name, array in record.items()}
+
+
+def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
+    """Return the record that asks a node to encode its update, by its name; empty without a codec.
+
+    Example:
+        >>> from manifoldagg.federated.clients import Int8
+        >>> codec_from_record(RecordDict(codec_to_record(Int8(block=64))))
+        Int8(block=64)
+    """
+    return {} if codec is None else {CODEC_KEY: ConfigRecord({"spec": json.dumps(codec.spec())})}
+
+
+def codec_from_record(content: RecordDict) -> Codec | None:
+    """Return the codec that a message asks for, or `None`.
+
+    Raises:
+        ArgumentError: if this version of the library does not have the codec.
+    """
+    record = content.config_records.get(CODEC_KEY)
+    return None if record is None else codec_from_spec(json.loads(str(record["spec"])))
+
+
+def num_bytes(content: RecordDict) -> int:
+    """Return the size of all arrays of a message in bytes.
+
+    Example:
+        >>> num_bytes(RecordDict({"update": bytes_to_record(b"12345")}))
+        5
+    """
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
 
 
 def numpy_supports(dtype: torch.dtype) -> bool:

@@ -44,6 +44,7 @@ class RunReport:
 
     def __init__(self) -> None:
         self._staleness: list[int] = []
+        self._num_bytes = 0
         self._rejected: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._events: Counter[tuple[int, str]] = Counter()
@@ -53,6 +54,10 @@ class RunReport:
     def accept(self, staleness: int) -> None:
         """Count an accepted update."""
         self._staleness.append(staleness)
+
+    def add_bytes(self, count: int) -> None:
+        """Add the size in bytes of a reply to a training task, accepted or not."""
+        self._num_bytes += count
 
     def reject(self, node: int, reason: str) -> None:
         """Count a rejected update by the field that its reason begins with, as `Server.rejected` does."""
@@ -105,13 +110,14 @@ class RunReport:
             accepted: the number of accepted updates.
 
         Returns:
-            `accepted`, `rejected` and `failed`; and `rejected-FIELD` and `failed-KIND` for those that occurred.
+            `accepted`, `rejected` and `failed`; `rejected-FIELD` and `failed-KIND` for those that occurred; and
+            `received-bytes` if `add_bytes` was called.
         """
         found = {"accepted": accepted}
         for name, counts in (("rejected", self._rejected), ("failed", self._failed)):
             found[name] = counts.total()
             found |= {f"{name}-{kind}": count for kind, count in sorted(counts.items())}
-        return found
+        return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
         """Return aggregated metrics with the counts of the current round; existing names keep their values."""
@@ -140,6 +146,7 @@ class RunReport:
             seconds,
         )
         self._staleness = []
+        self._num_bytes = 0
         self._rejected.clear()
         self._failed.clear()
 

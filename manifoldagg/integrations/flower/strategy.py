@@ -10,9 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, Recor
 from flwr.serverapp import Grid
 from torch import nn
 
-from manifoldagg._validation import check_choice, check_count, check_number, short_repr
+from manifoldagg._validation import check_choice, check_count, check_instance, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Durability, Rule
+from manifoldagg.federated.clients.compression import Codec, codec_from_spec
 from manifoldagg.federated.server.client_sampling import rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import check_option
@@ -21,6 +22,7 @@ from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
 from manifoldagg.integrations.flower.loop import AggregateFn, FlowerMessage, TrainingLoop
 from manifoldagg.integrations.flower.metrics import bounded_metrics, sample_count, weighted_mean, with_sample_count
+from manifoldagg.integrations.flower.records import num_bytes
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
 from manifoldagg.manifolds.buffer_policies import BufferPolicy, check_buffer_policy
 
@@ -45,7 +47,8 @@ class Asynchronous(TrainingLoop):
     have the meaning that they have in Flower's strategies, and can be overridden.
 
     The logger `"flwr"` receives a line for each round, and lines for rejected updates and failed nodes. The training
-    metrics of each round contain the numbers `accepted`, `rejected` and `failed`.
+    metrics of each round contain the numbers `accepted`, `rejected` and `failed`. With a codec, they also contain
+    `received-bytes`, the size of the replies to training tasks.
 
     Args:
         rule: the aggregation rule.
@@ -57,6 +60,9 @@ class Asynchronous(TrainingLoop):
         wire: whether messages have the wire format, which only nodes with `client_app` read. `None`: if the rule
             requires or sends more than models.
         compress: whether messages in the wire format are compressed, without loss.
+        codec: the lossy codec of the updates, such as `TopK(fraction=0.01)` or `Int8()` of
+            `manifoldagg.federated.clients`. All nodes need `client_app`, which stores the residual of the error
+            feedback on the node.
         fraction_evaluate: the fraction of the nodes that evaluate the model of a round; 0 for none.
         min_evaluate_nodes: the minimum number of nodes that evaluate. With fewer nodes the evaluation is skipped.
         min_available_nodes: the number of nodes that `start` waits for, for at most `timeout` seconds.
@@ -100,6 +106,7 @@ class Asynchronous(TrainingLoop):
         task_timeout: float | None = None,
         wire: bool | None = None,
         compress: bool = False,
+        codec: Codec | None = None,
         fraction_evaluate: float = 1.0,
         min_evaluate_nodes: int = 2,
         min_available_nodes: int = 2,
@@ -139,8 +146,14 @@ class Asynchronous(TrainingLoop):
         self.task_timeout = None if task_timeout is None else check_number("task_timeout", task_timeout, above=0)
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
+        if codec is not None:
+            check_instance("codec", codec, Codec, "TopK() or Int8()")
+            codec_from_spec(codec.spec())  # nodes construct the codec from this spec
+            if wire is False:
+                raise ArgumentError("wire: expected None or True, as encoded updates have the wire format")
         self.wire = wire
         self.compress = compress
+        self.codec = codec
         self.fraction_evaluate = check_number("fraction_evaluate", fraction_evaluate, at_least=0, at_most=1)
         self.min_evaluate_nodes = check_count("min_evaluate_nodes", min_evaluate_nodes, at_least=0)
         self.min_available_nodes = check_count("min_available_nodes", min_available_nodes, at_least=0)
@@ -167,7 +180,7 @@ class Asynchronous(TrainingLoop):
             f"│\t├── Updates per round: {self.updates or 'one per node'}",
             f"│\t├── Concurrency: {self.concurrency or 'one task per node'}",
             f"│\t├── Task timeout: {timeout}",
-            f"│\t└── Messages: {'wire format' if wire else 'ArrayRecord'}",
+            f"│\t└── Messages: {'wire format' if wire or self.codec else 'ArrayRecord'}",
             "├──> Sampling:",
             f"│\t├── Fraction: evaluate ({self.fraction_evaluate:.2f})",
             f"│\t├── Minimum nodes: evaluate ({self.min_evaluate_nodes})",
@@ -282,6 +295,8 @@ class Asynchronous(TrainingLoop):
         node, ticket = task
         accepted = False
         if reply.has_content():  # the dispatcher has reported a reply with an error
+            if self.codec is not None:
+                self._report.add_bytes(num_bytes(reply.content))
             receipt = self._codec.receive(ticket, reply.content)
             accepted = receipt.accepted
             if accepted:
@@ -297,7 +312,12 @@ class Asynchronous(TrainingLoop):
         self._dispatcher.complete(name, succeeded=accepted)
 
     def _make_message(
-        self, message_type: str, node: int, server_round: int, arrays: dict[str, ArrayRecord], config: ConfigRecord
+        self,
+        message_type: str,
+        node: int,
+        server_round: int,
+        arrays: dict[str, ArrayRecord | ConfigRecord],
+        config: ConfigRecord,
     ) -> FlowerMessage:
         content = RecordDict({**arrays, self.configrecord_key: config})
         return FlowerMessage(

@@ -12,6 +12,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import MemoryPolicy, Payload, Server, ServerLimits, Update, aggregate
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.rules import (
+    ACE,
     ASGD,
     CA2FL,
     DCASGD,
@@ -65,6 +66,7 @@ RULES = [
     DeFedAvg(2, 0.5),
     CA2FL(2, 0.5),
     CA2FL(3, 0.5, unknown="mean"),
+    ACE(0.5),
     AsyncFedED(warm_up=1),
     OrthoFL(),
     OrthoFL(calibration="pairwise", granularity="model"),
@@ -227,7 +229,9 @@ def test_nothing_of_the_size_of_a_matrix_is_formed():
         assert largest.numel <= 2 * 10**5 * 2 * 6
 
 
-@pytest.mark.parametrize("rule", [Momentum(FedAsync(0.5)), CA2FL(2), FedBuff(7), AsyncCorrected(correction=OrthoDyn())])
+@pytest.mark.parametrize(
+    "rule", [Momentum(FedAsync(0.5)), CA2FL(2), ACE(0.5), FedBuff(7), AsyncCorrected(correction=OrthoDyn())]
+)
 def test_ranks_do_not_grow(rule):
     space = Product({"q": LowRank(40, 30, 2, state_rank=5), "head": Flat(3)})
     current = drawn(space, 0)
@@ -267,7 +271,9 @@ def driven(server, turns, seed):
         assert receipt.accepted, receipt.reason
 
 
-@pytest.mark.parametrize("rule", [FedBuff(2), CA2FL(2), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str)
+@pytest.mark.parametrize(
+    "rule", [FedBuff(2), CA2FL(2), ACE(0.5), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str
+)
 def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
     server = Server(

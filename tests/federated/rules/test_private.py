@@ -225,6 +225,7 @@ WHY = {
     "FedAsync": "every update moves the model",
     "AsyncBezier": "every update moves the model",
     "DelayedNesterov": "every update moves the model",
+    "ACE": "it stores each client's update and adds it again",
     "CA2FL": "it stores each client's update and adds it again",
     "MasFL": "it stores a control variate of each client",
     "OrthoFL": "clients start from their own updates",

@@ -9,6 +9,7 @@ from manifoldagg import Server, aggregate
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload
 from manifoldagg.federated.rules import (
+    ACE,
     ASGD,
     CA2FL,
     FADAS,
@@ -39,6 +40,7 @@ RULES = {
     "FedAdam": FedAdam(1, 1e-2),
     "FADAS": FADAS(2, 1e-2),
     "CA2FL": CA2FL(2, 100.0, clients=3),
+    "ACE": ACE(100.0, clients=3),
     "Median": Median(1),
     "Momentum": Momentum(ASGD(1.0)),
     "HeLoCo": HeLoCo(),

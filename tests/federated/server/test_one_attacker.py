@@ -7,6 +7,7 @@ import torch
 
 from manifoldagg.federated import Payload, Server, ServerLimits, Update, UpdateLimits
 from manifoldagg.federated.rules import (
+    ACE,
     ASGD,
     CA2FL,
     DCASGD,
@@ -67,6 +68,7 @@ BOUNDS = {
     "FedBuff": (FedBuff(4, 0.5, staleness=lambda late: 0.5), -ALONG, 3, lambda r: 0.5 * 0.5 * r / 4),
     "FedAvg": (FedAvg(4, 0.5), -ALONG, 3, lambda r: 0.5 * r / 4),
     "CA2FL": (CA2FL(4, 0.5, clients=10), -ALONG, 3, lambda r: 0.5 * r / 4),
+    "ACE": (ACE(0.5, clients=10), -ALONG, 0, lambda r: 0.5 * r / 10),
     "Median": (Median(5), -ALONG, 4, lambda r: 0.0),
     "TrimmedMean": (TrimmedMean(5, trim=1), -ALONG, 4, lambda r: 0.0),
     "Krum": (Krum(5, num_byzantine=1), -ALONG, 4, lambda r: 0.0),

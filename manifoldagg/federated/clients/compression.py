@@ -1,0 +1,332 @@
+"""Compression of client updates: top-k and 8-bit codecs, and error feedback."""
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldagg._validation import KeywordHints, check_count, check_finite, check_instance, check_number, short_repr
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.types import Payload
+
+__all__ = ["Codec", "ErrorFeedback", "Int8", "TopK", "codec_from_spec", "decode_payload"]
+
+PREFIX = "codec/"
+"""The prefix of the names of encoded tensors in a payload."""
+MAX_CODE = 127
+"""The largest 8-bit code. The codes are symmetric, so -128 is not used."""
+
+
+@dataclass(frozen=True)
+class Codec(KeywordHints, abc.ABC):
+    """A lossy encoding of an update as a few small tensors.
+
+    A codec is a value without state: the client and the server construct equal codecs.
+    [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] adds the state of a client.
+    """
+
+    @abc.abstractmethod
+    def encode(self, update: Tensor) -> dict[str, Tensor]:
+        """Encode a vector (P,) as named tensors.
+
+        Raises:
+            ArgumentError: if `update` is not a finite vector of floating-point numbers.
+        """
+
+    @abc.abstractmethod
+    def decode(self, tensors: Mapping[str, Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """Decode a vector.
+
+        Args:
+            tensors: the result of `encode`. They may come from an untrusted client.
+            size: the number P of entries.
+            dtype: the dtype of the encoded vector.
+
+        Raises:
+            ArgumentError: if the tensors are not an encoding of a vector of this size and dtype.
+        """
+
+    @abc.abstractmethod
+    def num_bytes(self, size: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return the size in bytes of the encoding of a vector with `size` entries."""
+
+    def spec(self) -> dict[str, Any]:
+        """Return the name and the options of the codec as JSON values, for `codec_from_spec`."""
+        return {"name": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    r"""The $k = \lceil \text{fraction} \cdot P \rceil$ entries with the largest absolute values, with their indices.
+
+    All other entries are decoded as 0. The transmitted entries are exact.
+
+    Size: $k\,(b + 4)$ bytes, where $b$ is the size of a number. For at least $2^{31}$ entries it is $k\,(b + 8)$ bytes.
+
+    Args:
+        fraction: the fraction of the entries to transmit, in (0, 1].
+
+    Raises:
+        ArgumentError: if `fraction` is out of range.
+
+    Source: Stich, Cordonnier, Jaggi 2018 (Sparsified SGD with Memory), Definition 2.1.
+
+    Example:
+        >>> codec = TopK(fraction=0.5)
+        >>> sent = codec.encode(torch.tensor([0.1, -3.0, 2.0, 0.5]))
+        >>> codec.decode(sent, 4, torch.float32), codec.num_bytes(4)
+        (tensor([ 0., -3.,  2.,  0.]), 16)
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("fraction", self.fraction, above=0, at_most=1)
+
+    def encode(self, update: Tensor) -> dict[str, Tensor]:
+        _check_vector(update)
+        size = update.numel()
+        chosen = update.abs().topk(self._count(size), sorted=False).indices.sort().values
+        return {"indices": chosen.to(_index_dtype(size)), "values": update[chosen]}
+
+    def decode(self, tensors: Mapping[str, Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        count = self._count(size)
+        _check_tensors(tensors, {"indices": (_index_dtype(size), count), "values": (dtype, count)})
+        chosen = tensors["indices"].long()
+        # Increasing indices are distinct, so the result does not depend on the order of the writes.
+        if bool((chosen[1:] <= chosen[:-1]).any()) or not 0 <= int(chosen[0]) <= int(chosen[-1]) < size:
+            raise ArgumentError(f"points: expected increasing indices from 0 to {size - 1}")
+        return torch.zeros(size, dtype=dtype, device=chosen.device).index_put_((chosen,), tensors["values"])
+
+    def num_bytes(self, size: int, dtype: torch.dtype = torch.float32) -> int:
+        return self._count(size) * (dtype.itemsize + _index_dtype(size).itemsize)
+
+    def _count(self, size: int) -> int:
+        return min(size, max(1, math.ceil(self.fraction * size)))
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    r"""8-bit integers with one scale for each block of entries, rounded to the nearest integer.
+
+    $$s_b = \frac{\max_{i \in b} |x_i|}{127}, \qquad q_i = \operatorname{round}(x_i / s_b) \in [-127, 127],
+      \qquad \hat x_i = s_b\, q_i.$$
+
+    The error of an entry is at most $s_b / 2$, up to the rounding of the floating-point numbers. Ties round to even.
+
+    Size: $P + b \lceil P / \text{block} \rceil$ bytes, where $b$ is the size of a scale: 4 bytes, or 8 bytes for
+    float64.
+
+    Args:
+        block: the number of consecutive entries with a common scale. Smaller blocks are more accurate and have more
+            scales.
+
+    Raises:
+        ArgumentError: if `block` is not a positive integer.
+
+    Source: Dettmers et al. 2022 (8-bit Optimizers via Block-wise Quantization), Section 2.1, with linear codes.
+
+    Example:
+        >>> codec = Int8()
+        >>> sent = codec.encode(torch.tensor([1.0, -127.0, 63.4]))
+        >>> sent["codes"], codec.num_bytes(1000)
+        (tensor([   1, -127,   63], dtype=torch.int8), 1016)
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        check_count("block", self.block)
+
+    def encode(self, update: Tensor) -> dict[str, Tensor]:
+        _check_vector(update)
+        blocks = self._blocks(update.to(_scale_dtype(update.dtype)))
+        scales = blocks.abs().amax(1) / MAX_CODE
+        # The scale of a block of zeros is 0. A subnormal scale is rounded, so a code may exceed the range.
+        codes = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
+        return {"codes": codes.flatten()[: update.numel()].to(torch.int8), "scales": scales}
+
+    def decode(self, tensors: Mapping[str, Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        wide = _scale_dtype(dtype)
+        _check_tensors(tensors, {"codes": (torch.int8, size), "scales": (wide, -(-size // self.block))})
+        largest = torch.finfo(dtype).max
+        # 127 times the scale of the largest number may overflow, so the product is computed in float64 and clamped.
+        product = self._blocks(tensors["codes"].double()) * tensors["scales"].double()[:, None]
+        return product.flatten()[:size].clamp_(-largest, largest).to(dtype)
+
+    def num_bytes(self, size: int, dtype: torch.dtype = torch.float32) -> int:
+        return size + -(-size // self.block) * _scale_dtype(dtype).itemsize
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """Return the entries in rows of one block, with zeros at the end."""
+        return torch.nn.functional.pad(x, (0, -x.numel() % self.block)).view(-1, self.block)
+
+
+class ErrorFeedback:
+    r"""The state of a client that compresses its updates: the residual, which the codec has not transmitted yet.
+
+    $$v_t = \Delta_t + e_{t-1}, \qquad c_t = \operatorname{decode}(\operatorname{encode}(v_t)), \qquad
+      e_t = v_t - c_t, \qquad e_0 = 0.$$
+
+    The client transmits $c_t$ in place of its update $\Delta_t$. The sum of all transmitted updates therefore differs
+    from the sum of all updates by the last residual only. For `TopK` and `Int8`, $c_t + e_t = v_t$ holds exactly in
+    floating point.
+
+    Create one object for each client, and store its `state_dict` with the client's state. If an update is lost or
+    rejected, its transmitted part is lost. To transmit it again, load the state from before `encode`.
+
+    Args:
+        codec: the codec, such as `TopK(fraction=0.01)` or `Int8()`.
+
+    Attributes:
+        codec: the codec.
+        residual: $e_t$ in the shape of the update; `None` before the first update.
+
+    Raises:
+        ArgumentError: if `codec` is not a codec.
+
+    Source: Karimireddy et al. 2019 (Error Feedback Fixes SignSGD and other Gradient Compression Schemes), Algorithm 2.
+
+    Example:
+        >>> feedback = ErrorFeedback(TopK(fraction=0.5))
+        >>> feedback.encode(torch.tensor([3.0, 2.0]))["values"], feedback.residual
+        (tensor([3.]), tensor([0., 2.]))
+        >>> feedback.encode(torch.tensor([1.0, 2.0]))["values"], feedback.residual
+        (tensor([4.]), tensor([1., 0.]))
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec: Codec = check_instance("codec", codec, Codec, "TopK() or Int8()")
+        self.residual: Tensor | None = None
+
+    def encode(self, update: Tensor) -> dict[str, Tensor]:
+        """Encode the sum of an update and the residual, and replace the residual.
+
+        Args:
+            update: the displacement of the client, of any shape. All updates of a client have the same shape and dtype.
+
+        Raises:
+            ArgumentError: if the update has another shape or dtype than the residual, or is not finite. The residual is
+                then unchanged.
+        """
+        update = update.detach()
+        if self.residual is not None:
+            expected, got = ((tuple(x.shape), x.dtype) for x in (self.residual, update))
+            if expected != got:
+                raise ArgumentError(f"update: expected shape and dtype {expected}, as in the residual, got {got}")
+            update = update + self.residual.to(update.device)
+        flat = update.flatten()
+        tensors = self.codec.encode(flat)
+        self.residual = (flat - self.codec.decode(tensors, flat.numel(), flat.dtype)).view(update.shape)
+        return tensors
+
+    def encode_payload(self, payload: Payload, start: Tensor) -> Payload:
+        """Return a payload with the encoded displacements in place of its points.
+
+        Pack the result without `spec`, because it does not contain named parameters. The server decodes it in
+        `Server.receive(ticket, payload, codec=codec)`.
+
+        Args:
+            payload: the payload of a trainer.
+            start: the start model (P,) of the ticket, `ticket.message.start`.
+
+        Raises:
+            ArgumentError: as in `encode`.
+
+        Example:
+            >>> feedback, start = ErrorFeedback(TopK(fraction=0.25)), torch.zeros(4)
+            >>> payload = Payload(torch.tensor([[0.0, 0.5, 2.0, 0.0]]), samples=10)
+            >>> encoded = feedback.encode_payload(payload, start)
+            >>> payload.nbytes, encoded.nbytes
+            (16, 8)
+            >>> decode_payload(feedback.codec, encoded, start).points
+            tensor([[0., 0., 2., 0.]])
+        """
+        points = payload.points.detach()
+        tensors = self.encode(points - start.to(points.device))
+        named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+        return replace(payload, points=points.new_empty(len(points), 0), tensors={**payload.tensors, **named})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the residual; an empty dict before the first update."""
+        return {} if self.residual is None else {"residual": self.residual}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state_dict`.
+
+        Raises:
+            ArgumentError: if it has other entries than a finite tensor `residual`.
+        """
+        if state.keys() - {"residual"}:
+            raise ArgumentError(f"state: expected the entry 'residual', got {short_repr(sorted(state))}")
+        residual = state.get("residual")
+        self.residual = None if residual is None else check_finite("state: residual", residual).clone()
+
+
+def decode_payload(codec: Codec, payload: Payload, start: Tensor) -> Payload:
+    """Return the payload with points, from the result of `ErrorFeedback.encode_payload`.
+
+    Args:
+        codec: the codec of the client.
+        payload: the encoded payload. It may come from an untrusted client.
+        start: the start model (P,) of the client.
+
+    Raises:
+        ArgumentError: if the payload does not match the codec.
+    """
+    given = payload.points
+    if given.ndim != 2 or given.shape[1] or not len(given):
+        raise ArgumentError(f"points: expected an encoded payload, with points (n, 0), got {tuple(given.shape)}")
+    encoded = {
+        name.removeprefix(PREFIX): x.to(start.device) for name, x in payload.tensors.items() if name.startswith(PREFIX)
+    }
+    others = {name: x for name, x in payload.tensors.items() if not name.startswith(PREFIX)}
+    change = codec.decode(encoded, len(given) * start.numel(), given.dtype)
+    return replace(payload, points=start + change.view(len(given), -1), tensors=others)
+
+
+def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
+    """Return the codec of a `Codec.spec`.
+
+    Raises:
+        ArgumentError: if the name or an option is unknown or invalid.
+
+    Example:
+        >>> codec_from_spec(TopK(fraction=0.1).spec())
+        TopK(fraction=0.1)
+    """
+    options = dict(spec)
+    name = options.pop("name", None)
+    kinds: dict[str, type[Codec]] = {"TopK": TopK, "Int8": Int8}
+    if name not in kinds:
+        raise ArgumentError(f"codec: expected one of {', '.join(kinds)}, got {short_repr(name)}")
+    return kinds[name](**options)
+
+
+def _check_vector(update: Tensor) -> None:
+    if update.ndim != 1 or not update.numel() or not update.is_floating_point():
+        given = f"{tuple(update.shape)}, {update.dtype}"
+        raise ArgumentError(f"update: expected a vector of floating-point numbers, got {given}")
+    check_finite("update", update)
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
+    """Check the names, dtypes, sizes and finiteness of encoded tensors."""
+    got = {name: (x.dtype, x.numel() if x.ndim == 1 else tuple(x.shape)) for name, x in tensors.items()}
+    if got != dict(expected):
+        raise ArgumentError(f"points: expected encoded tensors {short_repr(dict(expected))}, got {short_repr(got)}")
+    for name, x in tensors.items():
+        if x.is_floating_point():
+            check_finite(f"points: {name}", x)
+
+
+def _index_dtype(size: int) -> torch.dtype:
+    return torch.int32 if size <= 2**31 else torch.int64
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

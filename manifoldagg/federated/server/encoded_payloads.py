@@ -1,0 +1,44 @@
+"""Decoding of compressed payloads, relative to the base of their tickets."""
+
+from collections.abc import Callable
+from typing import Any
+
+from manifoldagg._validation import check_instance
+from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.compression import Codec, decode_payload
+from manifoldagg.federated.server.records import PendingTicket
+from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.types import Payload
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["decoding_loader"]
+
+
+def decoding_loader(
+    codec: Codec, payload: Payload | Callable[[], Payload], space: Manifold, state: ServerState
+) -> Callable[[PendingTicket], Payload]:
+    """Return a function that decodes a payload of `ErrorFeedback.encode_payload`, for the ticket that it is given.
+
+    Args:
+        codec: the codec of the client.
+        payload: the payload, or a function that returns it, as in `Server.receive`.
+        space: the space of the server.
+        state: the state of the server.
+
+    Raises:
+        ArgumentError: if `codec` is not a codec, or the space has curved leaves, on which displacements have no sum.
+    """
+    check_instance("codec", codec, Codec, "TopK() or Int8()")
+    if not (space.flat or space.ambient):
+        raise ArgumentError(
+            f"codec: expected None, as displacements on {space} cannot be added; send uncompressed models"
+        )
+
+    def load(ticket: PendingTicket) -> Payload:
+        if ticket.base_key is None or ticket.custom_start:
+            raise ArgumentError("codec: expected None, as the client did not start from a model that the server stores")
+        given: Any = payload
+        given = check_instance("payload", given if isinstance(given, Payload) else given(), Payload)
+        return decode_payload(codec, given, state.store.load(ticket.base_key))
+
+    return load
