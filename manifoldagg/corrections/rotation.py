@@ -1,4 +1,4 @@
-"""Rotation of a control point with the chord of its curve."""
+"""Rotation of the middle control point of a curve together with its chord."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["rotate_control", "rotation_coefficients"]
 
 NEARLY_OPPOSITE = 1e-3
-r"""If $1 + \\cos$ is below this bound, the inner products do not determine the plane accurately. The second direction
-is then materialised and its inner products are recomputed."""
+r"""If $1 + \cos$ is below this bound, the inner products do not determine the plane accurately.
+
+The second direction is then materialised and its inner products are recomputed.
+"""
 SMALL = 1e-280
 """Squares below this bound have lost some or all of their digits to underflow."""
 
@@ -29,31 +31,31 @@ def rotate_control(
     *,
     space: Manifold | None = None,
 ) -> Float[Tensor, "..."]:
-    r"""Return the control point of a curve with a corrected chord, at the same position relative to the chord.
+    r"""Rotate the middle control point of a curve so that its position relative to the corrected chord stays the same.
+
+    The chord of the curve is $\Theta_i - \Theta^t$, and the corrected chord is $\hat\Theta - \Theta^\tau$:
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
 
-    $R$ rotates the plane of the two chords so that the unit vector $a$ of $\Theta_i - \Theta^t$ becomes the unit vector
-    $b$ of $\hat\Theta - \Theta^\tau$. It leaves vectors orthogonal to the plane unchanged. With Gram-Schmidt
-    coordinates of that plane,
+    $R$ rotates the plane of the two chords. It maps the unit vector $a$ of the chord to the unit vector $b$ of the
+    corrected chord, and leaves vectors orthogonal to the plane unchanged:
 
     $$R\, x = x - \frac{\langle a + b, x\rangle}{1 + \langle a, b\rangle}\,(a + b) + 2 \langle a, x\rangle\, b.$$
 
-    Two cases are special:
+    There are two special cases:
 
     - Opposite chords do not span a plane. $R$ then negates the component along $a$ and leaves the rest unchanged.
-      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, which is the size
-      of rounding errors.
-    - A chord of length 0 has no direction. $R$ is then the identity. The tangent correction also has $R = I$, because
-      its chords are parallel.
+      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, the size of
+      rounding errors.
+    - A chord of length 0 has no direction. $R$ is then the identity, as for parallel chords.
 
     Args:
         control: $\varphi$, the interior control point of a curve of degree 2: (P,), or of the shape of `space`.
         base: $\Theta^t$, the point where the update started.
         end: $\Theta_i$, the point where the update ended.
         current: $\Theta^\tau$, the current model of the server.
-        corrected_end: $\hat\Theta$, the corrected end point, which must be computed first.
-        space: the space of the points. It must be flat, because a rotation of points is only defined there.
+        corrected_end: $\hat\Theta$, the corrected end point.
+        space: the space of the points. It must be flat, because points of a curved space cannot be rotated.
 
     Returns:
         $\hat\varphi$, of the shape and dtype of `control`, summed in float64 and rounded once.
@@ -92,8 +94,7 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Return the coefficients of the rotated control point minus $\Theta^\tau$ as a linear combination of three
-    vectors.
+    r"""Express the rotated control point minus $\Theta^\tau$ as a linear combination of three vectors.
 
     Args:
         inner: (3, 3) inner products of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and
@@ -124,9 +125,9 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """Rotate with vectors instead of inner products, for chords that are nearly opposite or tiny.
+    """Rotate the control point by vectors instead of inner products, for nearly opposite or tiny chords.
 
-    The plane comes from Gram-Schmidt with one re-orthogonalisation.
+    Gram-Schmidt with one re-orthogonalisation determines the plane.
     """
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())

@@ -1,4 +1,4 @@
-"""Transport on curved spaces: move tangents from the base to the current point, and measure them there."""
+"""Transport of tangents on curved spaces from the base to the current point."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,14 +18,18 @@ from manifoldagg.manifolds.validate import check_injectivity_radius
 __all__ = ["DEFAULT_RUNGS", "TRANSPORTS", "Transport", "Transporter", "checked_log"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
-"""The transport methods, with the primitives that each needs."""
+"""The transport methods, and the primitives that each method needs."""
 
 DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
-    """The transport method of a leaf: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its number of
-    rungs.
+    """The transport method of a leaf.
+
+    Attributes:
+        leaf: the name of the leaf.
+        method: `"none"` (for a flat leaf), `"parallel"`, `"projection"` or `"ladder"`.
+        rungs: the number of rungs of a ladder; 0 for other methods.
     """
 
     leaf: str
@@ -41,10 +45,14 @@ class Transporter:
         space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
         base: $\Theta^t$, of the space's shape.
         current: $\Theta^\tau$, of the space's shape.
-        transport: the transport method. `"parallel"` is parallel transport. `"ladder"` applies the pole ladder to the
-            fraction 1 / `rungs` of the tangent, along `rungs` segments, and multiplies the result by `rungs`.
-            `"projection"` is not an isometry. By default, leaves with parallel transport in closed form use it, and
-            other leaves use a ladder.
+        transport: the transport method:
+
+            - `"parallel"` is parallel transport in closed form.
+            - `"ladder"` applies the pole ladder to the fraction 1 / `rungs` of the tangent, along `rungs` segments, and
+              multiplies the result by `rungs`.
+            - `"projection"` projects onto the tangent space, which is not an isometry.
+
+            The default is `"parallel"` for a leaf that has it in closed form, and `"ladder"` for other leaves.
         rungs: the number of rungs of a ladder.
 
     The constructor trusts its arguments; `check` validates them.
@@ -111,7 +119,7 @@ class Transporter:
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
+        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents $v$ at the base."""
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
@@ -120,7 +128,7 @@ class Transporter:
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Compute the inner products of tangents (k, P) at the current point in float64, for each leaf: (S, k, k)."""
+        """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -139,8 +147,8 @@ class Transporter:
             if kind.method == "parallel":
                 v = leaf.space._transport(x, y, v)
             elif kind.method == "ladder":
-                # The error of a rung is of third order in the tangent. Transporting a fraction of the tangent reduces
-                # it, even with few rungs.
+                # The error of a rung is of third order in the tangent. A fraction of the tangent therefore has a much
+                # smaller error, even with few rungs.
                 v = kind.rungs * formulas.pole_ladder(leaf.space, x, y, v / kind.rungs, rungs=kind.rungs)
             elif kind.method == "projection":
                 v = leaf.space._project_tangent(y, v)
@@ -163,7 +171,7 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the Gram matrix of tangents (k, *shape) at `x` in the metric of the space."""
+    """Compute the inner products of tangents (k, *shape) at `x` in the metric of the space."""
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)
