@@ -363,7 +363,6 @@ class FrameRows:
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Return tensor j of a row as a vector. `entries` is the range of this tensor in a row that is one vector."""
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 

@@ -1,6 +1,6 @@
 r"""Polynomials on [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
 
-The module contains basis polynomials, products, roots and minima. `find_sign_change` also works for other functions.
+The module computes basis polynomials, products, roots and minima.
 """
 
 import math
@@ -29,7 +29,7 @@ MAX_BISECTIONS = 52
 """The number of bisections of [0, 1] that float64 can resolve."""
 
 MAX_ITERATIONS = 100
-"""The maximum number of interpolation steps. As many bisections reduce a bracket to 2^-100 of its length."""
+"""The maximum number of interpolation steps. The same number of bisections shortens a bracket by the factor 2^-100."""
 
 
 def weights(degree: int, t: Any) -> list[Any]:
@@ -99,11 +99,13 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 
 
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
-    """Yield the sign changes of a polynomial on [0, 1] in ascending order, where 0 counts as negative.
+    """Yield the parameters in [0, 1] at which a polynomial changes its sign, in ascending order.
 
-    A polynomial has at most as many sign changes as its Bernstein coefficients (Descartes' rule of signs). The interval
-    is bisected until the coefficients of each subinterval have at most one sign change. Newton's method with a
-    bisection safeguard then computes the root.
+    A value of 0 counts as negative.
+
+    The method bisects the interval until the Bernstein coefficients of each subinterval have at most one sign change.
+    By Descartes' rule of signs, the subinterval then contains at most one root. Newton's method with a bisection
+    safeguard computes the root.
 
     Source: Lane, Riesenfeld 1981.
 
@@ -116,7 +118,7 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
         piece, low, width = pending.pop()
         signs = [value > 0 for value in piece]
         changes = sum(map(ne, signs, signs[1:]))
-        # At the resolution of float64, an odd number of inseparable sign changes counts as one.
+        # At the resolution of float64, sign changes cannot be separated. An odd number of them counts as one.
         if changes == 1 or (changes > 1 and width <= 0.5**MAX_BISECTIONS and signs[0] != signs[-1]):
             yield low + width * _isolated_root(piece)
         elif changes > 1 and width > 0.5**MAX_BISECTIONS:
@@ -146,8 +148,8 @@ def find_sign_change(
     """Find a sign change of each of several functions in its interval [`low`, `high`].
 
     Chandrupatla's method uses inverse quadratic interpolation if it is reliable, and bisection otherwise. It always
-    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low`
-    otherwise.
+    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low` for a
+    negative sign.
 
     Args:
         function: an elementwise function from (*batch,) to (*batch,).
@@ -243,7 +245,7 @@ def _isolated_root(piece: Sequence[float]) -> float:
 def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
     """Evaluate a polynomial and its derivative at `t` in [0, 1] by de Casteljau's algorithm.
 
-    The algorithm computes only convex combinations, so there is no cancellation.
+    The algorithm uses only convex combinations, so no digits cancel.
     """
     row = list(coefficients)
     n = len(row) - 1

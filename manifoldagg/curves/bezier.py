@@ -22,11 +22,11 @@ from manifoldagg.manifolds.manifold import check_is_manifold
 __all__ = ["Bezier", "BezierSpline", "check_space", "de_casteljau", "weighted_sum"]
 
 MAX_DEGREE = 1000
-"""The degree beyond which binomial coefficients overflow."""
+"""The largest degree whose binomial coefficients do not overflow."""
 
 
 class BezierSpline(CurveEmbedding):
-    r"""Base class of splines: one or more Bézier pieces of the same `degree`, with shared joints.
+    """Base class of splines that consist of Bézier pieces of the same degree. Neighbouring pieces share an end point.
 
     On a flat space, points are weighted sums of control points, and derivatives are weighted sums of their differences.
     """
@@ -68,12 +68,12 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$.
+        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are those of `__call__`.
 
         On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
-        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, it is
-        $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the velocity of the
-        piece that starts there. Arguments, result and errors are those of a call.
+        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, the
+        velocity is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the
+        velocity of the piece that starts there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
@@ -81,14 +81,13 @@ class BezierSpline(CurveEmbedding):
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$.
 
-        On a flat space it is $\iota_\varphi''(t)$, the hodograph of the hodograph. At a joint, it is the acceleration
-        of the piece that starts there.
+        On a flat space, this is $\iota_\varphi''(t)$. At a joint, it is the acceleration of the piece that starts
+        there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
 
     def _derivative(self, phi: Tensor, t: Parameter, order: int) -> Tensor:
-        """Compute a derivative on a flat space, which is a weighted sum of differences of control points."""
         piece, s = self._locate(as_parameter(t, phi))
         coefficients = basis(self.degree - order, s)
         rows = phi
@@ -113,7 +112,7 @@ class BezierSpline(CurveEmbedding):
         return speed
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the piece of each parameter and the local parameter. The end pieces extend beyond [0, 1]."""
+        """Return the piece that contains each parameter, and the local parameter, which can be outside [0, 1]."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
         joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
@@ -133,10 +132,12 @@ class Bezier(BezierSpline):
       \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
 
     On a flat space, the curve is computed as $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$. It is then contained in
-    the convex hull of its control points.
+    the convex hull of its control points. Parameters outside [0, 1] extrapolate the curve. The curve is differentiable
+    with respect to $\varphi$ and $t$.
 
     The curve starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, and up to rounding on a curved
-    one. If points are equivalence classes of tensors, the representative at the end may differ from $\varphi_n$.
+    space. If points are equivalence classes of tensors, the end point can be another representative of $\varphi_n$.
+
     Parameters outside [0, 1] extrapolate the curve. The curve is differentiable with respect to $\varphi$ and $t$.
 
     Args:
@@ -200,17 +201,17 @@ class Bezier(BezierSpline):
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Return the control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$, by de Casteljau.
+        r"""Split the curve at `t`, and return the control points of both parts.
 
-        On a curved space, the two parts agree with the curve up to an error of third order in its size. Their end
-        points are on the curve.
+        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$ for $s \in [0, 1]$. On a curved space,
+        they agree with the curve up to an error of third order in its size. Their end points are on the curve.
 
         Args:
             phi: control points (degree + 1, *space.shape).
             t: the parameter at which to split the curve.
 
         Returns:
-            Two tensors in the shape of `phi`. The last point of the first is the first point of the second.
+            Two tensors in the shape of `phi`. The last point of the first tensor is the first point of the second.
 
         Raises:
             ArgumentError: if `phi` has another shape, or `t` is not finite.
@@ -241,10 +242,10 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Return the control points of the same curve in a higher degree.
+        r"""Return the control points of the same curve as a Bézier curve of higher degree.
 
         One elevation computes the points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. The result belongs to
-        `Bezier(space, degree + times)`. On a curved space, the curves agree up to an error of third order in their
+        `Bezier(space, degree + times)`. On a curved space, the two curves agree up to an error of third order in their
         size. Their end points are the same.
 
         Args:
@@ -282,7 +283,7 @@ class Bezier(BezierSpline):
 
         Args:
             points: data points (m, *space.shape) with m > degree.
-            parameters: $t_j$ (m,). By default they are proportional to the chord length, from 0 to 1.
+            parameters: $t_j$ (m,). The default is proportional to the chord length, from 0 to 1.
             fixed_ends: whether the curve starts exactly at the first data point and ends exactly at the last one.
 
         Returns:
@@ -325,18 +326,17 @@ class Bezier(BezierSpline):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        On a flat space, the squared distance is a polynomial of degree 2n. Its Bernstein coefficients follow from one
-        Gram matrix for each point, and all roots of its derivative are compared. The result is a global minimum up to
-        the rounding of the coefficients. On a curved space, the search starts at the best of 32 parameters per control
-        point and refines it to rounding. It can miss the global minimum.
+        On a flat space, the squared distance is a polynomial of degree 2n, and the method compares all roots of its
+        derivative. The result is a global minimum up to the rounding of the coefficients. On a curved space, the method
+        evaluates 32 parameters per control point and refines the best parameter. It can then miss the global minimum.
 
         Args:
             phi: control points (degree + 1, *space.shape).
             point: points (*batch, *space.shape).
 
         Returns:
-            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The first derivatives of the
-            distances with respect to `phi` and `point` are correct. Higher derivatives are not, because the parameter
+            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The distances have correct
+            first derivatives with respect to `phi` and `point`. Higher derivatives are wrong, because the parameter
             counts as constant.
 
         Raises:
@@ -363,7 +363,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
     Args:
         space: a space with exp and log.
-        polygon: control points (n + 1, *space.shape), or those of each parameter, (*batch, n + 1, *space.shape).
+        polygon: control points (n + 1, *space.shape), or (*batch, n + 1, *space.shape) with one curve per parameter.
         t: parameters (*batch,).
 
     Returns:
@@ -384,7 +384,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, also under autocast."""
+    """Compute weighted sums (*batch, *shape) of points (k, *shape), in the dtype of the points even under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])
@@ -400,10 +400,10 @@ def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
 
 
 def check_space(space: Manifold) -> None:
-    """Check that a space supports curves: that it is flat, or has exp and log.
+    """Check that a space supports curves, that is, that the space is flat or has exp and log.
 
     Raises:
-        ArgumentError: if it does not. The message contains the missing primitive.
+        ArgumentError: if the space does not support curves. The message contains the missing primitive.
     """
     check_is_manifold(space)
     missing = sorted({"exp", "log"} - space.capabilities)

@@ -1,4 +1,4 @@
-"""Embeddings: low-dimensional subsets of the space of models that a few control points parameterise."""
+"""Base class of embeddings, which are low-dimensional subsets of the space of models with a few control points."""
 
 import abc
 from typing import Any
@@ -16,13 +16,13 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""An embedding $\iota_\varphi : M \to M_\Theta$, parameterised by `size` control points $\varphi$ of $M_\Theta$.
+    r"""A map $\iota_\varphi : M \to M_\Theta$ into the space of models, given by control points $\varphi$.
 
-    The control points are one tensor (size, *space.shape). Coordinates $x \in M$ are a tensor (*batch, *domain), where
-    `domain` is `()` for a curve and (m,) for m coordinates. All methods are differentiable with respect to $\varphi$
-    and $x$, unless they state otherwise.
-
-    An embedding is a frozen value. It does not contain $\varphi$, which is an argument of its methods.
+    Its image is a low-dimensional subset of the models, such as a curve. The control points are `size` models, stored
+    as one tensor (size, *space.shape). Coordinates $x \in M$ are a tensor (*batch, *domain), where `domain` is `()` for
+    a curve and (m,) for m coordinates. All methods are differentiable with respect to $\varphi$ and $x$, unless they
+    state otherwise. An embedding is a frozen value that does not contain $\varphi$. Its methods take $\varphi$ as an
+    argument.
     """
 
     space: Manifold
@@ -35,7 +35,7 @@ class Embedding(abc.ABC):
     @property
     @abc.abstractmethod
     def domain(self) -> tuple[int, ...]:
-        """The shape of the coordinates of one point: () for a number."""
+        """The shape of the coordinates of one point: () for a curve, whose coordinate is a number."""
 
     @abc.abstractmethod
     def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
@@ -46,11 +46,11 @@ class Embedding(abc.ABC):
         """Draw coordinates (*batch, *domain) in float64, uniform in $M$."""
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Compute the coordinates $x$ for which $\iota_\varphi(x)$ is nearest to a point, and the distance."""
+        r"""Compute the coordinates $x$ at which $\iota_\varphi(x)$ is nearest to `point`, and the distance."""
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
     def contains(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) are in the image: (*batch,)."""
+        """Return whether each of the points (*batch, *space.shape) is in the image: (*batch,)."""
         raise NotImplementedError(f"{type(self).__name__} has no contains")
 
     def collapse(self, point: Float[Tensor, "..."]) -> Float[Tensor, "size ..."]:
@@ -61,14 +61,14 @@ class Embedding(abc.ABC):
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent `u` (*batch, *domain), by one jvp."""
+        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent `u` (*batch, *domain) by one jvp."""
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], w: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
+        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape) by one vjp.
 
         It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
         """
@@ -100,6 +100,6 @@ class Embedding(abc.ABC):
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
-    """Return a bound on the displacement of a control point by rounding to the coarsest of the dtypes."""
+    """Return a bound on the rounding error of a control point in the least precise of the dtypes."""
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())
