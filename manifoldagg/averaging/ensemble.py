@@ -1,4 +1,4 @@
-"""Ensembles: predictions averaged over models drawn from an embedding, and their scores."""
+"""Ensembles: averaged predictions of models that are drawn from a curve, a tunnel or a simplex."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""The scores of predictions $p_j$ for samples with classes $y_j$.
+    r"""The scores of predicted class probabilities $p_j$ for samples with the classes $y_j$.
 
     Attributes:
         samples: the number n of samples.
@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores of the ensemble, of each drawn model and of the single model on the same samples.
+    r"""The scores of an ensemble, of each drawn model and of a single model on the same samples.
 
     Attributes:
         combined: the score of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
@@ -76,26 +76,26 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Average class probabilities over models drawn from a curve, a tunnel or a simplex.
+    r"""Average class probabilities over models that are drawn from a curve, a tunnel or a simplex.
 
-    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniform $x_j$.
+    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniformly drawn coordinates
+    $x_j$.
 
-    Batches are read once, and all models process each batch in turn. Besides coordinates and buffers, only one model is
-    in memory. The function uses the code of `model` in evaluation mode. Its parameters, buffers and modes are unchanged
-    afterwards.
+    The batches are read once, and all models process each batch in turn. At any time, the parameters of only one drawn
+    model are in memory, together with the coordinates and buffers of all of them. The models are evaluated with the
+    code of `model` in evaluation mode. Its own parameters, buffers and modes do not change.
 
     Args:
         model: a module from inputs to logits (n, classes).
         embedding: an embedding on the `ParameterSpace` of its parameters.
         phi: the parameters of the embedding.
-        batches: pairs (inputs, classes), or mappings with the keyword arguments of the model and, under the name
-            `targets`, the classes.
-        single: the model that the ensemble is compared with (P,).
+        batches: pairs (inputs, classes), or mappings that contain the keyword arguments of the model and the classes.
+        single: the model (P,) with which the ensemble is compared.
         generator: the random number generator for the coordinates.
         draws: the number $n$ of drawn models.
-        refresh: training batches for the statistics of BatchNorm, in the same form or inputs alone. They are read once
-            for each model, and are required if the model has such layers. Do not use the evaluation data.
-        targets: the name of the classes in batches that are mappings.
+        refresh: training batches for the statistics of BatchNorm, in the form of `batches` or inputs alone. They are
+            required if the model has BatchNorm layers, and are read once for each model. Do not use evaluation data.
+        targets: the key of the classes in batches that are mappings.
 
     Returns:
         The accuracy and NLL of the ensemble, of its members and of the single model, and the drawn coordinates.
