@@ -68,7 +68,7 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the span of the points around the point with the largest weight, or `None` if the space has no spans."""
+    """Return the span of the points around the point with the largest weight, or `None` if no span is applicable."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
