@@ -188,7 +188,6 @@ def ensemble(
 
 
 def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
-    """Return the inputs of the model, and the classes or `None`."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
     if isinstance(batch, tuple | list) and batch:
@@ -197,8 +196,6 @@ def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
 
 
 class _ScoreAccumulator:
-    """Accumulates the sums of a score, batch by batch."""
-
     def __init__(self) -> None:
         self._num_samples = 0
         self._num_correct = 0

@@ -253,7 +253,6 @@ def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> d
 
 
 def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert `x` to the dtype of the result, and check that no value overflows."""
     result = x.to(dtype)
     if not is_finite(result):
         raise _overflow_error(name, dtype)

@@ -323,7 +323,6 @@ class SWA:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
-        """Return the state after adding a selected model."""
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (

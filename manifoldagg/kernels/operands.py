@@ -177,7 +177,6 @@ class Operands:
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
     def _describe_error(self, row: Any) -> str:
-        """Describe the error of an invalid row, or of its first invalid tensor."""
         if not isinstance(row, tuple):
             error = _tensor_error(row, self.device)
             is_float = isinstance(row, Tensor) and row.dtype.is_floating_point
@@ -372,7 +371,6 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
-    """Return whether the given pieces of two rows have the same dtypes."""
     kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
     if len(kinds) == 1 and kinds == others:
         return True

@@ -1,4 +1,4 @@
-"""Composite and delegating spaces: base classes for spaces that are built from other spaces."""
+"""Base classes for spaces that are built from other spaces."""
 
 import abc
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["Composite", "Delegate"]
 
 
 class Composite(Manifold):
-    """Base class of spaces composed of `spaces`, with their common capabilities."""
+    """Base class of spaces composed of several `spaces`. It has the capabilities that all of them have."""
 
     @property
     @abc.abstractmethod
@@ -45,7 +45,7 @@ class Delegate(Composite):
     @property
     @abc.abstractmethod
     def base_space(self) -> Manifold:
-        """The space to which this one delegates."""
+        """The space to which this space delegates."""
 
     @property
     def spaces(self) -> tuple[Manifold, ...]:

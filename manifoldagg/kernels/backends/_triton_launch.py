@@ -90,7 +90,6 @@ class LaunchOperands:
 
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
-    """Return the address, dtype and stride of a row, which together identify its memory."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1

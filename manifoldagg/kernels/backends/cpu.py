@@ -315,7 +315,6 @@ def _build_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """Return the features of the processor from /proc/cpuinfo, or its name on other systems."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

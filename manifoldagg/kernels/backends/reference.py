@@ -87,7 +87,6 @@ class _BlockReader:
         self.cached_subtrahend: tuple[Operand, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield each block with its segment."""
         before = None
         for b, (width, segment) in enumerate(zip(self.widths, self.segments, strict=True)):
             if width != before:
@@ -107,7 +106,6 @@ class _BlockReader:
         return row.split(self.widths) if isinstance(row, Tensor) else TensorList(tensor.view(-1) for tensor in row)
 
     def load(self, row: Sequence[Tensor], b: int, buffer: Tensor) -> None:
-        """Copy block b of a split row into a buffer."""
         if not isinstance(row, TensorList):
             buffer.copy_(row[b])
             return
@@ -117,7 +115,6 @@ class _BlockReader:
             at += stop - start
 
     def store(self, buffer: Tensor, b: int, row: Sequence[Tensor]) -> None:
-        """Copy a buffer into block b of a split row."""
         if not isinstance(row, TensorList):
             row[b].copy_(buffer)
             return

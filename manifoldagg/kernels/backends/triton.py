@@ -192,7 +192,6 @@ def _device() -> str:
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
-    """Return whether all operands are on the device and have supported dtypes."""
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -200,7 +199,6 @@ def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
 
 
 def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
