@@ -43,13 +43,13 @@ _CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
 
 @contextmanager
 def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
-    """Yield the path of a draft that atomically replaces the file or folder at `path` when the block ends.
+    """Yield the path of a draft, which replaces the file or folder at `path` when the block ends.
 
-    The draft is synced to the disk and renamed, and the folder that contains `path` is synced. A reader finds either
-    the old or the new content, even after a crash. An error in the block removes the draft.
+    The replacement is atomic: even after a crash, a reader finds either the old or the new content. The draft and the
+    folder of `path` are synced to the disk. An error in the block removes the draft.
 
-    If the process is killed, the next call for the same path removes the draft. If the killed process was replacing a
-    folder, the next call also restores the old folder.
+    If the process is killed, the next call for the same path removes the draft. If the process was killed while it
+    replaced a folder, the next call also restores the old folder.
 
     Args:
         path: the path of the file or folder to replace.
@@ -167,18 +167,17 @@ class FileLock:
         _flock(file)
 
     def close(self) -> None:
-        """Release the lock."""
         self._close()
 
 
 def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
-    """Return a function that closes a file descriptor. The function is also called when `owner` is deleted.
+    """Return a function that closes a file descriptor, and call this function when `owner` is deleted.
 
     The descriptor stays open at the end of the process, because threads and `atexit` functions may still write to it.
     If it were closed, the next opened file would get its number.
 
-    In a child of `os.fork`, the descriptor refers to the null device, because a lock is held until all copies of its
-    descriptor are closed. The number stays in use, so that the child cannot write to another file by mistake.
+    In a child of `os.fork`, the descriptor is redirected to the null device. Otherwise, the child would keep a lock on
+    the file. The number of the descriptor stays in use, so that the child cannot write to another file by mistake.
     """
     close = weakref.finalize(owner, _close, file)
     close.atexit = False
@@ -239,7 +238,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Return a descriptor that locks a new folder, or -1 if another process removed the folder in the meantime."""
+    """Return a descriptor that locks a new folder, or -1 if another process has already removed the folder."""
     if sys.platform == "win32":  # Windows does not open folders.
         return os.open(os.devnull, os.O_RDONLY)
     try:
@@ -254,7 +253,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Restore a folder that a killed process was replacing, and remove the drafts of killed processes."""
+    """Remove the drafts of killed processes, and restore a folder that a killed process was replacing."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
         # Another process may have removed the draft, may be using it, or may not permit access.
         with suppress(OSError):

@@ -90,7 +90,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, a tensor, an array or a container of these, and "" for other values."""
+    """Return the type and size of a module, a tensor, an array or a container of these. Other values give ""."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
@@ -153,7 +153,7 @@ def check_number(
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
-    """Check that `value` is in [0, 1), as the decay of a moving average must be, and return it as a float.
+    """Check that `value` is a number in [0, 1), such as the decay of a moving average, and return it.
 
     Raises:
         ArgumentError: if `value` is not a number or is outside [0, 1).
@@ -248,9 +248,7 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def other_type_hint(value: object, known: Collection[object]) -> str:
-    """Return a hint if `known` contains the same number as a string instead of an integer, or vice versa.
-
-    Otherwise, the result is "".
+    """Return a hint if `known` contains the same number with the other type, `int` or `str`, or "" otherwise.
 
     Example:
         >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})

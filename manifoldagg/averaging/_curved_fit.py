@@ -34,10 +34,12 @@ def fit_curved(
 ) -> FitResult:
     r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting from a fit in a tangent space.
 
-    L-BFGS optimises tangents $u_i$ at the mean $c$, with $\varphi_i = \exp_c u_i$, and unconstrained numbers $z$. The
-    coordinates are $t = \sin^2 z$ for a curve and $x_i = z_i^2 / |z|^2$ for a simplex. L-BFGS first minimises the sum
-    of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where $\delta$ is 1e-9 of the spread of
-    the points.
+    L-BFGS optimises tangents $u_i$ at the mean $c$ of the points, with $\varphi_i = \exp_c u_i$. It also optimises
+    unconstrained numbers $z$, from which the coordinates follow: $t = \sin^2 z$ for a curve, $x_i = z_i^2 / |z|^2$ for
+    a simplex.
+
+    L-BFGS first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where
+    $\delta$ is 1e-9 of the spread of the points.
 
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.

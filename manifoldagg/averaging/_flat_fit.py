@@ -57,8 +57,8 @@ class FitResult:
 class Residuals:
     r"""The residual vectors of points $y_j$, that is, their differences from an embedding $\iota_\varphi$.
 
-    If $\varphi$ changes, the nearest coordinates $x_j$ change too. To first order, only the normal component of a
-    change of the image then changes the distance. The residual vectors are therefore
+    The nearest coordinates $x_j$ depend on $\varphi$. To first order, a change of $\varphi$ changes the distance only
+    by the normal component of the change of the image. The residual vectors are therefore
     $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the derivatives $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here
     $N_j$ projects orthogonally to the tangents along which $x_j$ can move.
 
@@ -135,7 +135,7 @@ class Residuals:
         return basis(len(self.phi) - 1, self.coordinates), torch.where(moves[:, None], tangents, 0.0)[:, None]
 
     def _tunnel_residual(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
-        """Return the vector from a tunnel to a point (k,), and the distance of the point beyond a flat end (1,)."""
+        """Return the vector from a tunnel to a point, and the distance of the point beyond a flat end of the tunnel."""
         away = point - derivative(phi, t, 0)
         tangent = unit(derivative(phi, t))
         ahead = (away * tangent).sum(-1, keepdim=True)
@@ -155,10 +155,11 @@ class Residuals:
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
     r"""Minimise $\sum_j d(y_j, \iota_\varphi(M))^p$ over $\varphi$, for points (m, k) of a flat space.
 
-    The method is Levenberg-Marquardt on residuals whose coordinates are eliminated (Kaufman 1975). For p = 1, it first
-    minimises the sum of squares, and then the sum of $\sqrt{d^2 + \delta^2}$ by reweighting (Weiszfeld). $\delta$
-    decreases to 1e-9 of the size of the points. With $\delta = 0$ from the start, a subspace that contains one of the
-    points could not move away from this point.
+    The method is Levenberg-Marquardt on residuals from which the coordinates are eliminated (Kaufman 1975).
+
+    For p = 1, the method first minimises the sum of squares, and then the sum of $\sqrt{d^2 + \delta^2}$ by reweighting
+    (Weiszfeld). $\delta$ decreases to 1e-9 of the size of the points. If $\delta$ were 0 from the start, a subspace
+    that contains one of the points could not move away from this point.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
     if start is None and isinstance(embedding, Tunnel):
@@ -224,9 +225,8 @@ def _levenberg_marquardt(
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
     r"""Return the smallest part of the subspace that contains all nearest points, and their new coordinates.
 
-    The part of a curve is between the first and the last coordinate. The part of a simplex is a smaller simplex, each
-    of whose facets contains a nearest point. With the smallest coordinates $a_i$, $x_i = a_i + (1 - \sum a) x_i'$. The
-    nearest points $\iota_\varphi(x)$ do not change.
+    For a curve, this is the part between the first and the last coordinate. For a simplex, it is a smaller simplex,
+    each of whose facets contains a nearest point: $x_i = a_i + (1 - \sum a) x_i'$ with the smallest coordinates $a_i$.
     """
     phi = residuals.phi
     x = residuals.coordinates
@@ -273,9 +273,10 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
 def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
     """Return starting points for the fit.
 
-    - For a simplex, the vertices are data points. Each is the farthest point from the span of the previous vertices.
-    - For a curve, there are three least-squares fits. Their parameters are proportional to the index of the points, to
-      the distance between the points, and to the coordinate on the longest axis.
+    - For a simplex, the vertices are data points. Each vertex is the farthest point from the span of the previous
+      vertices.
+    - For a curve, there are three least-squares fits. The parameters of the points are proportional to their index, to
+      the distances between them, or to their coordinate on the longest axis.
     - For a tunnel, a straight line, which does not fold, is added.
     """
     m = len(points)

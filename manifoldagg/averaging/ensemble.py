@@ -81,9 +81,9 @@ def ensemble(
     The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniformly drawn coordinates
     $x_j$.
 
-    The batches are read once, and all models process each batch in turn. At any time, the parameters of only one drawn
-    model are in memory, together with the coordinates and buffers of all of them. The models are evaluated with the
-    code of `model` in evaluation mode. Its own parameters, buffers and modes do not change.
+    The batches are read once, and all models process each batch in turn. The memory of only one drawn model is needed
+    at a time, in addition to the buffers of all models. `model` provides the code, in evaluation mode. Its parameters,
+    buffers and modes do not change.
 
     Args:
         model: a module from inputs to logits (n, classes).

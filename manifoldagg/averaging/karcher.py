@@ -68,7 +68,7 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the span of the points around the point with the largest weight, or `None` if no span is applicable."""
+    """Return the span of the points, or `None` if a span is not applicable."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
@@ -99,7 +99,7 @@ def _mean_of_checked(
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Check the models, and return them detached. All must be finite and have the same shape, dtype and device.
+    """Check that all models are finite and have the same shape, dtype and device. Return them detached.
 
     Raises:
         ArgumentError: if there is no model, or if a model is invalid. The message names the first invalid model.
@@ -111,7 +111,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """Check that a model is a point of the space with the shape, dtype and device of `like`, and return it detached.
+    """Check that a model is a valid point of the space, with the dtype and device of `like`. Return it detached.
 
     Raises:
         ArgumentError: if the model is invalid.
@@ -133,7 +133,7 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
-    """Check the shape of a model, and that it has the dtype and device of `like`. Return it detached."""
+    """Check that a model has the shape of the space, and the dtype and device of `like`. Return it detached."""
     check_not_model(name, point)
     model = check_shape(name, point, *space.axes)
     if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):

@@ -212,7 +212,10 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
 
 
 def _is_known_finite(state: Adapter) -> bool:
-    """Return whether a single pass shows that all floating tensors are finite. If not, check each tensor separately."""
+    """Return whether a single pass shows that all floating tensors are finite.
+
+    If not, each tensor must be checked separately.
+    """
     row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
     # Without a form, the memory of a row may be unreadable. Within `across_ranks`, `gram` would wait for other ranks.
     return bool(row.form) and not is_sharded() and bool(gram([row]).isfinite())
@@ -242,7 +245,7 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """Return the factors of the discarded part, without singular directions that are only rounding errors."""
+    """Return the factors of the discarded part, without directions that are only rounding errors."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 

@@ -39,7 +39,7 @@ class Subspace:
     Attributes:
         embedding: $\iota$.
         phi: $\xi$ (size, *shape), in the dtype of the points.
-        coordinates: $x_j$ (m, *domain), the coordinates of the nearest point of the subspace for each point.
+        coordinates: $x_j$ (m, *domain): for each point, the coordinates of the nearest point of the subspace.
         residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to the dtype of the points.
         steps: the number of steps of the descent.
         converged: whether the descent converged.
@@ -290,7 +290,7 @@ def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptio
 
 
 def _constant_fit(embedding: Embedding, points: Tensor) -> FitResult:
-    """Return the embedding that is collapsed onto a point, for the case that all points are equal."""
+    """Return the fit to points that are all equal: the embedding is collapsed onto this point."""
     place = torch.zeros((), dtype=torch.float64, device=points.device)
     if isinstance(embedding, Simplex):
         place = torch.full((embedding.size,), 1 / embedding.size, dtype=torch.float64, device=points.device)

@@ -33,7 +33,7 @@ CHUNK_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class _AverageState:
-    """The state of an average. It is replaced as a whole, so an interrupted update never leaves a partial result.
+    """The state of an average. Updates replace the whole state, so an interrupt never leaves a partial result.
 
     Attributes:
         last_version: the latest version.
@@ -195,7 +195,7 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms that truncations of a streaming mean removed from low-rank leaves."""
+        """The sum of the Frobenius norms of all parts that were truncated from low-rank leaves of a streaming mean."""
         return self._state.truncated
 
     @property
@@ -313,8 +313,7 @@ class SWA:
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
         """Return the result of `read`, which must copy from the state, without waiting for a lock.
 
-        Replacing the state can reuse the memory of the previous mean. If the state was replaced during `read`, the
-        method calls `read` again.
+        A concurrent update can replace the state and overwrite the mean. `read` is then called again.
         """
         while True:
             state = self._state
@@ -387,10 +386,10 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Compute $m + (\Theta - m) / n$ for the n-th model, rounded in this order, into `out` (float64, like `mean`).
+    r"""Compute the mean $m + (\Theta - m) / n$ including the n-th model, rounded in this order, into `out`.
 
-    A product with $1/n$ would be rounded once more than the quotient, so a single linear combination is not sufficient.
-    The function computes the difference and the sum in chunks, without temporary memory of size P.
+    The quotient is rounded once, but a product with $1/n$ would be rounded twice. A single linear combination is
+    therefore not sufficient. The function works in chunks, without temporary memory of size P.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)

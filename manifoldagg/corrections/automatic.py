@@ -133,7 +133,7 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Compute $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1]; 1 if the variance is 0.
+    r"""Compute the slope $-\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1], or 1 if the variance is 0.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

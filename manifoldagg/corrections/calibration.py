@@ -1,4 +1,4 @@
-"""OrthoFL's calibration: add the progress of the other clients to a client's model before its next task."""
+"""OrthoFL's calibration, which adds the progress of the other clients to the start of a client's next task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -102,9 +102,7 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a model with shifts that are the rows of a frame, without materialising the shifts.
-
-    The displacement of the frame is $\Delta$, and its drift is $\Delta_m$.
+    r"""Calibrate a model, given a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$.
 
     Args:
         shifts: the frame, with `segments` if the model has named tensors.
@@ -131,7 +129,7 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """Return the coefficients of the global shift, the client's shift and the other updates, in this order."""
+    """Return the coefficients of the global shift, of the client's shift, and of the other updates."""
     if not pairwise:
         matrix, _ = OrthoDC(1.0).coefficients(inner)
         weights: list[Any] = matrix[0].tolist()

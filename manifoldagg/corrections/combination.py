@@ -1,4 +1,4 @@
-"""Linear combinations of the rows of a frame, computed only after all checks of a step have passed."""
+"""Deferred linear combinations, which a server computes only after all checks of a step have passed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ STATE_NOT_FINITE = "rule's state would not be finite"
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a flat frame.
+    r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a frame.
 
-    A rule returns its new model and the sums in its state as deferred combinations. The server computes them after all
-    checks have passed, so a rejected update does not write to memory.
+    A rule returns its new model and the sums in its state in this form. The server computes them after all checks have
+    passed, so a rejected update does not write to memory.
 
     Attributes:
         frame: the frame of the rows.
@@ -56,7 +56,6 @@ class Combination:
         )
 
     def new_row(self) -> Operand:
-        """Allocate memory for the result of `compute`."""
         current = self.frame.current
         if isinstance(current, Tensor):
             like: Any = current if self.from_current else self.frame.rows[0]
@@ -66,7 +65,7 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Return the combination as an operand of `combine_many`, which computes several combinations in one pass."""
+        """Return the combination in the form that `combine_many` computes together with other combinations."""
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
         line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
@@ -75,8 +74,8 @@ class Combination:
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries of the result are finite.
 
-        The norms of the rows often imply this without computing the result. Otherwise, and if `computed` is not given,
-        the method computes the result tensor by tensor in temporary memory.
+        The check first uses the norms of the rows. If these do not suffice and `computed` is not given, the method
+        computes the result tensor by tensor in temporary memory.
 
         Args:
             dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.

@@ -33,7 +33,7 @@ class Corrected:
 
     Attributes:
         frame: the frame, including the rows that the correction added.
-        gram: the Gram matrix of its rows.
+        gram: the Gram matrix of the rows of `frame`.
         coefficients: $C$, (n, k), or (S, n, k) with one matrix for each segment.
         state: the next state of a stateful correction.
         original_gram: the Gram matrix of the original displacements. It differs from `gram` if a composition
@@ -57,7 +57,7 @@ class Corrected:
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""Compute $\sum_i w_i C_{ij}$: the coefficients of the weighted sum of the corrected rows, (k,) or (S, k)."""
+        r"""Compute $\sum_i w_i C_{ij}$: the coefficients of a weighted sum of the corrected rows, (k,) or (S, k)."""
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
@@ -73,8 +73,8 @@ class Corrected:
     def inner_products(self) -> list[list[float]]:
         r"""Compute the inner products (n, n) of the corrected displacements.
 
-        They come from the Gram matrix, as $C G C^\top$. If the result is as small as rounding errors, the method forms
-        the corrected displacements in float64 instead.
+        The method uses $C G C^\top$. If cancellation leaves only rounding errors, it uses the corrected displacements
+        instead.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -188,7 +188,7 @@ class Correction(abc.ABC):
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether the correction adds rows to `frame`. The default checks whether `extend` is overridden."""
+        """Return whether the correction adds rows to `frame`, which is the case if the class overrides `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -266,17 +266,16 @@ class Correction(abc.ABC):
 
 @dataclass(frozen=True)
 class Composition(Correction):
-    r"""A sequence of corrections, each applied to the result of the previous one.
+    r"""A sequence of corrections, each applied to the result of the previous correction.
 
-    If $a$ precedes $b$, the coefficients are $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$. Here $G$ is the Gram
-    matrix, and $\bar C_a$ is $C_a$ with an additional row that leaves the drift unchanged.
+    The coefficients of $a$ followed by $b$ are $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$. Here $G$ is the Gram
+    matrix, and $\bar C_a$ is $C_a$ with an additional row for the unchanged drift.
 
-    The composition usually needs only one pass over the rows. It materialises the intermediate rows, which takes
-    another pass, in three cases:
+    The composition usually needs only one pass over the rows. Another pass is needed to compute intermediate rows if:
 
     - the next correction adds rows to the frame;
     - the next correction is stateful;
-    - almost nothing is left of a displacement, so rounding errors dominate $\bar C_a G \bar C_a^\top$.
+    - so little of a displacement is left that rounding errors dominate $\bar C_a G \bar C_a^\top$.
 
     Attributes:
         parts: the corrections, from the first to the last.
@@ -286,12 +285,10 @@ class Composition(Correction):
 
     @property
     def granularity(self) -> str:  # type: ignore[override]  # a property that depends on the parts
-        """The finest granularity of the corrections."""
         return "tensor" if any(part.granularity == "tensor" for part in self.parts) else "model"
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # as above
-        """Whether any of the corrections is stateful."""
         return any(part.keeps_state for part in self.parts)
 
     def adds_rows(self, frame: Frame) -> bool:

@@ -99,7 +99,6 @@ class OrthoDyn(Correction):
         return matrix, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
     def correction_for(self, phase: str) -> Correction:
-        """Return the correction of a phase."""
         if phase == "tangent":
             return Tangent()
         if phase == "gradient":
@@ -115,7 +114,7 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """Return the coefficients of the next mean step. The last row of the frame is the current mean step."""
+        """Return the coefficients of the updated mean step. The last row of the frame is the current mean step."""
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after

@@ -1,4 +1,4 @@
-"""Frames: the displacements of an update and the drift of the server, as tangent vectors at the current model."""
+"""Frames, which combine the displacements of an update and the drift of the server at the current model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +91,9 @@ class Frame(FrameRows):
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space. The rows are $-v_i$ and $-g$.
+        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space.
+
+        The rows are $-v_i$ and $-g$.
 
         Example:
             >>> import torch
@@ -188,9 +190,9 @@ class Frame(FrameRows):
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
 
-        An entry of the model changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is below a quarter of the
-        spacing of the two largest numbers of each dtype, finite entries stay finite. Otherwise, the method computes and
-        checks the sum tensor by tensor, in temporary memory.
+        An entry changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is below a quarter of the spacing of the
+        two largest numbers of each dtype, the model stays finite. Otherwise, the method computes and checks the sum
+        tensor by tensor, in temporary memory.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.

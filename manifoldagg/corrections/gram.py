@@ -143,7 +143,7 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Return $\bar C$, the coefficients plus a row for the unchanged drift: (n + 1, k) or (S, n + 1, k)."""
+        r"""Return $\bar C$, the coefficients and a row for the unchanged drift: (n + 1, k) or (S, n + 1, k)."""
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
@@ -186,7 +186,7 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Return whether a corrected displacement is so small that its inner products are mostly rounding errors.
+    """Return whether rounding errors dominate the inner products of a corrected displacement.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.

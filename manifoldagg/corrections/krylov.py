@@ -97,7 +97,7 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    """Compute the Ritz values and Ritz vectors of the symmetric map from each step to the next step.
+    """Compute the Ritz values and Ritz vectors of the symmetric matrix that maps each step to the next step.
 
     The values are clipped to [0, 1].
 

@@ -19,10 +19,10 @@ class OrthoDC(Correction):
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v & \text{otherwise} \end{cases}$$
 
-    The projection is the nearest vector to $v$ that is orthogonal to the drift $g$. The threshold $\vartheta$ selects
-    the displacements that are projected:
+    The drift $g$ is the change of the server model since the client started. The projection is the nearest vector to
+    $v$ that is orthogonal to $g$. The threshold $\vartheta$ selects the displacements that are projected:
 
-    - $\vartheta = 1$: all displacements. Position and tangent corrections then give the same result.
+    - $\vartheta = 1$: all displacements. `Position` and `Tangent` then give the same result.
     - $\vartheta = 0$: displacements with a negative or zero inner product with $g$ (gradient surgery).
     - $\vartheta = -1$: no displacement.
 
@@ -116,7 +116,9 @@ class OrthoCorrect(Correction):
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return gradient surgery against the drift: `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
+    r"""Return a correction that projects the displacement if it conflicts with the drift (gradient surgery).
+
+    This is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
 
     Source: Report §3.
 
@@ -128,10 +130,10 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$: `Position`, with projection on conflict.
+    r"""Return a correction that subtracts the drift, or projects the displacement if it conflicts with the drift.
 
-    With `clip`, the result equals gradient surgery on $v - g$. Without `clip`, the two differ if
-    $0 < \langle v, g\rangle < \langle g, g\rangle$.
+    This is `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, the result equals gradient surgery on
+    $v - g$. Without `clip`, the two differ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
 
     Source: Report §3.
 
@@ -143,7 +145,9 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return the correction that always projects orthogonally to the drift: `OrthoCorrect` with $\vartheta = 1$.
+    r"""Return a correction that always projects the displacement orthogonally to the drift.
+
+    This is `OrthoCorrect` with $\vartheta = 1$.
 
     Source: Report §3.
 
@@ -172,7 +176,9 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Return whether $\cos(v, g)$ is at most the threshold: never for the threshold -1, and always for 1.
+    r"""Return whether the cosine of $v$ and $g$ is at most the threshold.
+
+    The result is always false for the threshold -1, and always true for the threshold 1.
 
     Args:
         threshold: $\vartheta$.

@@ -94,7 +94,7 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs (on a curved space), or the truncation errors of the low-rank leaves."""
+        """The number of ladder rungs on a curved space, or the truncation errors on low-rank leaves."""
         if self.transporter is None:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
@@ -126,7 +126,6 @@ class FrameRows:
         return torch.float64 if wide else torch.float32
 
     def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate an uninitialised vector (P,)."""
         current = self.current
         device = current[0].device if isinstance(current, tuple) else current.device
         return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
@@ -246,7 +245,7 @@ class FrameRows:
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """Return the norm of a linear combination of the rows, or an upper bound if some rows are unmeasured.
+        """Return the norm of a linear combination of the rows. If some rows are unmeasured, return an upper bound.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
@@ -257,7 +256,7 @@ class FrameRows:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
-        """Yield one frame per tensor of the model, with its coefficients. A frame of vectors is not split."""
+        """Yield the part of the frame that belongs to each tensor of the model, with its coefficients."""
         if not isinstance(self.current, tuple):
             yield self, coefficients
             return
@@ -280,7 +279,7 @@ class FrameRows:
         return tuple(f"{name}: squared length" for name in given)
 
     def inner_products(self, coefficients: Sequence[Any]) -> Float64[Tensor, "m m"]:
-        """Compute the inner products of linear combinations of the rows, in float64 and in the metric of the space."""
+        """Compute the inner products of linear combinations of the rows, in float64."""
         rows = [self.materialize_exact(line) for line in coefficients]
         return (
             self.ambient.gram(rows)[0] if self.transporter is None else self.transporter.gram(torch.stack(rows)).sum(0)
@@ -291,9 +290,8 @@ class FrameRows:
 
         On a low-rank leaf, the result is the nearest matrix of the leaf's rank.
 
-        If the coefficients of the rows that start at $\Theta^t$ sum to 0, then $\Theta^t$ cancels. The method then
-        computes these rows as differences from $\Theta^\tau$. For `Position`, the result is therefore exactly
-        $\varphi_i - \Theta^\tau$.
+        If the coefficients of the rows that start at $\Theta^t$ sum to 0, these rows are computed as differences from
+        $\Theta^\tau$ instead. The result for `Position` is therefore exactly $\varphi_i - \Theta^\tau$.
 
         Raises:
             ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
@@ -307,7 +305,7 @@ class FrameRows:
         return combine(base, rows, numbers, segments=segments, out=out)
 
     def _operands_from_current(self) -> Operands:
-        """Return operands whose first rows are differences from the current model instead of the base."""
+        """Return operands that are differences from the current model instead of differences from the base."""
         rows = self.operands
         n = self.num_displacements
         return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
@@ -315,7 +313,7 @@ class FrameRows:
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
     ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Return the coefficients as plain numbers, the lengths of their segments, and the subtrahends of the rows."""
+        """Return the coefficients as plain numbers, with the segments to which they apply and the subtrahends."""
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
         numbers = given.tolist() if apart else [given.tolist()]
@@ -349,7 +347,7 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return the deferred result of `combine`, which is computed into `out` together with other combinations."""
+        """Return a deferred `combine`. Several deferred combinations can be computed in one pass."""
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
         rows = self.operands if minus is self.minus else self._operands_from_current()

@@ -25,13 +25,13 @@ A row counts as linearly independent if at least this fraction of its norm is ou
 
 @dataclass(frozen=True)
 class GradientSurgery(Correction):
-    r"""Gradient surgery (PCGrad) for several updates and the drift.
+    r"""Gradient surgery (PCGrad) for the updates of several clients and the drift.
 
-    Row i starts as $u = v_i$. The method then processes the other rows $r$, which are the original displacements and
-    the drift, one after another. If $\langle u, r\rangle < 0$, it removes the component of $u$ along $r$.
+    Each displacement $u = v_i$ is compared with the other original displacements and the drift, one after another. If
+    the inner product of $u$ with such a row $r$ is negative, the component of $u$ along $r$ is removed.
 
-    The displacements are the updates of several clients. Do not use the correction for the control points of a single
-    curve, because it would deform the curve. For a single displacement, it equals OrthoDC with $\vartheta = 0$.
+    Do not use this correction for the control points of a single curve, because it would deform the curve. For a single
+    displacement, it equals OrthoDC with $\vartheta = 0$.
 
     Args:
         order: the order in which the n + 1 rows are processed; the drift has index n. By default, the order of the
@@ -86,9 +86,8 @@ class Pairwise(Correction):
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
-    A pivoted Cholesky factorisation of the float64 Gram matrix, with one re-orthogonalisation, solves the least-squares
-    problem. An update counts as linearly dependent if less than the fraction `tolerance` of its norm is outside the
-    span of the other updates.
+    The coefficients $x_j$ come from a pivoted Cholesky factorisation of the float64 Gram matrix. An update counts as
+    linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the other updates.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.

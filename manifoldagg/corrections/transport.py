@@ -26,10 +26,8 @@ DEFAULT_RUNGS = 4
 class Transport(NamedTuple):
     """The transport method of a leaf.
 
-    Attributes:
-        leaf: the name of the leaf.
-        method: `"none"` (for a flat leaf), `"parallel"`, `"projection"` or `"ladder"`.
-        rungs: the number of rungs of a ladder; 0 for other methods.
+    `method` is `"none"` (for a flat leaf), `"parallel"`, `"projection"`, or `"ladder"` with the number `rungs` of
+    rungs.
     """
 
     leaf: str
@@ -39,20 +37,16 @@ class Transport(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transporter:
-    r"""The transport of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
+    r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current point $\Theta^\tau$.
 
     Args:
         space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
         base: $\Theta^t$, of the space's shape.
         current: $\Theta^\tau$, of the space's shape.
-        transport: the transport method:
-
-            - `"parallel"` is parallel transport in closed form.
-            - `"ladder"` applies the pole ladder to the fraction 1 / `rungs` of the tangent, along `rungs` segments, and
-              multiplies the result by `rungs`.
-            - `"projection"` projects onto the tangent space, which is not an isometry.
-
-            The default is `"parallel"` for a leaf that has it in closed form, and `"ladder"` for other leaves.
+        transport: the transport method. `"parallel"` is parallel transport. `"projection"` is not an isometry.
+            `"ladder"` applies the pole ladder to the fraction 1 / `rungs` of the tangent, along `rungs` segments, and
+            multiplies the result by `rungs`. The default for each leaf is `"parallel"` if it has a closed form, and
+            `"ladder"` otherwise.
         rungs: the number of rungs of a ladder.
 
     The constructor trusts its arguments; `check` validates them.

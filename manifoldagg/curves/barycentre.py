@@ -22,7 +22,7 @@ If more steps are needed, the points may be too far apart for a unique mean.
 
 
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
-    """Check barycentric coordinates (*batch, n), which must be nonnegative and sum to 1, and return them as a tensor.
+    """Check that barycentric coordinates (*batch, n) are nonnegative and sum to 1, and return them.
 
     The tolerance is the square root of the machine epsilon of the dtype. Inside functorch transforms, which hide the
     values, only the shape is checked.
@@ -47,10 +47,10 @@ def check_barycentric(coordinates: Any, n: int) -> Tensor:
 
 
 def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted Karcher means (*batch, *shape) of points (*batch, n, *shape) in float64.
+    """Compute weighted Karcher means (*batch, *shape) of n points each, in float64.
 
-    The weights have the shape (*batch, n). First and second derivatives with respect to points and weights are correct,
-    also inside functorch transforms.
+    The points have the shape (*batch, n, *shape), and the weights (*batch, n). First and second derivatives with
+    respect to both are correct, also inside functorch transforms.
 
     Raises:
         DivergenceError: if a mean is not found.
@@ -81,7 +81,7 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
         """Evaluate the function $F(u)$ whose root $u = 0$ is the mean.
 
-        $F(u)$ is the normal part of u minus the weighted sum of the logs at exp(tangent part of u).
+        The value is the normal part of u, minus the weighted sum of the logs at exp(tangent part of u).
         """
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
@@ -107,7 +107,7 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """Karcher means as an autograd function without derivatives. Under vmap, the mapped axis becomes a batch axis."""
+    """An autograd function that computes Karcher means and supports vmap. It has no derivatives of its own."""
 
     @staticmethod
     def forward(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of a model with the parameters `point`, with BatchNorm statistics averaged over `batches`.
+    """Compute the buffers of a model with the parameters `point`.
 
-    The statistics of the layers `norms` are computed, and all other buffers keep their values.
+    The statistics of the BatchNorm layers `norms` are averaged over `batches`. Other buffers do not change.
 
     Raises:
         ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]

@@ -33,9 +33,9 @@ MAX_ITERATIONS = 100
 
 
 def weights(degree: int, t: Any) -> list[Any]:
-    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n. Degree -1 has no weights.
+    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n.
 
-    `t` can be a number, an array, a tensor or a symbol.
+    `t` can be a number, an array, a tensor or a symbol. For the degree -1, the list is empty.
 
     Example:
         >>> weights(2, 0.5)
@@ -64,9 +64,10 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Compute the Bernstein coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$, of degree p + q.
+    r"""Compute the Bernstein coefficients of a product of polynomials of the degrees p and q.
 
-    $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
+    The product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the degree p + q and the coefficients
+    $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.
@@ -132,7 +133,7 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
 def argmin(coefficients: Sequence[float]) -> float:
     """Return a global minimiser of a polynomial on [0, 1].
 
-    The candidates are the critical points and both ends of the interval. The result is exact up to the rounding of the
+    The minimiser is one of the critical points or an end of the interval. It is exact up to the rounding of the
     coefficients.
 
     Example:
@@ -145,11 +146,10 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Find a sign change of each of several functions in its interval [`low`, `high`].
+    """Find a sign change of each of several functions in its own interval [`low`, `high`].
 
-    Chandrupatla's method uses inverse quadratic interpolation if it is reliable, and bisection otherwise. It always
-    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low` for a
-    negative sign.
+    Chandrupatla's method combines inverse quadratic interpolation with bisection, and always terminates. If a function
+    has the same sign at both ends, the result is `high` for a positive sign and `low` for a negative sign.
 
     Args:
         function: an elementwise function from (*batch,) to (*batch,).

@@ -112,7 +112,7 @@ class BezierSpline(CurveEmbedding):
         return speed
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the piece that contains each parameter, and the local parameter, which can be outside [0, 1]."""
+        """Return the index of the piece that contains each parameter, and the parameter within this piece."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
         joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
@@ -180,7 +180,7 @@ class Bezier(BezierSpline):
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
-        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the control points: $b_i(x)\, w$ on a flat space.
+        r"""Pull a derivative `w` at a point of the curve back to the control points: $b_i(x)\, w$ on a flat space.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -203,8 +203,8 @@ class Bezier(BezierSpline):
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
         r"""Split the curve at `t`, and return the control points of both parts.
 
-        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$ for $s \in [0, 1]$. On a curved space,
-        they agree with the curve up to an error of third order in its size. Their end points are on the curve.
+        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, they have the
+        correct end points, and agree with the curve up to an error of third order in its size.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -244,9 +244,9 @@ class Bezier(BezierSpline):
     def elevate(self, phi: Phi, times: int = 1) -> Points:
         r"""Return the control points of the same curve as a Bézier curve of higher degree.
 
-        One elevation computes the points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. The result belongs to
-        `Bezier(space, degree + times)`. On a curved space, the two curves agree up to an error of third order in their
-        size. Their end points are the same.
+        The result belongs to `Bezier(space, degree + times)`. One elevation computes the points
+        $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. On a curved space, the two curves have the same end points
+        and agree up to an error of third order in their size.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -384,14 +384,14 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape), in the dtype of the points even under autocast."""
+    """Compute weighted sums of points (k, *shape) in the dtype of the points, even under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])
 
 
 def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
-    r"""Compute $\langle \varphi_{i+1} - \varphi_i,\, \varphi_{j+1} - \varphi_j \rangle$ in float64, on the CPU."""
+    r"""Compute the Gram matrix of the differences $\varphi_{i+1} - \varphi_i$ in float64, on the CPU."""
     rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
     inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
     if not bool(inner.isfinite().all()):

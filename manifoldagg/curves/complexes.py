@@ -24,14 +24,14 @@ VolumeMode = Literal["face", "volume"]
 
 @dataclass(frozen=True)
 class Complex(Hull):
-    r"""A simplicial complex with the vertices $\varphi_0, \dots, \varphi_{V-1}$, which its simplices share.
+    r"""A simplicial complex: simplices (faces) with shared vertices $\varphi_0, \dots, \varphi_{V-1}$.
 
-    Each simplex is called a face. A point of the domain is a vector $x \in \mathbb{R}^V$ of barycentric coordinates
-    that are nonzero only for the vertices of one face. Its image $\iota_\varphi(x)$ is the point of this face, as in a
+    A coordinate vector $x \in \mathbb{R}^V$ contains barycentric coordinates that are nonzero only for the vertices of
+    one face. Its image $\iota_\varphi(x)$ is a point of this face, as in a
     [`Simplex`][manifoldagg.curves.simplex.Simplex].
 
     Two faces agree on their intersection. On a curved space, a point of several faces has the derivatives of the first
-    of these faces.
+    face.
 
     Args:
         space: as for a simplex.
@@ -96,7 +96,7 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw a face with equal probability and a uniform point of this face: coordinates (*batch, V)."""
+        """Draw barycentric coordinates (*batch, V): a random face, and a uniform point of this face."""
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -109,9 +109,9 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        """Draw coordinates (*batch, V) of points that are uniformly distributed over the image of the complex.
+        """Draw barycentric coordinates (*batch, V) of uniformly distributed points of the complex.
 
-        A face is drawn with a probability proportional to its volume, and then a uniform point of this face.
+        The probability of a face is proportional to its volume.
 
         Args:
             phi: the vertices (V, *space.shape).
@@ -148,9 +148,9 @@ class Complex(Hull):
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""Compute a volume regulariser: $\log \sum_f V_f$, or $\sum_f \log V_f$ with `by="face"`.
+        r"""Compute a volume regulariser from the volumes $V_f$ of the faces: $\log \sum_f V_f$.
 
-        The second form prevents the collapse of single faces.
+        With `by="face"`, the regulariser is $\sum_f \log V_f$ instead, which prevents the collapse of single faces.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
@@ -184,9 +184,9 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """Compute the barycentric coordinates of the nearest points over all faces, and the distances.
+        """Compute the barycentric coordinates of the nearest point of the complex, and the distance.
 
-        If several faces are equally near, the result is on the first of them.
+        If several faces are equally near, the result is on the first of these faces.
         """
         self._check_phi(phi)
         candidates = []
@@ -201,7 +201,7 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the weights of the vertices at points `x` (*batch, V): `x` divided by its sum, in float64."""
+        """Return the weights of the vertices: the coordinates `x` (*batch, V) divided by their sum, in float64."""
         self._containing_face(x)
         return super().weights(x)
 
@@ -235,7 +235,7 @@ class Complex(Hull):
         return face
 
     def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw a uniform point of each given face: exponential variables for its vertices, divided by their sum."""
+        """Draw a uniform point of each given face by normalising exponential variables."""
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
         spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]
         return spacings / spacings.sum(-1, keepdim=True)

@@ -69,7 +69,10 @@ class Control:
         return trainable
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
-        """Check the settings for an embedding, and return whether the inner points are relative to the chord.
+        """Check that the settings suit an embedding.
+
+        Returns:
+            Whether the inner points are stored as displacements from the chord.
 
         Raises:
             ArgumentError: if the embedding lacks a property that the settings require: a curve on a flat space, inner
@@ -90,7 +93,6 @@ class Control:
 
     @torch.no_grad()
     def initialize(self, space: Manifold, phi: Tensor) -> None:
-        """Write the initial inner points into `phi`."""
         last = len(phi) - 1
         for i in range(1, last):
             if self.start == "base":
@@ -102,13 +104,11 @@ class Control:
 
 
 class FreePoints:
-    r"""The control points $\varphi$ of a fit, with optimiser parameters for the trainable points.
+    r"""The control points $\varphi$ of a fit, with optimiser parameters for the last point and the `free` points.
 
-    The trainable points are the last point and the `free` points. Each parameter is a view of $\varphi$, and
-    consecutive inner points share one parameter.
-
-    With `projection`, which requires a flat space, the parameter of the inner points contains their displacements
-    $\delta_i$ from the chord instead:
+    By default, each parameter is a view of $\varphi$, and consecutive inner points share one parameter. With
+    `projection`, which requires a flat space, the parameter of the inner points contains their displacements $\delta_i$
+    from the chord:
 
     $$\varphi_i = c_i + \delta_i - \gamma \operatorname{proj}_\Delta \delta_i, \qquad
       c_i = \varphi_0 + \tfrac{i}{n} \Delta, \qquad \Delta = \varphi_n - \varphi_0.$$
@@ -145,7 +145,7 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        r"""Set the gradients of the parameters, given the derivative (size, *shape) with respect to $\varphi$."""
+        r"""Set the gradients of the optimiser parameters, given the derivative with respect to all points $\varphi$."""
         pulled = derivative
         if self.shift is not None:
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
@@ -158,7 +158,7 @@ class FreePoints:
             self.start.grad = pulled[0]
 
     def refresh(self) -> None:
-        """Recompute the inner points of φ from their displacements. Parameters that are views need no refresh."""
+        """Recompute the inner points of φ if the parameters contain displacements from the chord."""
         if self.shift is not None:
             with torch.no_grad():
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]

@@ -80,7 +80,7 @@ class Barrier:
         color: str = "black",
         legend: bool = True,
     ) -> Any:
-        """Plot the losses along the curve and the chord, and the line from which the barriers are measured.
+        """Plot the losses along the curve and along its chord.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -104,7 +104,7 @@ class Barrier:
         return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
-        """Return the losses minus the linear interpolation between both ends. The result is exactly 0 at the ends."""
+        """Return the losses minus the linear interpolation between both ends, which is exactly 0 at the ends."""
         excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
         excess[[0, -1]] = 0
         return excess
@@ -297,7 +297,7 @@ def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> fl
 def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> tuple[Tensor, Tensor]:
     """Compute the speed, and the turning rate in radians per unit of t.
 
-    The turning rate is 0 if the speed is below `min_norm`.
+    If the speed is below `min_norm`, the turning rate is 0.
     """
     parameters = t.flatten()
     point = curve(phi, parameters)
@@ -314,7 +314,7 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
 def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
     """Compute the angles in [0, π] between the velocities before and after each joint.
 
-    The angle is 0 if one of the speeds is below `min_norm`.
+    If one of the speeds is below `min_norm`, the angle is 0.
     """
     point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)

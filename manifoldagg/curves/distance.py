@@ -32,7 +32,9 @@ Gram = Sequence[Sequence[Any]]
 
 
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
-    r"""Find the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
+    r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
+
+    This is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$, (n, P). For a quadratic curve, these are
@@ -65,7 +67,7 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """Compute `parameter_at_distance` from the Gram matrix (n, n) of the displacements, without tensors.
+    """Compute `parameter_at_distance` from the Gram matrix (n, n) of the displacements.
 
     The function checks that the squared norms are finite. It does not check `rho` and `overshoot`.
     """
@@ -102,13 +104,13 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
 
 
 def squared_distance(inner: Gram) -> list[Any]:
-    """Compute the Bernstein coefficients of d², of degree 2n, from the Gram matrix of the displacements."""
+    """Compute the Bernstein coefficients of d² from the Gram matrix of the displacements."""
     zeros = [0.0] * (len(inner) + 1)
     return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 
 
 def _monomial_coefficients(inner: Gram) -> list[float]:
-    """Compute the coefficients of d² in powers of s. Unlike Bernstein weights, powers are accurate for s > 1.
+    """Compute the coefficients of d² in powers of s, which are more accurate than Bernstein weights for s > 1.
 
     The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i.
     """

@@ -1,4 +1,4 @@
-"""Base class of embeddings, which are low-dimensional subsets of the space of models with a few control points."""
+"""Base class of embeddings: low-dimensional subsets of the space of models, such as curves."""
 
 import abc
 from typing import Any
@@ -16,13 +16,14 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""A map $\iota_\varphi : M \to M_\Theta$ into the space of models, given by control points $\varphi$.
+    r"""A low-dimensional subset of the space of models, such as a curve, that is defined by control points.
 
-    Its image is a low-dimensional subset of the models, such as a curve. The control points are `size` models, stored
-    as one tensor (size, *space.shape). Coordinates $x \in M$ are a tensor (*batch, *domain), where `domain` is `()` for
-    a curve and (m,) for m coordinates. All methods are differentiable with respect to $\varphi$ and $x$, unless they
-    state otherwise. An embedding is a frozen value that does not contain $\varphi$. Its methods take $\varphi$ as an
-    argument.
+    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models. The
+    control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are a tensor
+    (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
+
+    An embedding does not store $\varphi$, which is an argument of its methods. All methods are differentiable with
+    respect to $\varphi$ and $x$, unless they state otherwise.
     """
 
     space: Manifold
@@ -46,7 +47,7 @@ class Embedding(abc.ABC):
         """Draw coordinates (*batch, *domain) in float64, uniform in $M$."""
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Compute the coordinates $x$ at which $\iota_\varphi(x)$ is nearest to `point`, and the distance."""
+        """Compute the coordinates of the point of the embedding that is nearest to `point`, and the distance."""
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
     def contains(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> Tensor:
@@ -61,14 +62,14 @@ class Embedding(abc.ABC):
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent `u` (*batch, *domain) by one jvp."""
+        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` by forward-mode differentiation."""
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], w: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape) by one vjp.
+        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` by reverse-mode differentiation.
 
         It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
         """
@@ -83,7 +84,7 @@ class Embedding(abc.ABC):
         return pulled
 
     def metric(self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."]) -> Float[Tensor, "*batch m m"]:
-        r"""Compute the positive semi-definite pullback metric $J^\top G J$ at $x$, with m = 1 for a curve."""
+        r"""Compute the pullback metric $J^\top G J$ at $x$, which is positive semi-definite. For a curve, m = 1."""
         batch = x.shape[: x.ndim - len(self.domain)]
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
@@ -100,6 +101,6 @@ class Embedding(abc.ABC):
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
-    """Return a bound on the rounding error of a control point in the least precise of the dtypes."""
+    """Return a bound on the rounding error of a control point in the least precise of the given dtypes."""
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

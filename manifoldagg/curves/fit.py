@@ -65,13 +65,12 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A learned embedding.
+    """A fitted embedding, with the losses and the state of the fit.
 
     Attributes:
         phi: the learned points (size, *space.shape).
         losses: the loss of every step of both phases in chronological order, without the proximal and volume terms.
-        state: the argument `resume=` that continues this fit: a tree of tensors and numbers that `torch.save` can
-            write.
+        state: the value of `resume=` that continues this fit, which `torch.save` can write.
         converged: whether every phase with at least one step ended on a plateau.
     """
 
@@ -278,7 +277,7 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the loss over coordinates, and its derivative with respect to all points."""
+        """Compute the weighted mean of the losses at several coordinates, and its derivative."""
         mean = 0.0
         total = torch.zeros(())
         for k, (weight, x) in enumerate(coordinates):

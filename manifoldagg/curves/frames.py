@@ -15,12 +15,13 @@ def rotation_minimising(
 ) -> Float64[Tensor, "*times k m"]:
     r"""Transport normal vectors along the curve from $t = 0$ without rotation about the tangent: $R' \parallel b'$.
 
-    The method is double reflection on an equidistant grid. The first reflection is in the bisecting plane of the chord
-    between two grid points. The second reflection maps the reflected tangent to the tangent at the new point. Between
-    grid points, one more double reflection leads from the previous grid point to `t`, so $R$ is continuous.
+    The method is double reflection between the points of an equidistant grid:
 
-    The direction of the chord is computed as the mean velocity, so no digits cancel for small steps. The error is of
-    fourth order in the step.
+    1. The first reflection is in the bisecting plane of the chord between two points.
+    2. The second reflection maps the reflected tangent to the tangent at the new point.
+
+    Another double reflection leads from the previous grid point to `t`. The chord is computed from the mean velocity,
+    so no digits cancel for small steps. The error is of fourth order in the step.
 
     Args:
         control: control points (n + 1, k).

@@ -111,10 +111,10 @@ class CurveEmbedding(Embedding):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        The search evaluates 32 parameters per control point. It then computes the root of
-        $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the neighbours of the best parameter. If there is only
-        one minimum between these neighbours, the result is exact up to rounding. The search can miss a minimum that is
-        narrower than the distance between two parameters.
+        The search evaluates 32 parameters per control point. Between the neighbours of the best parameter, it then
+        computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$. If there is only one minimum between them,
+        the result is exact up to rounding. The search can miss a minimum that is narrower than the distance between two
+        parameters.
 
         Args:
             phi: control points (size, *space.shape).
@@ -134,11 +134,10 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve: (*batch,).
+        r"""Return whether each of the given points is within `tolerance` of the curve: (*batch,).
 
-        The default tolerance is a bound on rounding errors. Let $\varepsilon$ be the machine epsilon of the less
-        precise dtype. The tolerance is $\sqrt\varepsilon$ on a curved space and
-        $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat space.
+        The default tolerance is a bound on rounding errors: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
+        space, and $\sqrt\varepsilon$ on a curved space. $\varepsilon$ is the machine epsilon of the less precise dtype.
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.
@@ -194,7 +193,6 @@ class CurveEmbedding(Embedding):
         best = grid[k]
 
         def decrease(t: Tensor) -> Tensor:
-            """Compute half the negative derivative of the squared distance."""
             center, velocity = self._point_and_velocity(phi, t)
             return self.space._inner(center, self.space._log(center, points), velocity)
 

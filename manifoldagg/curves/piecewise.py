@@ -51,9 +51,9 @@ class Piecewise(BezierSpline):
     def smooth(self, phi: Phi) -> Points:
         r"""Return control points of a curve with continuous velocity.
 
-        The method replaces the control point after each joint $J$ by $\exp_J(-\log_J \varphi_{-})$, the reflection of
-        the control point before the joint. It starts with the first joint. All other control points do not change. With
-        degree 2, a reflection affects all later pieces.
+        The control point after each joint $J$ is replaced by $\exp_J(-\log_J \varphi_{-})$, the reflection of the
+        control point before the joint. The joints are processed from the start to the end. All other control points do
+        not change. With degree 2, a reflection affects all later pieces.
 
         Args:
             phi: control points (size, *space.shape).
@@ -89,7 +89,7 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Compute the parameters of the nearest points over all pieces, and the distances. See `Bezier.nearest`."""
+        """Compute the parameters of the points of the curve that are nearest to given points, and the distances."""
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         parameters = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(nearest)])
         distances, best = torch.stack([d for _, d in nearest]).min(0)

@@ -191,10 +191,11 @@ class View:
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":
-        """Return the plane at the first of the points (n + 1, *space.shape) that contains or approximates the others.
+        """Return a plane at the first of several points (n + 1, *space.shape) that approximates all points.
 
         The first axis points to the last point, or to the farthest point if the first and the last point are equal. The
-        second axis points to the point farthest from this line. It is zero if all points are on the line.
+        second axis points to the point farthest from the first axis. If all points are on one line, the second axis is
+        zero.
         """
         points = phi.double()
         center = points[0]

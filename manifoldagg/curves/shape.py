@@ -33,8 +33,8 @@ Times = Float64[Tensor, "*times"]
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
     """Compute the coordinates of control points in an orthonormal basis of their span: (n + 1, min(n, P)).
 
-    The first point has the coordinates 0. Distances and angles are preserved up to rounding, even if the points are
-    almost collinear. The result has no derivatives.
+    The first point is the origin. Distances and angles are preserved up to rounding, even for almost collinear points.
+    The result has no derivatives.
 
     Cost: one pass over `phi`, without temporary memory of size P.
 
@@ -55,10 +55,10 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 
 
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
-    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and differentiable coordinates.
+    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and coordinates in this basis.
 
-    The basis is the result of the Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$ and
-    therefore to $b'(0)$.
+    The basis is the result of the Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
+    therefore to $b'(0)$. The coordinates are differentiable.
     """
     points = phi.double().flatten(1)
     columns, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
@@ -191,16 +191,14 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
-    """Compute the Bernstein coefficients of the inner product of two curves."""
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
 
 def _multiply(p: list[float], q: list[float]) -> list[float]:
-    """Compute the Bernstein coefficients of the product of two polynomials."""
     return product_coefficients([[a * b for b in q] for a in p])
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return the sign changes of a polynomial, both ends, and a grid, which covers double roots approximately."""
+    """Return candidates for extrema: roots, both ends, and a grid that covers double roots approximately."""
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

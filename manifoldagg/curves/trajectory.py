@@ -181,7 +181,7 @@ class PathFit:
 
 
 class PathPoints:
-    """The points of a path of K steps at the fractions i/m of the steps, i = 1 … m: the vertices of a polygon.
+    """A polygon with m vertices, which are points of a path of K steps at the fractions i/m of the steps, i = 1 … m.
 
     Between two points of the path, a vertex is interpolated along the geodesic. The last vertex is bitwise equal to the
     end of the path. Together with the start, the vertices are the control points of
@@ -218,7 +218,7 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Add the next point (*space.shape). The point is not modified. It is copied only if it is a vertex."""
+        """Add the next point (*space.shape). The point is not modified, and it is copied if it is a vertex."""
         m = self.pieces
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
             # In units of 1/m, the position between two points is an exact integer.

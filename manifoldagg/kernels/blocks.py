@@ -57,7 +57,7 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The levels of the reduction tree of `pairwise_sum`: target blocks, and the blocks that are added to them."""
+        """The levels of the reduction tree of `pairwise_sum`, as pairs of target blocks and added blocks."""
         remaining = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]

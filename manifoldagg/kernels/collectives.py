@@ -60,7 +60,7 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Notify the other ranks of an exception that is raised within this context, which must precede an exchange."""
+        """Notify the other ranks of an exception within this context. The context must precede an exchange."""
         try:
             yield
         except Exception:

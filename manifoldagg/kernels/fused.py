@@ -1,4 +1,4 @@
-"""Linear combinations that are computed together, from the values that all operands have before the first write."""
+"""Linear combinations that are computed together. All of them read the operands before the first write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class LinearCombination:
         base: a row, or `None` for zero.
         rows: the operands.
         coefficients: the coefficients of the operands: one list for all tensors, or one list for each tensor.
-        out: the row that receives the result. To compute several combinations at once, all of them must be tensor
-            lists of equal lengths, or be in new memory.
+        out: the row that receives the result. Combinations that are computed together need tensor lists of equal
+            lengths, or rows in new memory.
     """
 
     base: Operand | None
@@ -71,7 +71,7 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return for each combination whether its write must be deferred because a later combination reads its target."""
+    """Return which combinations must defer their write, because a later combination reads their target."""
     later: set[int] = set()
     deferred = []
     for combination in reversed(combinations):

@@ -89,7 +89,9 @@ class Operands:
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
-        """Validate `rows` and their subtrahends `minus`: one vector for all rows, or one row or `None` for each row.
+        """Validate `rows` and their subtrahends.
+
+        `minus` is one vector for all rows, or a sequence with one row or `None` for each row.
 
         Raises:
             ArgumentError: if a row is neither a floating vector nor a tuple of floating tensors, or if lengths or
@@ -149,7 +151,7 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Check that a row has the same length and device as the first row, and return it in validated form.
+        """Check that a row has the length and device of the first row, and return it in validated form.
 
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
@@ -205,7 +207,7 @@ class Operands:
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
     def prepare(self) -> "Operands":
-        """Return these rows in the form that backends read: contiguous, and with `tables` if they are on the CPU."""
+        """Return these rows in the form that backends read: contiguous, with `tables` for rows on the CPU."""
         if self.tables is not None:
             return self
         if self.device == CPU:
@@ -258,7 +260,7 @@ def bump_version(out: Operand) -> None:
 
 
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
-    """Check that each operand is either identical to `out` or does not overlap it.
+    """Check that `out` does not partially overlap the operands. It may be identical to an operand.
 
     Raises:
         ArgumentError: if `out` partially overlaps an operand or itself.
@@ -309,7 +311,7 @@ def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
 
 
 def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ...]) -> None:
-    """Check that each operand is either identical to a target with several tensors or does not overlap it.
+    """Check that a target with several tensors does not partially overlap the operands.
 
     Raises:
         ArgumentError: if a tensor of the target partially overlaps itself, another tensor of the target, or an operand.
@@ -347,7 +349,10 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
-    """Return whether entries may share an address, because a stride is within the extent of smaller strides."""
+    """Return whether entries of a tensor may share an address.
+
+    This is the case if a stride is within the extent of the smaller strides.
+    """
     if tensor.is_contiguous():
         return False
     extent = 0
@@ -401,9 +406,9 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Check coefficients, and return them with the shape (s, k), as a tensor or as lists of floats.
+    """Check coefficients, and return them with the shape (s, k).
 
-    The result is a tensor if `coefficients` contains tensors.
+    The result is a tensor if `coefficients` contains tensors, and nested lists of floats otherwise.
 
     Raises:
         ArgumentError: if the coefficients are not numbers, or if their shape is neither (k,) nor (s, k).
@@ -434,11 +439,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 
 
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
-    """Return whether autograd or a functorch transform tracks any of the given vectors or tuples of tensors.
+    """Return whether autograd or a functorch transform tracks any of the given tensors.
 
-    The fused kernels have no derivatives. A transform would silently treat the derivative of a custom operator as zero,
-    so tracked calls use plain torch. Calls that `torch.compile` traces also use plain torch, the only code that it can
-    trace.
+    The fused kernels have no derivatives, and a transform would silently use zeros instead. Tracked calls therefore use
+    plain torch. Calls that `torch.compile` traces also use plain torch.
     """
     if torch.compiler.is_compiling():
         return True

@@ -59,18 +59,18 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the sums $h$ of `pairwise_sum`. The compiled backend, if it is available, computes the same bits."""
+    """Return the sums $h$ of `pairwise_sum`. If the compiled backend is available, it computes the same bits."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""Sum over the blocks of each segment, and return each sum as an unevaluated pair $h + l$.
+    r"""Sum over the blocks of each segment, with compensation of rounding errors.
 
-    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each addition
-    exactly, and the errors are added up in $l$. The error of $h + l$ is therefore of order $u^2 \sum |x|$. Hence $h$ is
-    the exact sum rounded once, except for sums that are closer than this error to a tie.
+    Each sum is an unevaluated pair $h + l$. Neighbouring blocks are added pairwise, level by level. Knuth's two-sum
+    computes the rounding error of each addition, and $l$ is the sum of these errors. The error of $h + l$ is therefore
+    of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -133,7 +133,7 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Return the exponents $e$ (S, k) of out-of-range rows, and 0 for other rows and for zero or nonfinite segments."""
+    """Return the scaling exponents (S, k) of out-of-range rows, and 0 for other, zero or nonfinite rows."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])
@@ -143,7 +143,7 @@ def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarra
 
 
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
-    """Return the products `sums` (S, k(k+1)/2), with out-of-range products replaced by those of the scaled rows."""
+    """Return the products `sums`, in which the products of scaled rows replace those outside the float64 range."""
     # The product of an out-of-range row with any other row may be out of range too.
     i, j = np.tril_indices(powers.shape[1])
     exponents = powers[:, i] + powers[:, j]
@@ -161,7 +161,7 @@ def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _triangle_indices(k: int) -> np.ndarray:
-    """Return, for each entry of a symmetric k x k matrix, its index in the lower half, which is stored row by row."""
+    """Return the index of each entry of a symmetric k x k matrix in its lower triangle, which is stored row by row."""
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
 

@@ -110,13 +110,13 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """The shard of several vectors that this rank stores.
+    """The shard of several vectors that is stored on this rank.
 
     Attributes:
         blocks: the blocks of the shard.
         is_counted: for each segment, whether this rank counts its entries. Only one rank counts a replicated segment.
-        segments_checksum: a checksum of the segment data that must be equal on every rank.
-        dtypes_checksum: a checksum of the names and dtypes of the vectors.
+        segments_checksum: a checksum of the segments, which must be equal on every rank.
+        dtypes_checksum: a checksum of the names and dtypes of the vectors, which must also be equal.
         local_tensors: the local part of each vector, by its `id`.
     """
 
@@ -143,11 +143,9 @@ class LocalShard:
         return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
     def local(self, vector: Operand) -> Operand:
-        """Return the local part of a vector."""
         return self.local_tensors[id(vector)]
 
     def local_operands(self, rows: Operands) -> Operands:
-        """Return the local parts of the rows."""
         minus = tuple(row if row is None else self.local(row) for row in rows.minus)
         local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
         local.lengths = rows.lengths  # also if only the base or the target is a tuple

@@ -61,7 +61,7 @@ CPU_ONLY = frozenset({CPU})
 
 
 def set_reader(reader: Reader | None) -> Reader | None:
-    """Set the native reader of tensor lists, and return the previous one; `None` reads each attribute in Python."""
+    """Set the native reader of tensor lists, and return the previous reader. `None` disables native reading."""
     global _reader
     before, _reader = _reader, reader
     return before
@@ -69,7 +69,7 @@ def set_reader(reader: Reader | None) -> Reader | None:
 
 @lru_cache(maxsize=64)
 def _unpack(numbers: bytes) -> tuple[int, ...]:
-    """Return the numbers as a tuple. Equal lengths share one cached object, so that comparing them is fast."""
+    """Return the numbers as a tuple. Equal results are one cached object, which is fast to compare."""
     return tuple(array("q", numbers))
 
 
@@ -137,7 +137,7 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """A key that is equal for lists whose tensors have equal shapes and dtypes; `b""` if they are unknown.
+        """A key that is equal for lists whose tensors have equal shapes and dtypes; `b""` if it is unknown.
 
         Tensors with a form are dense, allocated, on the CPU, and not negative views.
         """
@@ -157,12 +157,10 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The distinct dtypes."""
         return frozenset(map(_dtype, self))
 
     @_lazy
     def devices(self) -> frozenset[torch.device]:
-        """The distinct devices."""
         # Reading the device of every tensor takes as long as all other checks together.
         return CPU_ONLY if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
@@ -181,7 +179,6 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def is_contiguous(self) -> bool:
-        """Whether each tensor is contiguous."""
         return all(map(Tensor.is_contiguous, self))
 
     @_lazy
@@ -208,7 +205,7 @@ class TensorList(tuple[Tensor, ...]):
         return result
 
     def describe(self) -> bytes:
-        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` if it cannot read a tensor."""
+        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` for unsupported tensors."""
         known = self.__dict__
         if "descriptors" not in known:
             # This function reads everything that a kernel needs. Each separate property would cost two more calls.
@@ -306,7 +303,7 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the pieces that overlap the range from `start` to `stop`, each with the range within the piece.
+    """Return the pieces between `start` and `stop`, each with the range of its entries that is covered.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)

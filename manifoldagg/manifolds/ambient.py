@@ -86,7 +86,7 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products (S, k, k) of rows, like [`gram`][manifoldagg.kernels.gram]. Each segment is a leaf."""
+        """Compute inner products of rows, like [`gram`][manifoldagg.kernels.gram]. The segments are the leaves."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
@@ -227,7 +227,7 @@ class AmbientSpace:
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """Return the flat leaves of rows as operands of the kernels. A repeated row is converted once."""
+        """Return the flat leaves of rows as operands of the kernels. Equal rows share one operand."""
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
             if row is not None and id(row) not in lists:
@@ -261,7 +261,7 @@ class AmbientSpace:
     def _combine_low_rank(
         self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[Tensor, TruncatedSVD | None]:
-        """Compute one low-rank leaf of `base` plus a linear combination of rows, and its truncation, if any."""
+        """Compute one low-rank leaf of `base` plus a linear combination of rows, and the truncation, if any."""
         space = copied_space(self.leaves[i].space)
         start = self._piece(base, i)
         stacks, weights = self._distinct_stacks(i, (base, *rows), (None, *minus), (1.0, *coefficients))
@@ -300,7 +300,7 @@ class AmbientSpace:
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return the joint basis of the stacks of a leaf, and the rows (k, any) as combinations of its cores."""
+        """Return a joint basis of the stacks of a leaf, and the coefficients of the rows in terms of its cores."""
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -346,7 +346,7 @@ class AmbientSpace:
     ) -> TruncatedSVD:
         """Compute the truncated sum of stacks.
 
-        With `drops_rounding`, singular values that can be rounding errors of the factors are set to 0.
+        With `drops_rounding`, singular values that may be rounding errors are set to 0.
         """
         joint, cores = self._basis(i, stacks)
         combination = torch.zeros(len(joint.cores), dtype=torch.float64)
@@ -378,7 +378,7 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal stack, or `None`. Equal stacks share a core, so their difference is exactly 0."""
+    """Return the index of an equal stack, or `None`. Equal stacks share a core, so that they cancel exactly."""
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index

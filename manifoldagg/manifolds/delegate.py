@@ -20,12 +20,10 @@ class Composite(Manifold):
 
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the space, not of the class
-        """The capabilities that all component spaces have."""
         return frozenset.intersection(*(space.capabilities for space in self.spaces))
 
     @property
     def flat(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every component space is flat."""
         return all(space.flat for space in self.spaces)
 
     @property
@@ -35,7 +33,6 @@ class Composite(Manifold):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every component space is symmetric."""
         return all(space.symmetric for space in self.spaces)
 
 

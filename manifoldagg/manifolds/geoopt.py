@@ -169,7 +169,7 @@ class GeooptManifold(Manifold):
     """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
 
     All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
-    `random_tangent` is standard normal in the metric, and calls proju and inner once for each coordinate.
+    `random_tangent` draws standard normal tangents. It calls proju and inner once for each coordinate.
 
     Args:
         manifold: the geoopt manifold with its declared properties.
@@ -198,7 +198,6 @@ class GeooptManifold(Manifold):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether the manifold is known to be symmetric."""
         return self.manifold.symmetric
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
@@ -311,7 +310,7 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold of geoopt with its known properties. Equal geometries give equal copies."""
+    """Return a frozen copy of a manifold of geoopt with its known properties, in one form for each geometry."""
     kind = type(manifold)
     if kind in BALLS:
         k = _curvature(manifold)
@@ -380,7 +379,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that points of the manifold, or copies of them, can have this shape. Return the shape."""
+    """Check that points of the manifold, or copies of them, can have the given shape, and return it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)

@@ -160,8 +160,8 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
     r"""Compute the matrix $S$ with $\cos\sqrt{S}$ = `cosine`, with correct first and second derivatives.
 
-    The value follows from the angles and eigenvectors of `cosine`. Two Newton steps, which do not change the value,
-    make the derivatives correct.
+    $S$ follows from the angles and eigenvectors of `cosine`. Two Newton steps make the derivatives correct without
+    changing the value.
     """
     mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2

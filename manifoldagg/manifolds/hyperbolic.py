@@ -156,7 +156,7 @@ class PoincareBall(Manifold):
     ) -> Tensor:
         """Compute the Möbius sum of x and p.
 
-        With v = u / (1 - |x|²), p is v times `shorten`(|v|²), so that |p| < 1. `rest`(|v|²) must be 1 - |p|².
+        p is v = u / (1 - |x|²), multiplied by `shorten`(|v|²) so that |p| < 1. `rest`(|v|²) is 1 - |p|² in closed form.
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)
@@ -294,7 +294,7 @@ class Lorentz(Manifold):
         return x.new_full(x.shape[:-1], math.inf)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        """Draw the images under exp of normal tangents at the origin, whose mean squared length is 1."""
+        """Draw points as exponentials of normal tangents at the origin, whose mean squared length is 1."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
         # The space coordinates of exp at the origin are sinh|v| v/|v|.

@@ -90,9 +90,10 @@ class ModelSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A bijection between the tensors of a model, and a point together with buffers.
+    """The layout of a model: the position of each of its tensors in a point, or among the buffers.
 
-    Two layouts are equal if their names, shapes, dtypes and orders are equal.
+    A layout converts models to points and back without loss. Two layouts are equal if their names, shapes, dtypes and
+    orders are equal.
 
     Args:
         leaves: the parameters that form the point, in the order of the point.
@@ -197,7 +198,7 @@ class Layout:
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
     def check(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Check that the names, shapes and dtypes of `tensors` match the layout, and that tied tensors are equal.
+        """Check that `tensors` have the names, shapes and dtypes of the layout, and that tied tensors are equal.
 
         Raises:
             StateDictError: if a tensor is missing, superfluous or untied, or has another shape or dtype. The message
@@ -225,7 +226,7 @@ class Layout:
         check_memory(tensors, prefix)
 
     def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
-        """Check tensors, and return them in the order of the entries. Also return whether all are on the CPU."""
+        """Check tensors. Return them in the order of the entries, and whether all are on the CPU."""
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
         is_on_cpu = all(map(_is_cpu, given))
@@ -511,7 +512,7 @@ def layout_of(
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Split entries by their owner: a leaf owns itself, a buffer has no owner, and an alias has another owner."""
+    """Split entries into leaves, buffers and aliases. A leaf is its own owner, and a buffer has no owner."""
     leaves = []
     buffers = []
     aliases = []

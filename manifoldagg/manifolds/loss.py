@@ -20,8 +20,8 @@ Loss = Callable[[Tensor, Any], Tensor]
 class ModelLoss:
     r"""The loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of a module.
 
-    The forward pass uses the code and the mode of the module and never modifies the module. Batch statistics are
-    written into `replacements`.
+    The forward pass uses the code and the mode of the module, but never modifies the module. It writes batch statistics
+    to `replacements` instead.
 
     Args:
         layout: the layout of the module.
@@ -60,12 +60,12 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the replacement of a buffer or a frozen parameter of the module, or the tensor itself."""
+        """Return the tensor that replaces a buffer or a frozen parameter, or `tensor` itself if there is none."""
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with its own buffers. Training with one of the losses then does not affect the other.
+        """Return the same loss with separate buffers. Training with one loss then does not affect the other loss.
 
         Args:
             buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the

@@ -42,7 +42,7 @@ CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A named part of the points of a space, which has its own space.
+    """A named part of the points of a space, with a space of its own.
 
     Attributes:
         name: the name, which is empty if the part is the whole point.
@@ -60,7 +60,7 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of points or tangents (*batch, *shape) as a view (*batch, *leaf.space.shape)."""
+        """Return the part of points or tangents (*batch, *shape) that belongs to the leaf, as a view."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
@@ -186,10 +186,10 @@ class Manifold(abc.ABC):
         return self._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
-        """Return the named parts of points like `x` (*batch, *shape), in the order of storage.
+        """Return the named parts (leaves) of points like `x` (*batch, *shape), in the order of storage.
 
         The leaves of a parameter space are its tensors. The leaves of a product are the leaves of its factors. Any
-        other space has one leaf, the space itself, without a name.
+        other space is itself the only leaf, which has no name.
         """
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
@@ -240,7 +240,7 @@ class Manifold(abc.ABC):
     def _check(
         self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
     ) -> None:
-        """Check trailing shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
+        """Check the shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
         # The compiler of torch 2.6 does not support the union operator of dicts.
         tensors = {**points, **(tangents or {}), **(vectors or {})}
         first = next(iter(tensors.values()))

@@ -99,5 +99,5 @@ def skew(u: Tensor) -> Tensor:
 
 
 def eye(like: Tensor, size: int | None = None) -> Tensor:
-    """Return the identity matrix with the dtype and device of `like`. `size` defaults to its number of columns."""
+    """Return an identity matrix with the dtype and device of `like`, and by default as many columns as `like`."""
     return torch.eye(like.shape[-1] if size is None else size, dtype=like.dtype, device=like.device)

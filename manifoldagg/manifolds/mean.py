@@ -137,7 +137,7 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the mean of the points of a span as a linear combination. The sum of `weights` must be 1."""
+    """Compute the Karcher mean of points as a linear combination of these points. The weights must sum to 1."""
     w = weights.detach().cpu()
     corners = span.point_coefficients
     mean = KarcherMean(corners[0], w.new_zeros(()), 1, True)
@@ -148,7 +148,7 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute the points nearest to weighted sums of matrices, with the tangent components as residuals."""
+    """Compute weighted means of matrices of a given rank, and the tangent components of the errors."""
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got some with")
     means = []

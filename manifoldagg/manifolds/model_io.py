@@ -81,7 +81,7 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a model for writing. After this check, only overlapping memory can make a write fail.
+    """Check that the tensors of a model are writable, and return them. Only overlaps are not checked.
 
     Raises:
         ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.
@@ -125,7 +125,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """Return the leaves of a model, or temporary tensors if the kernels cannot write to the leaves."""
+    """Return the leaves of a model. If the kernels cannot write to the leaves, return temporary tensors."""
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row

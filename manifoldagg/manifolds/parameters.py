@@ -236,7 +236,7 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def base_space(self) -> Manifold:
-        """The geometry of the space: a flat space, or a product of curved leaves and the flat segments between them."""
+        """The geometry of the space: flat, or a product of curved leaves and flat segments."""
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
         run = 0
@@ -261,7 +261,6 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
-        """Whether every leaf is flat."""
         return not self.manifolds or self.base_space.flat
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
@@ -383,13 +382,13 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace each stack of factors by the norm of its matrix, which does not depend on the choice of factors."""
+        """Replace each stack of factors by the norm of the matrix that it represents."""
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict at `point`, as new tensors in the dtypes of the leaves.
+        """Return the state dict at `point` as new tensors in the dtypes of the leaves.
 
-        Tied names share one tensor, and the factors of adapters are balanced.
+        Tied names share one tensor. The factors of adapters are balanced.
 
         Args:
             point: a finite point (P,).
@@ -406,7 +405,7 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters at a finite point, as views of the point except for narrower dtypes and adapters.
+        """Return the parameters at a finite point. Leaves in the dtype of the point are views, except adapters.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.
@@ -414,7 +413,7 @@ class ParameterSpace(Delegate):
         return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
-        """Copy `point` into the parameters of `model` and return the model. Its buffers do not change.
+        """Copy `point` into the parameters of `model`, and return the model. The buffers do not change.
 
         If an error is raised, the model is unchanged.
 

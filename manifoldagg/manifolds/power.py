@@ -79,7 +79,7 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Return each leaf together with its parts of tensors (*batch, *shape). The copies of a power become batch axes.
+    """Return each leaf with its part of each tensor (*batch, *shape). The copies of a power become batch axes.
 
     Example:
         >>> import torch

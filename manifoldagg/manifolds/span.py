@@ -1,4 +1,4 @@
-"""Spans of points of flat and spherical leaves, in which Karcher means are computed from a small Gram matrix."""
+"""Karcher means on spheres and flat leaves, computed from coefficients with respect to the points."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,9 @@ MAX_NORM_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The span of k points of a space with flat or spherical leaves, in the basis $p_h$, $p_j - p_h$.
+    """The span of k points of a space with flat or spherical leaves.
 
-    The basis consists of differences from one point $p_h$, because they represent small distances accurately. Inner
-    products of nearby points would lose these digits.
+    The basis consists of one point $p_h$ and the differences $p_j - p_h$, which represent small distances accurately.
 
     Args:
         rows: the points (P,).
@@ -91,7 +90,6 @@ class Span:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every leaf is flat."""
         return bool(self.tolerances.isnan().all())
 
     @property
@@ -140,7 +138,7 @@ class Span:
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Return the point with a weighted mean on flat leaves and given coefficients on spheres, rounded once."""
+        """Return a point, given the weights of its mean on flat leaves and its coefficients on spheres."""
         if self.is_flat:
             # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)

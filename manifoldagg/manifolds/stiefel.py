@@ -254,7 +254,7 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _solve(target: Tensor) -> Tensor:
-    """Solve the equation of the log for [A; R] (*batch, p + m, p), given the right-hand side [xᵀy; qᵀy]."""
+    """Solve the equation of the log for [A; R] (*batch, p + m, p). `target` is [xᵀy; qᵀy]."""
     z = _iterate(_initial_logs(target), target.unsqueeze(0), TRIAL_STEPS)
     at = _linearise(z)
     square = z.square().sum((-2, -1))
@@ -280,7 +280,7 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 def _initial_logs(target: Tensor) -> Tensor:
     """Compute starting values (starts, *batch, p + m, p) of the Newton iteration.
 
-    They are logs of rotations. The first columns of a rotation are `target`, and the others are nearest to a guess.
+    The starting values are logs of rotations whose first columns are `target`. Two guesses determine the other columns.
     """
     k, p = target.shape[-2:]
     top = target[..., :p, :]
@@ -367,7 +367,7 @@ def _exponent(z: Tensor) -> Tensor:
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """Return the d entries that determine [A; R] (*batch, k, p), first those of A. Its symmetric part is ignored."""
+    """Return the d independent entries of [A; R] (*batch, k, p). The symmetric part of A is ignored."""
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]

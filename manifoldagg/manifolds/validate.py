@@ -156,7 +156,7 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check for each leaf that logs at `x` are finite and not longer than the injectivity radius.
+    """Check for each leaf that the lengths of logs at `x` do not exceed the injectivity radius.
 
     Raises:
         ArgumentError: if a log is not finite or too long. The message contains the leaf and the distance.

@@ -13,7 +13,9 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message if names differ from the expected names only by wrapper prefixes, or "".
+    """Return a hint for an error message if names differ from the expected names only by wrapper prefixes.
+
+    Otherwise, the result is "".
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})
@@ -35,7 +37,7 @@ def _wrappers_in(names: Collection[str]) -> set[str]:
 
 
 def _unwrapped_name(name: str) -> str:
-    """Remove wrapper prefixes from a name, and `module` only at the start, because submodules can have this name."""
+    """Remove wrapper prefixes from a name. A submodule can be called `module`, so only the start is removed."""
     parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""Checks of the laws that manifolds and aggregation rules must satisfy, for built-in and user-defined classes."""
+"""Checks of the laws that manifolds and aggregation rules must satisfy."""
 
 from manifoldagg.testing.check import check_manifold
 from manifoldagg.testing.laws import LAWS, LawCase

@@ -28,9 +28,9 @@ def check_manifold(
     validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Check that a manifold satisfies all laws about the primitives that it declares.
+    r"""Check that a manifold satisfies the laws about all primitives that it declares.
 
-    The laws are checked for tangents of the lengths 1e-7 (in float32: 1e-3), 1e-3, 0.1, 0.7 and 2, and of the maximum
+    The laws are checked for tangents of the lengths 1e-7 (not in float32), 1e-3, 0.1, 0.7 and 2, and of the maximum
     length. The maximum length is the smaller of `max_distance` and 0.9 times the injectivity radius (or 10 if this
     radius is infinite). Larger lengths are omitted.
 

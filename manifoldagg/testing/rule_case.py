@@ -100,10 +100,10 @@ class RuleCase:
 
     @cached_property
     def sample_counts(self) -> dict[Hashable, int]:
-        """The sample counts of the clients.
+        """The sample counts of the clients. Their sum is a power of 2.
 
-        Their sum is a power of 2. A mean with weights `update.share` is then bitwise equal to a mean with weights
-        `update.weight`, so a `Server` can be compared with `aggregate`, which provides no share.
+        A mean with the weights `update.share` is then bitwise equal to a mean with the weights `update.weight`. This
+        makes a `Server` comparable with `aggregate`, which provides no share.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -113,7 +113,6 @@ class RuleCase:
 
     @cached_property
     def requires_models_only(self) -> bool:
-        """Whether clients return only models."""
         return extra_fields(self.rule) == ({}, ())
 
     def payload(self, message: Message, index: int) -> Payload:
@@ -166,7 +165,6 @@ class DirectRun:
             self._dispatch(client)
 
     def message(self, client: Hashable) -> Message:
-        """Return the message for a client."""
         return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
 
     def _dispatch(self, client: Hashable) -> None:
@@ -219,7 +217,6 @@ class ServerRun:
         self.in_flight: list[tuple[Hashable, int, Ticket]] = []
 
     def dispatch(self, client: Hashable) -> None:
-        """Dispatch a task to a client."""
         self.in_flight.append((client, len(self.records), self.server.dispatch(client)))
 
     def resumed(self, server: Server) -> "ServerRun":
@@ -252,7 +249,6 @@ class ServerRun:
         return self
 
     def finish(self) -> "ServerRun":
-        """Apply all remaining updates."""
         return self.advance(self.case.num_updates - len(self.records))
 
     def contents(self) -> dict[str, Any]:
@@ -301,7 +297,6 @@ class AggregateRun:
 
     @property
     def current(self) -> Tensor:
-        """The current model as a point (P,)."""
         return self.space.point(self.models[-1])
 
 

@@ -153,7 +153,7 @@ def _check_model_moves(case: RuleCase) -> None:
 
 
 def _violation(law: RuleLaw, case: RuleCase) -> str:
-    """Return a description of the first difference or of the exception, with the seed. It is empty if the law holds."""
+    """Return a description of the first difference or of the exception, or "" if the law holds."""
     try:
         violation = law(case)
     except Exception as error:  # user-defined rules may raise any exception

@@ -61,7 +61,7 @@ def needs_state_dicts(case: RuleCase) -> str:
 
 
 def needs_flat_tensors(case: RuleCase) -> str:
-    """Require a model that can be split into other tensors, and a rule that does not work tensor by tensor."""
+    """Require a model that can be split into other tensors, and a rule that does not depend on this split."""
     if case.by_tensor:
         return "the rule works tensor by tensor (by_tensor=True)"
     return "" if case.space.flat else "it requires a flat space"
@@ -69,7 +69,7 @@ def needs_flat_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def step_is_pure(case: RuleCase) -> str:
-    """The same step from the same state gives the same bits. `message` and `step` write only to `out`."""
+    """The same step from the same state gives the same bits, and writes to none of its inputs except `out`."""
     rule, space = case.rule, case.space
     run = case.direct_run()
     first_results = []
@@ -193,7 +193,7 @@ def aggregate_equals_server(case: RuleCase) -> str:
 
 @rule_law(needs_flat_tensors)
 def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
-    """The results are bitwise equal if the entries are stored as one tensor, as two tensors, or as one tensor each."""
+    """The results are bitwise equal however the same entries are split into tensors."""
     size, dtype = case.start.numel(), case.start.dtype
     expected: Any = None
     for sizes in ([size], [size // 3, size - size // 3], [1] * size):
@@ -261,7 +261,8 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
     """Return payloads that a server must reject, by a description of the defect.
 
-    A private rule replaces an update that is not finite by a zero update, because a rejection would reveal this update.
+    A private rule uses a zero update instead of an update that is not finite, because a rejection would reveal this
+    update.
     """
     points = payload.points
     invalid = {}
@@ -314,7 +315,7 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Describe the first change that a rejected update caused, or that `aggregate` accepted an invalid update."""
+    """Describe the first change that an invalid update caused. It is also an error if `aggregate` accepts it."""
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:
         name, tensor = [*model.items()][-1]

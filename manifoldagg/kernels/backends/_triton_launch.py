@@ -98,7 +98,7 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return a table (n, pieces + 1) with one line per row: the addresses of its pieces, and its stride."""
+    """Return a table on the device with one line per row: the addresses of its pieces, and its stride."""
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -115,7 +115,7 @@ def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device)
 
 
 def opaque(value: int) -> int:
-    """Encode an integer from 0 to 2^61 as an odd 64-bit integer, for which Triton does not specialise a kernel.
+    """Encode an integer from 0 to 2^61 as an odd 64-bit integer, so that Triton does not specialise on it.
 
     Example:
         >>> [opaque(n) - 2**41 for n in (0, 1, 16)]

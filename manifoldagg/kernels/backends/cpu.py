@@ -121,7 +121,7 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Compute several outputs from the values that the operands have before the first write.
+    """Compute several linear combinations from the values that the operands have before the first write.
 
     `deferred` marks the outputs that later combinations read. The result is `None`, and nothing is written, under the
     same conditions as in `block_products`.
@@ -173,7 +173,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the sums $h$ (S, n) of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
+    """Compute the sums $h$ of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))

@@ -68,8 +68,8 @@ def combine(
 class _BlockReader:
     """Float64 buffers into which rows are read, block by block.
 
-    During iteration, `buffers` has the width of the current block. `matrices` contains the same memory as a batch of
-    matrices with `PRODUCT_COLUMNS` columns. The inner products of the buffers are sums of products of these matrices.
+    During iteration, `buffers` has the width of the current block. `matrices` contains the same memory, reshaped for
+    products of small matrices with `PRODUCT_COLUMNS` columns.
     """
 
     buffers: list[Tensor]

@@ -243,7 +243,7 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Return pointers to the entries of row t in this piece, their mask, and the start of the following piece."""
+    """Return pointers to the entries of row t in a piece, their mask, and the start of the following piece."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
@@ -256,7 +256,7 @@ def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYP
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """Return the piece that contains the entry `low`. The search starts at `piece`, which must not be after it."""
+    """Return the piece that contains the entry `low`. The search begins at `piece` and goes upwards."""
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
     return piece

@@ -39,7 +39,7 @@ class FactorQR:
         full_basis: $Q$ (*batch, m, r), with orthonormal columns.
         basis: $Q$, or $Q R R^+$ if B does not have full rank. `basis @ basis.mT` is the projector onto the span of B.
         factor: $R$ (*batch, r, r).
-        inverse: the pseudoinverse $R^+$, without directions at the rounding level of the dtype of the factor.
+        inverse: the pseudoinverse $R^+$, which ignores directions that are rounding errors.
     """
 
     full_basis: Tensor
@@ -61,13 +61,13 @@ class FactorQR:
 
 @dataclass(frozen=True)
 class TruncatedSVD:
-    """The best approximation of a matrix with a given rank in the Frobenius norm, and its error.
+    """The best approximation of a matrix by a matrix of lower rank, and its error.
 
     Attributes:
         values: all singular values (*batch, any), in descending order.
         rank: the number of retained singular values.
-        left: a function from coordinates in the basis of the left factor to columns (*batch, m, any).
-        right: the same function for the right factor.
+        left: multiplication by the basis of the left factor, with the result (*batch, m, any).
+        right: multiplication by the basis of the right factor, with the result (*batch, n, any).
         coordinates: the coordinates of the left and of the right singular vectors.
     """
 
@@ -115,7 +115,7 @@ class TruncatedSVD:
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""Compute the matrix of a given rank that is nearest to the matrix of a stack.
+    r"""Compute the nearest matrix of a given rank, for a matrix that is given as a stack of factors.
 
     The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small core
     $R S^\top$.
@@ -137,7 +137,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix of a stack, (*batch, m + n, r).
+    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix that a stack represents.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -167,8 +167,8 @@ class JointBasis:
     r"""Several matrices that share a pair of orthonormal bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
-        left: a function that multiplies coordinates (*batch, p, any) by $Q$.
-        right: a function that multiplies coordinates (*batch, q, any) by $P$.
+        left: multiplication of coordinates (*batch, p, any) by $Q$, with the result (*batch, m, any).
+        right: multiplication of coordinates (*batch, q, any) by $P$, with the result (*batch, n, any).
         cores: the cores $C_i$ (k, *batch, p, q).
         columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
         ranks: the number of columns of each $X_i$.
@@ -201,8 +201,8 @@ class JointBasis:
     def gram(self, rows: Tensor) -> Tensor:
         r"""Compute the inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$ with coefficients (j, k).
 
-        The cores are combined before they are multiplied. For a small displacement, with the coefficients 1 and -1,
-        this avoids the cancellation of a difference of squared norms.
+        The cores are combined before they are multiplied. For a small difference of two matrices, this avoids the
+        cancellation of a difference of squared norms.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -220,9 +220,9 @@ class JointBasis:
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""Return a bound on the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
 
-        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. A singular value with
-        the vectors $u$, $v$ then has the errors $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The
-        bound is therefore large only in the directions of large columns, for example after a cancellation.
+        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. This changes a
+        singular value with the vectors $u$, $v$ by $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$.
+        Rounding errors are therefore large only in the directions of large columns, for example after a cancellation.
 
         Args:
             coefficients: the coefficients (k,).

@@ -1,4 +1,4 @@
-"""LoRA adapters as leaves of a space: two factors in a state dict become one stack, and are split again afterwards."""
+"""LoRA adapters as leaves of a space. The two factors of an adapter are stacked, and later split again."""
 
 import math
 from collections.abc import Mapping
@@ -53,7 +53,6 @@ class FactorEntries:
 
     @cached_property
     def pair(self) -> FactorPair:
-        """The names of the two entries."""
         return FactorPair(self.first.name, self.second.name)
 
     @cached_property
@@ -63,7 +62,7 @@ class FactorEntries:
 
     @cached_property
     def space(self) -> LowRank:
-        """The manifold of the leaf. Its rank is at most the number of rows and the number of columns."""
+        """The manifold of the leaf. Its rank cannot exceed the number of rows or columns."""
         m, n = self.second.shape[0], math.prod(self.first.shape[1:])
         return LowRank(m, n, min(self.rank, m, n))
 
@@ -73,7 +72,7 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors against the entries, and return their rank. It may differ from the rank of the entries.
+        """Check two tensors against the entries, and return their rank, which can differ from that of the entries.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
@@ -92,7 +91,7 @@ class FactorEntries:
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """Return the point of the leaf that is nearest to the scaled product of two tensors of any rank.
+        """Return the point of the leaf that is nearest to the scaled product of two factors of any rank.
 
         Raises:
             StateDictError: if a tensor is not finite, or overflows when it is scaled.
@@ -109,7 +108,7 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Split a point of the leaf into two balanced tensors in their original dtypes, without the scaling.
+        """Split a point of the leaf into two balanced factors in their original dtypes, without the scaling.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -216,7 +215,6 @@ class Adapters:
 
     @property
     def spaces(self) -> dict[str, LowRank]:
-        """The manifold of each leaf."""
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
@@ -233,7 +231,7 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace each stack by the approximate norm of its matrix, which does not depend on the choice of factors."""
+        """Replace each stack by the approximate norm of the matrix that it represents."""
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
@@ -247,7 +245,7 @@ class Adapters:
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a stacked state dict with uninitialised stacks, for code that needs only their shapes."""
+        """Return a stacked state dict with uninitialised stacks. Callers may use only their shapes and dtypes."""
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
             state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
@@ -327,11 +325,11 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return balanced factors (m + n, rank) of a matrix, such that all of their columns can be trained.
+    r"""Return balanced factors (m + n, rank) of a matrix that can all be trained.
 
-    If the matrix has a lower rank, balanced factors are 0 in the remaining columns, and their derivatives stay 0.
-    Therefore only B is 0 in these columns. A is initialised as in PEFT, uniform in $\pm 1 / \sqrt n$, with a fixed
-    seed. The product does not change.
+    If the matrix has a lower rank, the remaining columns of both balanced factors are 0, and their derivatives stay 0.
+    In these columns, A is therefore initialised as in PEFT: uniform in $\pm 1 / \sqrt n$, with a fixed seed. B stays 0,
+    so the product does not change.
 
     Args:
         truncated_svd: the SVD of the matrix.

@@ -40,7 +40,6 @@ class FactorPair:
 
     @property
     def module_name(self) -> str:
-        """The name of the adapted module."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     @property
@@ -52,7 +51,6 @@ class FactorPair:
 
     @property
     def bias_name(self) -> str:
-        """The name of the bias of the second factor."""
         return f"{self.second.removesuffix('.weight')}.bias"
 
     def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
@@ -87,7 +85,7 @@ class FactorPair:
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
     def unstack(self, stack: Tensor, like: Mapping[str, Tensor | Entry]) -> dict[str, Tensor]:
-        """Split a stack (m + n, any) into two tensors. Except for the rank, they have the shapes in `like`."""
+        """Split a stack (m + n, any) into two factors. Except for the rank, the factors have the shapes in `like`."""
         a, b = like[self.first], like[self.second]
         m = b.shape[0]
         rank = stack.shape[-1]
@@ -149,7 +147,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """Return the name of the first factor of the first pair, or `None` if the names contain no pair.
+    """Return the name of the first factor A among `names`, or `None` if there is no pair of factors.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])

@@ -24,7 +24,7 @@ class ScaledModule(NamedTuple):
 
 
 def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix: str = "") -> list[float]:
-    r"""Return the scaling of each pair: $\alpha / r$, or $\alpha / \sqrt r$ if it is rank-stabilised.
+    r"""Return the scaling of each pair of factors: $\alpha / r$, or $\alpha / \sqrt r$ with rank stabilisation.
 
     Args:
         scaling: one of the following:
