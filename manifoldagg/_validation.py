@@ -468,8 +468,8 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
         given = tensor.dtype if real else type(tensor).__name__
         raise ArgumentError(f"{name}: expected a floating tensor of {_describe_shape(shape, batch)}, got {given}")
     if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else tensor.layout
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+        what = "on the meta device" if tensor.is_meta else f"with the layout {tensor.layout}"
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a tensor {what}")
     extra = tensor.ndim - len(shape)
     fits = extra >= 0 if batch else extra == 0
     for n, m in zip(shape, tensor.shape[max(extra, 0) :], strict=False):

@@ -169,7 +169,9 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
         starts = initial_guesses(embedding, points) if start is None else [start]
     valid = [residuals for residuals in (Residuals(embedding, phi, points) for phi in starts) if residuals.is_valid]
     if not valid:
-        raise ArgumentError("embedding: expected a tunnel that does not fold at the points, got one; reduce its radius")
+        raise ArgumentError(
+            "embedding: expected a tunnel that does not fold at the points, got a folded tunnel; reduce its radius"
+        )
     current = min(valid, key=lambda residuals: float(residuals.distances.square().sum()))
     steps = 0
     for delta in (None, *(part * size for part in SMOOTHING))[: 1 if options.power == 2 else None]:

@@ -120,7 +120,7 @@ def ensemble(
         (0.5, 1.0986)
     """
     if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):
-        raise ArgumentError(f"embedding: expected one on a ParameterSpace, got {short_repr(embedding)}")
+        raise ArgumentError(f"embedding: expected an embedding on a ParameterSpace, got {short_repr(embedding)}")
     space = embedding.space
     for name, read in (("batches", batches), ("refresh", () if refresh is None else refresh)):
         if not isinstance(read, Iterable):
@@ -223,5 +223,5 @@ class _ScoreAccumulator:
 
     def score(self) -> Score:
         if self._num_samples == 0:
-            raise ArgumentError("batches: expected at least one sample, got none")
+            raise ArgumentError("batches: expected at least one sample, got 0")
         return Score(self._num_samples, self._num_correct / self._num_samples, self._nll_sum / self._num_samples)

@@ -138,7 +138,7 @@ def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> 
     model = check_shape(name, point, *space.axes)
     if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):
         expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, model))
-        raise ArgumentError(f"{name}: expected {expected} as those before, got {given}")
+        raise ArgumentError(f"{name}: expected {expected} like the previous models, got {given}")
     return model.detach()
 
 

@@ -155,7 +155,9 @@ def average_adapters(
     check_choice("return_info", return_info, (False, True))
     parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
-        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+        raise StateDictError(
+            "adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got names without a pair"
+        )
     finite = [_is_known_finite(state) for state in states]
     result: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
@@ -282,7 +284,9 @@ def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], c
             raise StateDictError(f"adapters[{i}]: {name}: expected {expected}, got {given}")
         check_memory({name: x}, f"adapters[{i}]: ")
         if not x.is_floating_point() and not is_batch_counter(name) and not torch.equal(x, first):
-            raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0], got others")
+            raise StateDictError(
+                f"adapters[{i}]: {name}: expected integers equal to those of adapters[0], got different values"
+            )
         if x.is_floating_point() and not finite[i]:
             check_finite(f"adapters[{i}]: {name}", x)
     if is_batch_counter(name):

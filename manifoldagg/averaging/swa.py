@@ -159,7 +159,7 @@ class SWA:
             if version == before.last_version:
                 return
             if version < before.last_version:
-                raise ArgumentError(f"version: expected one above {before.last_version}, got {version}")
+                raise ArgumentError(f"version: expected a version above {before.last_version}, got {version}")
             after = replace(before, last_version=version)
             if self.selects(version):
                 after = self._with_model(after, check_model(self.space, model, "model", like=before.like))
@@ -236,7 +236,7 @@ class SWA:
         with self._lock:
             before = self._state
             if check_count("version", version, at_least=0) != before.last_version:
-                raise ArgumentError(f"version: expected the latest one, {before.last_version}, got {version}")
+                raise ArgumentError(f"version: expected the latest version, {before.last_version}, got {version}")
             place = version - self.offset
             if self.periodic is None or before.count == 0 or place <= 0 or place % self.periodic:
                 return None
@@ -270,7 +270,7 @@ class SWA:
             raise ArgumentError(f"state: expected the return value of SWA.state(), got {short_repr(state)}")
         if state["options"] != self._options:
             raise ArgumentError(
-                f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"
+                f"state: expected the state of an SWA with {self._options}, got {short_repr(state['options'])}"
             )
         last = check_count("state['last']", state["last"], at_least=-1)
         count = check_count("state['count']", state["count"], at_least=0)
@@ -330,7 +330,9 @@ class SWA:
             and model.numel()
             and max(map(abs, torch.stack(model.aminmax()).tolist())) > MAX_ENTRY
         ):
-            raise ArgumentError(f"model: expected entries up to {MAX_ENTRY:g}, got one whose differences may overflow")
+            raise ArgumentError(
+                f"model: expected entries up to {MAX_ENTRY:g}, got larger entries, whose differences can overflow"
+            )
         if self.kind == "exact":
             kept = (*state.models, (state.last_version, model.clone()))
             return replace(state, count=count, like=like, models=kept)
@@ -368,7 +370,7 @@ class SWA:
             return self._to_float64(check_model(self.space, between, "average"))
         except ArgumentError:
             raise ArgumentError(
-                "model: expected one with a geodesic to the average, got one that is too far away"
+                "model: expected a model with a geodesic to the average, got a model that is too far away"
             ) from None
 
     def _to_float64(self, model: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Corrected:
         """
         if self.frame.ambient.leaves:
             raise ArgumentError(
-                "space: expected one without low-rank leaves, got one with them; use `rows` or `combine`"
+                "space: expected a space without low-rank leaves, got low-rank leaves; use `rows` or `combine`"
             )
         rows: list[Any] = self.rows()
         return torch.stack(rows) if rows else self.frame.empty_vector()[None][:0]
@@ -253,7 +253,7 @@ class Correction(abc.ABC):
         Cost: on a flat space, one pass that reads everything and one that writes the result.
         """
         if self.keeps_state:
-            raise ArgumentError(f"correction: expected one without state, got {self}; use apply(frame, state) instead")
+            raise ArgumentError(f"correction: expected a stateless correction, got {self}; use apply(frame, state)")
         frame = Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
         return self.apply(frame).displacements().reshape(displacements.shape)
 

@@ -88,7 +88,7 @@ def refreshed_buffers(
             fresh.output(point.detach(), *args, **options)
             read = True
     if not read:
-        raise ArgumentError("batches: expected at least one batch, got none")
+        raise ArgumentError("batches: expected at least one batch, got an empty iterable")
     buffers = fresh.buffers
     statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
     for name, tensor in tensors_of(loss.model).items():

@@ -200,7 +200,9 @@ def fit(
     except ManifoldAggError:
         raise
     except (TypeError, ValueError) as problem:
-        raise ArgumentError(f"optimizer: expected one that accepts parameter groups and lr, got: {problem}") from None
+        raise ArgumentError(
+            f"optimizer: expected a class that accepts parameter groups and lr, got an error: {problem}"
+        ) from None
     schedule = Schedule(batches, phases, generator, None if resume is None else resume["schedule"])
     losses: list[float] = []
     if resume is not None:

@@ -108,7 +108,7 @@ class Schedule:
         self.generator = generator
         self.progress = _Progress(**copy.deepcopy(dict(resume or {})))
         if not phases.alternate and self.progress.steps[1] and not self._finished(0):
-            raise ArgumentError("resume: expected a first phase of the same length, got a longer one in phase two")
+            raise ArgumentError("resume: expected a first phase of the same length, got a longer one after its end")
 
     @property
     def converged(self) -> bool:
@@ -180,7 +180,7 @@ class Schedule:
             if now.done[now.phase] or (self.phases.steps is not None and self._finished(now.phase)):
                 return
         if now.position == 0:
-            raise ArgumentError("batches: expected at least one batch, got none")
+            raise ArgumentError("batches: expected at least one batch, got an empty iterable")
         now.passes[now.phase] += 1
         now.position = 0
 

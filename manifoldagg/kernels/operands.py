@@ -106,7 +106,7 @@ class Operands:
         else:
             subtrahends = minus if type(minus) is tuple else _as_tuple("minus", minus)
         if not plus:
-            raise ArgumentError("rows: expected at least one row, got none")
+            raise ArgumentError("rows: expected at least one row, got an empty sequence")
         if len(subtrahends) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(subtrahends)}")
         operands = Operands()

@@ -351,7 +351,9 @@ def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius
             f"capabilities: expected some of {', '.join(sorted(GEOOPT_PRIMITIVES))}; got {', '.join(unknown)}"
         )
     if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
-        raise ArgumentError("capabilities: expected inner and project_tangent with random_tangent, got only the latter")
+        raise ArgumentError(
+            "capabilities: expected inner and project_tangent with random_tangent, got random_tangent alone"
+        )
     return FrozenGeooptManifold(manifold, declared, radius)
 
 

@@ -214,7 +214,9 @@ class Layout:
             if not _are_equal(other, own):
                 if not is_finite(other):
                     raise StateDictError(f"{prefix}{alias}: expected finite values, got NaN or infinity")
-                raise StateDictError(f"{prefix}{alias}: expected the values of {name}, to which it is tied, got others")
+                raise StateDictError(
+                    f"{prefix}{alias}: expected the values of {name}, to which it is tied, got different values"
+                )
 
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """Check the names, shapes, dtypes and memory of `tensors` against the layout, without reading their values.
@@ -399,8 +401,8 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> di
                 f"{prefix}{name}: expected an initialised parameter, got a lazy one; run the model once"
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
-            given = "on the meta device" if tensor.is_meta else tensor.layout
-            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {given}")
+            given = "on the meta device" if tensor.is_meta else f"with the layout {tensor.layout}"
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {given}")
         tensors[name] = tensor
     return tensors
 
@@ -431,8 +433,8 @@ def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], p
         if given.dtype != entry.dtype:
             raise StateDictError(f"{prefix}{name}: expected {entry.dtype}, got {given.dtype}")
         if _storage(given) != DENSE_STORAGE:
-            what = "on the meta device" if given.is_meta else given.layout
-            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {what}")
+            what = "on the meta device" if given.is_meta else f"with the layout {given.layout}"
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {what}")
 
 
 def _are_dense(tensors: Collection[Tensor]) -> bool:

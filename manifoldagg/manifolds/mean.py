@@ -150,7 +150,7 @@ def mean_in_span(
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
     """Compute weighted means of matrices of a given rank, and the tangent components of the errors."""
     if needs_autograd_path([points, weights]):
-        raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got some with")
+        raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
     means = []
     lengths = []
     k = weights.shape[-1]
@@ -221,7 +221,7 @@ class RunningMean:
 
 def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     if shape[-1] == 0:
-        raise ArgumentError("points: expected at least one point for each mean, got none")
+        raise ArgumentError("points: expected at least one point for each mean, got 0")
     if weights is None:
         return torch.full(shape, 1 / shape[-1], dtype=torch.float64, device=like.device)
     check_shape("weights", weights, shape[-1], batch=True)

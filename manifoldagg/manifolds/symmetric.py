@@ -149,7 +149,7 @@ def _cholesky(name: str, x: Tensor) -> Tensor:
     try:
         factor: Tensor = torch.linalg.cholesky(sym(x.double()))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, and not in torch's stubs
-        raise ArgumentError(f"{name}: expected positive definite matrices, got one that is not: {error}") from None
+        raise ArgumentError(f"{name}: expected positive definite matrices, got another matrix: {error}") from None
     return factor
 
 

@@ -169,7 +169,9 @@ class Adapters:
         """
         parts = classify_tensors(state, prefix=prefix)
         if not parts.pairs:
-            raise StateDictError(f"{prefix}expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+            raise StateDictError(
+                f"{prefix}expected pairs such as q.lora_A.weight and q.lora_B.weight, got names without a pair"
+            )
         own = _pair_scalings(scaling, {pair: pair.check(state, prefix=prefix) for pair in parts.pairs}, prefix)
         entries = {name: Entry(name, tuple(x.shape), x.dtype) for name, x in state.items()}
         pairs = [FactorEntries(entries[pair.first], entries[pair.second], own[pair]) for pair in parts.pairs]
@@ -180,7 +182,9 @@ class Adapters:
         if conflicts := {pair.leaf_name for pair in parts.pairs} & entries.keys():
             raise StateDictError(f"{prefix}{min(conflicts)}: expected another name, got the name of a pair of factors")
         if unmatched := set(parts.scaled_biases) - {bias.entry.name for bias in biases}:
-            raise StateDictError(f"{prefix}{min(unmatched)}: expected the bias of a factor, got one without its factor")
+            raise StateDictError(
+                f"{prefix}{min(unmatched)}: expected the bias of a factor, got a bias without its factor"
+            )
         return Adapters(tuple(pairs), tuple(biases))
 
     def __post_init__(self) -> None:

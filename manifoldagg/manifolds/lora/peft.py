@@ -65,8 +65,8 @@ class FactorPair:
                 given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise StateDictError(f"{prefix}{name}: expected a floating tensor with two or more axes, got {given}")
             if x.is_meta or x.layout is not torch.strided:
-                storage = "on the meta device" if x.is_meta else str(x.layout)
-                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {storage}")
+                storage = "on the meta device" if x.is_meta else f"with the layout {x.layout}"
+                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {storage}")
         check_memory({self.first: a, self.second: b}, prefix)
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}) because {self.first} has {a.shape[0]} rows"
