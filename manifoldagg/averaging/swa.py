@@ -204,6 +204,7 @@ class SWA:
         models = self._state.models
         if not models:
             return None
+        # `models` is an immutable tuple, so its identity shows whether the cached mean is current.
         cached = self._cached_mean
         if cached is None or cached[0] is not models:
             cached = (models, karcher(self.space, [model for _, model in models]))

@@ -87,9 +87,11 @@ class AutoThreshold(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("AutoThreshold, a fit to updates from different points,")
         if state is None or "base" not in state:
+            # Before the first update, the means equal the observations, so both rows are 0.
             return frame.with_row("mean v", frame.base, frame.base).with_row("base - mean", frame.base, frame.base)
         for name in ("displacement", "base"):
             check_shape(f"state[{name!r}]", state[name], frame.size)
+        # A pseudo-gradient frame stores negated rows, so minuend and subtrahend are exchanged.
         ends = (state["base"], frame.base) if frame.is_pseudo_gradient else (frame.base, state["base"])
         return frame.with_row("mean v", state["displacement"]).with_row("base - mean", *ends)
 
@@ -107,10 +109,13 @@ class AutoThreshold(Correction):
             state = {}
         else:
             gain = 1 - self.decay
+            # West's update of a weighted covariance: the new observation enters by its differences from the old means.
+            # `moved` is the difference of the base from its mean, and the mean of v is subtracted here.
             covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
             variance = self.decay * (state["variance"] + gain * inner[moved, moved])
         beta = regression_slope(covariance, variance)
         threshold = -1
+        # The squared errors with and without the projection are compared without their common factor.
         if inner[n, n] != 0 and 0 <= inner[end, n] / inner[n, n] <= 2 * beta:
             matrix, _ = ALWAYS_PROJECT.coefficients(gram)
             threshold = 1

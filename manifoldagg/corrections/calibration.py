@@ -134,6 +134,8 @@ def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
         matrix, _ = OrthoDC(1.0).coefficients(inner)
         weights: list[Any] = matrix[0].tolist()
         return weights
+    # Row 0 is Δ and row 1 is Δₘ. Only the projection of Δₘ onto the span of the others is subtracted, so Δₘ itself has
+    # the coefficient 0.
     others = inner.matrix[2:, 2:]
     return [1.0, 0.0, *(-x for x in span_coefficients(others, inner.matrix[1, 2:]))]
 
@@ -158,6 +160,7 @@ def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
     start = models["start"]
     if not (space is None or isinstance(space, ParameterSpace)):
         raise ArgumentError(f"space: expected a ParameterSpace or None for a state dict, got {space}")
+    # A float64 layout represents the floating dtypes of every state dict.
     layout = Layout.of_state_dict(start, dtype=torch.float64) if space is None else space.layout
     layout.check(start)
     for name, state in models.items():

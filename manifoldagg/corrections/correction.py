@@ -212,6 +212,7 @@ class Correction(abc.ABC):
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
         frame = self.extend(frame, state)
+        # The auxiliary vector is measured in the same pass, but is not a row that the coefficients can use.
         seen = frame if auxiliary is None else frame.with_row(*auxiliary)
         gram = seen.gram(granularity or self.granularity)
         products = None
@@ -310,6 +311,7 @@ class Composition(Correction):
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
+            # In these cases, the intermediate rows are formed. Otherwise, their Gram matrix follows from the first one.
             if part.keeps_state or part.adds_rows(done.frame) or done.lost_to_cancellation():
                 moved = done.frame.with_displacements(done.rows())
                 formed = part.apply(moved, states[i], granularity=finest, auxiliary=auxiliary)

@@ -120,14 +120,17 @@ class OrthoDyn(Correction):
         return after
 
     def _update_phase(self, gram: Gram, coefficients: Matrix, length: Any, phase: str) -> tuple[Any, str]:
+        # The Gram matrix determines both norms, so no vector is formed.
         step = gram.squared_norm(coefficients)
         mean = gram.squared_norm(self._next_mean(coefficients))
+        # Rounding can make a square slightly negative. `0 * step` preserves the type of symbolic numbers.
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
         if length == 0:
             return length, phase
         straight = max(mean, 0 * mean) ** 0.5 / length
         if phase == "gradient" and straight < self.upper - self.hysteresis:
             phase = "tangent"
+        # This is not an `elif`: a sharp drop of the straightness passes through both thresholds in one update.
         if phase == "tangent" and straight < self.lower - self.hysteresis:
             phase = "position"
         return length, phase

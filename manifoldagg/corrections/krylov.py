@@ -89,7 +89,9 @@ class KrylovDC(Correction):
             # The matrix of the differences w_j in terms of the displacements v_j.
             legs = np.eye(n) - np.eye(n, k=-1)
             values, vectors = ritz_pairs(legs @ inner[:, :, :n] @ legs.T, self.tolerance)
+            # The inner products of the drift with the steps that span the subspace, which are all but the last step.
             along = legs[:-1] @ inner[:, :, n, None]
+            # Displacement v_j includes j steps, so the covered fraction along q_i is 1 - β_i^j.
             taken = 1 - values[:, None, :] ** np.arange(1, n + 1)[:, None]
             back = vectors.swapaxes(-1, -2)
             matrix[:, :, :n] -= (taken * (back @ along).swapaxes(-1, -2)) @ back @ legs[:-1]

@@ -112,10 +112,12 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
     # In the formula of `rotate_control`, x is φ − Θᵗ − d/2, and the midpoint of the new chord is Θ^τ + e/2.
     if bool(dd < SMALL) or bool(ee < SMALL):
         return None
+    # a and b are the reciprocal lengths of the chords. `along_a` and `along_b` are the components of x.
     a = 1 / dd**0.5
     b = 1 / ee**0.5
     along_a = a * (pd - dd / 2)
     along_b = b * (pe - de / 2)
+    # Rounding can make |cos| slightly larger than 1.
     cosine = max(-1.0, min(1.0, a * de * b))
     # 1 + cos is a divisor. For nearly opposite chords it is a difference of nearly equal numbers, so its digits cancel.
     if bool(cosine < NEARLY_OPPOSITE - 1):
@@ -141,12 +143,14 @@ def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, go
     middle = (now.double() + goal.double()) / 2
     if not (bool(e1.any()) and bool(unit.any())):
         return torch.add(middle, x).to(phi.dtype)
+    # Rounding errors would determine the second direction of the plane.
     if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
         turned = x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)
     e2 = e2 / sine
     p = e1 @ x
     q = e2 @ x
+    # The rotation minus the identity acts only in the plane of e1 and e2.
     turned = x + ((cosine - 1) * p - sine * q) * e1 + (sine * p + (cosine - 1) * q) * e2
     return torch.add(middle, turned).to(phi.dtype)
 

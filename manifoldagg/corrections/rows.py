@@ -162,6 +162,7 @@ class FrameRows:
         """Return the frame with new tangents at the current point and without additional rows."""
         n = self.num_displacements
         minus = (*(None for _ in displacements), self.minus[n])
+        # Only the drift is still a difference. The displacements are tangents without a subtrahend.
         rows = (*displacements, self.rows[n])
         return replace(self, rows=rows, minus=minus, extra=(), rows_are_points=False, base_displacements=None)
 
@@ -216,10 +217,12 @@ class FrameRows:
         if len(measured) < len(self.rows):
             products = parts
             parts = np.full((len(products), len(self.rows), len(self.rows)), 0.0, dtype=object)
+            # NaN marks unknown products, so that their accidental use cannot go unnoticed.
             for i in self.unmeasured:
                 parts[:, i] = parts[:, :, i] = math.nan
             parts[:, np.array(measured)[:, None], measured] = products
         result = Gram(parts, self.extra, tuple(self.segments or ()) if per_segment else ())
+        # The product of two rows is at most the product of their norms, so a check of the diagonal is sufficient.
         squares = [x.detach() if isinstance(x, Tensor) else x for x in result.matrix.diagonal()]
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unmeasured:
@@ -229,6 +232,7 @@ class FrameRows:
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
         """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
+        # Rounding can make the square of a zero row slightly negative.
         known = self.unmeasured
         self.__dict__["_norm_bounds"] = [
             known[i] if i in known else math.sqrt(max(0.0, square)) for i, square in enumerate(squares)
@@ -322,6 +326,7 @@ class FrameRows:
         n = self.num_displacements
         # Summing from left to right cancels mirrored terms exactly. A compensated sum need not cancel them.
         if self.rows_are_points and not any(reduce(add, line[: n + 1]) for line in numbers):
+            # The drift relative to the current model is 0.
             for line in numbers:
                 line[n] = 0.0
             minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]

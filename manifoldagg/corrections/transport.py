@@ -73,6 +73,7 @@ class Transporter:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
+            # Whatever the transport method, the drift needs log, the step needs exp, and the Gram matrix needs inner.
             lacks = sorted(({"inner", "exp", "log"} | TRANSPORTS.get(kind.method, set())) - leaf.space.capabilities)
             if lacks:
                 rest = " or ".join(set(TRANSPORTS) - {kind.method})
@@ -102,6 +103,7 @@ class Transporter:
     @cached_property
     def drift(self) -> Tensor:
         r"""$g = -\log_{\Theta^\tau} \Theta^t$."""
+        # The drift points from the base to the current model, but is a tangent at the current model.
         return -self.log(self.base, "base")
 
     def log(self, points: Tensor, name: str) -> Tensor:

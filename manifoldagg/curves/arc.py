@@ -68,6 +68,7 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
     with torch.no_grad():
         cuts = _panels(speed, edges)
         panels = _quadrature(speed, cuts[:-1], cuts[1:]).double()
+        # The panel that contains a target length follows from the cumulative lengths.
         cumulative = torch.cat([panels.new_zeros(1), panels.cumsum(0)])
         fraction = fraction.to(cumulative)
         linear = edges[0] + (edges[-1] - edges[0]) * fraction
@@ -77,6 +78,7 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
         k = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(0, len(panels) - 1)
         remaining = target - cumulative[k]
         t = find_sign_change(lambda t: remaining - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
+        # The ends are set explicitly, because the search is only accurate up to rounding.
         t = torch.where(fraction == 0, edges[0], torch.where(fraction == 1, edges[-1], t.reshape(fraction.shape)))
         return torch.where(cumulative[-1] > 0, t, linear)
 
@@ -116,6 +118,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
             inaccurate = (left + right - whole).abs() > tolerance * total
             if not inaccurate.any() or sum(map(len, all_cuts)) > MAX_PANELS:
                 break
+            # Only inaccurate panels are bisected again. Their halves are already integrated.
             low = torch.cat([low[inaccurate], middle[inaccurate]])
             high = torch.cat([middle[inaccurate], high[inaccurate]])
             whole = torch.cat([left[inaccurate], right[inaccurate]])

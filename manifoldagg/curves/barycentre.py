@@ -90,6 +90,7 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
     size = math.prod(space.shape)
     batch = mean.shape[: mean.ndim - len(space.shape)]
+    # One vjp with a batch of unit vectors computes all rows of the Hessian at u = 0.
     zero = mean.new_zeros(size, *mean.shape)
     frozen = points.detach().expand(size, *points.shape)
     unit = torch.eye(size, dtype=mean.dtype, device=mean.device).expand(*batch, size, size).movedim(-2, 0)
@@ -103,6 +104,7 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         step = torch.linalg.solve(hessian, (residual - residual.detach()).flatten(len(batch)).unsqueeze(-1))
         u = u - step.squeeze(-1).reshape(mean.shape)
     point = space._exp(mean, u)
+    # The value is exactly the mean. Only the derivatives come from `point`.
     return mean + (point - point.detach())
 
 

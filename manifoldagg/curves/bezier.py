@@ -92,6 +92,8 @@ class BezierSpline(CurveEmbedding):
         coefficients = basis(self.degree - order, s)
         rows = phi
         if order:
+            # The derivative of order k has the control points n!/(n-k)! Δ^k φ. The chain rule adds one factor `pieces`
+            # per order.
             rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
         if self.pieces > 1:
             zeros = coefficients.new_zeros(*piece.shape, len(rows))
@@ -115,6 +117,7 @@ class BezierSpline(CurveEmbedding):
         """Return the index of the piece that contains each parameter, and the parameter within this piece."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
+        # With `right=True`, a joint belongs to the piece that starts there.
         joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
         piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
         return piece, t * self.pieces - piece
@@ -196,6 +199,7 @@ class Bezier(BezierSpline):
         t = as_parameter(x, phi)
         check_shape("w", w, *t.shape, *phi.shape[1:])
         coefficients = basis(self.degree, t).reshape(-1, self.size)
+        # A single pullback is an outer product, which is faster than a matrix product with one row.
         if len(coefficients) == 1:
             return torch.outer(coefficients[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
@@ -229,6 +233,8 @@ class Bezier(BezierSpline):
             right = torch.zeros_like(left)
             at = as_parameter(t, phi)
             for k in range(n + 1):
+                # By the blossoming principle, control point k of the left part is the point at t of the curve with the
+                # first k + 1 control points.
                 left[k, : k + 1] = basis(k, at)
                 right[k, k:] = basis(n - k, at)
             return weighted_sum(left, phi), weighted_sum(right, phi)
@@ -267,6 +273,7 @@ class Bezier(BezierSpline):
         for n in range(self.size, self.size + check_count("times", times, at_least=0)):
             fraction = torch.arange(1, n, dtype=torch.float64, device=phi.device) / n
             if self.space.flat:
+                # Convex combinations in float64 are rounded once to the dtype of the points.
                 s = fraction.reshape(-1, *(1 for _ in phi.shape[1:]))
                 inner = ((1 - s) * phi[1:].double() + s * phi[:-1].double()).to(phi.dtype)
             else:
@@ -315,6 +322,8 @@ class Bezier(BezierSpline):
         free = design[:, 1:-1] if fixed_ends else design
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
+        # The solution is linear in the points. Solving for the unit vectors gives coefficients, and one combination per
+        # control point reads the points.
         target = torch.eye(len(points), dtype=torch.float64)
         if fixed_ends:
             target[:, 0] -= design[:, 0]
@@ -348,10 +357,12 @@ class Bezier(BezierSpline):
         points = self._points(point).flatten(1)
         batch = point.shape[: point.ndim - len(self.space.shape)]
         rows = list(phi.flatten(1))
+        # The squared distance is a quadratic form in the Bernstein weights, whose matrix is the Gram matrix of φ_i - p.
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
         if not all(map(is_finite, squares)):
             raise ArgumentError("phi, point: expected values with finite squares in float64, got NaN or infinity")
         t = phi.new_tensor([argmin(product_coefficients(inner.tolist())) for inner in squares], dtype=torch.float64)
+        # The distances are computed from vectors, because the polynomial cancels near the curve.
         offsets = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
         lengths = [offset.double().norm() for offset in offsets]
         distances = torch.stack(lengths) if lengths else t

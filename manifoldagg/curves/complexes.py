@@ -160,6 +160,8 @@ class Complex(Hull):
             return self.log_volumes(phi).sum()
         self._check_equal_dimensions()
         logs = self.log_volumes(phi)
+        # Subtracting the largest logarithm avoids overflow and underflow of the volumes. If all volumes are 0, the
+        # subtraction would give NaN.
         largest = logs.detach().amax()
         is_positive = largest > -math.inf
         total = torch.where(is_positive, logs - torch.where(is_positive, largest, 0.0), 0.0).exp().sum().log()
@@ -224,6 +226,7 @@ class Complex(Hull):
     def _containing_face(self, x: Coordinates) -> Tensor:
         """Return the index of the first face that contains each point of the domain: (*batch,)."""
         coordinates = check_barycentric(x, self.size)
+        # The weight outside of a face is 0 for the faces that contain the point.
         outside = (coordinates.detach().double().abs().unsqueeze(-2) * ~self._membership(coordinates.device)).sum(-1)
         least, face = outside.min(-1)
         if not needs_autograd_path([least]):
@@ -236,6 +239,7 @@ class Complex(Hull):
 
     def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a uniform point of each given face by normalising exponential variables."""
+        # Normalised exponential variables are uniformly distributed on a simplex (Dirichlet distribution).
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
         spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]
         return spacings / spacings.sum(-1, keepdim=True)
@@ -243,6 +247,7 @@ class Complex(Hull):
     def _volume_fractions(self, phi: Tensor) -> Tensor:
         """Return the fraction of the total volume of each face, or zeros if the total volume is 0."""
         self._check_equal_dimensions()
+        # The softmax of log-volumes is V_f / Σ V without overflow. If all volumes are 0, it is NaN.
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:

@@ -148,6 +148,7 @@ class FreePoints:
         r"""Set the gradients of the optimiser parameters, given the derivative with respect to all points $\varphi$."""
         pulled = derivative
         if self.shift is not None:
+            # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():
@@ -165,6 +166,7 @@ class FreePoints:
 
     def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
         chord = end - start
+        # Float64 avoids overflow and underflow of the squares of float32 entries.
         square = chord.double() @ chord.double()
         # The chord of a closed curve is 0. The quotient is then computed as 0 / 1, so its derivative is 0, not NaN.
         along = (shift.double() @ chord.double() / torch.where(square == 0, 1.0, square)).to(shift.dtype)

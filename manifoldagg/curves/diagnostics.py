@@ -179,6 +179,7 @@ def barrier(
     check_choice("by", by, PARAMETRISATIONS)
     curve._check_phi(phi)
     phi = phi.detach()
+    # The chord is evaluated at the same fractions as the curve.
     part = torch.linspace(0, 1, points, dtype=torch.float64)
     t = part if by == "parameter" else curve.parameter_at_length(phi, part).cpu()
     start = curve(phi, 0.0)

@@ -105,6 +105,7 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
 
 def squared_distance(inner: Gram) -> list[Any]:
     """Compute the Bernstein coefficients of d² from the Gram matrix of the displacements."""
+    # The displacement v_0 of the start is 0, so its row and column of the Gram matrix are 0.
     zeros = [0.0] * (len(inner) + 1)
     return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 
@@ -117,6 +118,7 @@ def _monomial_coefficients(inner: Gram) -> list[float]:
     n = len(inner)
     to_power = [[(-1) ** (k - i) * math.comb(n, k) * math.comb(k, i) for i in range(1, n + 1)] for k in range(1, n + 1)]
     coefficients = [0.0] * (2 * n + 1)
+    # By the Cauchy-Schwarz inequality, `size[k] * size[m]` bounds the sum of the magnitudes of the terms.
     size = [sum(abs(row[i]) * math.sqrt(inner[i][i]) for i in range(n)) for row in to_power]
     for k in range(n):
         for m in range(n):

@@ -216,6 +216,8 @@ def fit(
         else:
             if now.steps[1] == 1 and phi is None:
                 control.initialize(curve.space, points)
+            # The end point has moved since the previous pass, so old momenta of the displacements have lost their
+            # meaning.
             if phases.alternate and now.position == 1:
                 for parameter in learner.inner.values():
                     optimizer.state.pop(parameter, None)
@@ -273,6 +275,8 @@ class _Objective:
             )
         if self.training.proximal:
             to_base = space._log(theta, self.base)
+            # The gradient of d(θ, Θᵗ)² / 2 is -log_θ Θᵗ. On a curved space, it is converted to a derivative in
+            # coordinates.
             slope = slope - self.training.proximal * (to_base if space.flat else lower(space, theta, to_base))
         return value.item(), slope
 
@@ -284,6 +288,7 @@ class _Objective:
         total = torch.zeros(())
         for k, (weight, x) in enumerate(coordinates):
             value, slope = self.at(self.curve(phi, x), batch, step)
+            # A weight of 1 needs no copy of the gradient.
             pulled = self.curve.pull_phi(phi, x, slope if weight == 1 else weight * slope)
             mean = mean + weight * value
             total = total + pulled if k else pulled

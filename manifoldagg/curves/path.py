@@ -188,6 +188,7 @@ class CurveEmbedding(Embedding):
         grid = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
         samples = self(phi, grid)
         shape = (len(points), len(grid), *points.shape[1:])
+        # Points beyond the cut locus have no log. Their distance is NaN and counts as infinite.
         distances = distance(self.space, points.unsqueeze(1).expand(shape), samples.expand(shape))
         k = distances.nan_to_num(torch.inf).argmin(-1)
         best = grid[k]
@@ -197,6 +198,7 @@ class CurveEmbedding(Embedding):
             return self.space._inner(center, self.space._log(center, points), velocity)
 
         t = find_sign_change(decrease, grid[(k - 1).clamp(min=0)], grid[(k + 1).clamp(max=len(grid) - 1)])
+        # If there are several minima between the neighbours, the root can be farther away than the sample.
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
         return torch.where(closer, t, best)
 

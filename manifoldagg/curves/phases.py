@@ -144,6 +144,7 @@ class Schedule:
         now = self.progress
         while True:
             order = [1 - now.phase, now.phase] if self.phases.alternate and now.phase >= 0 else [0, 1]
+            # A resumed schedule first finishes the pass in which it was stopped.
             if now.position and not self._finished(now.phase):
                 order = [now.phase]
             phase = next((phase for phase in order if not self._finished(phase)), None)

@@ -94,6 +94,7 @@ class ASAM:
         if not space.flat:
             raise ArgumentError(f"sharpness: expected a flat space for ASAM, got {space}; use SAM")
         scale = theta.abs() + self.eta
+        # In the coordinates θ / scale, the derivative is `scaled`, and the ascent step has the length ρ.
         scaled = scale * derivative
         return theta + scale * _scale_to_radius(self.radius, scaled, formulas.norm(space, theta, scaled))
 

@@ -101,6 +101,7 @@ class PathFit:
     def observe(self, point: Float[Tensor, "..."]) -> None:
         r"""Add the next point $\theta_k$ (*space.shape). It is not stored or modified."""
         before = self._parameters[-1]
+        # Without a stored last point, the parameter counts steps.
         now = before + (1.0 if self._last is None else self._step(self._last, point))
         self._parameters.append(now)
         if not self._sums:
@@ -158,6 +159,7 @@ class PathFit:
     def _factors(self, before: float, now: float) -> list[tuple[float, float]]:
         """Return two factors for each sum: the factor of the old sum and the factor of the new displacement."""
         if self.steps is None:
+            # Rescaling (x_k / x)^j to the new x multiplies the old sum by (x_before / x)^j.
             ratio = before / now if now else 1.0
             return [(ratio**j, 1.0) for j in range(1, self.degree + 1)]
         # `points` raises an error if there were more than K points.
@@ -175,6 +177,8 @@ class PathFit:
         design = basis(n, u)[:, 1:-1]
         if int(torch.linalg.matrix_rank(design, atol=SINGULAR_TOLERANCE)) == n - 1:
             table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
+            # The first column subtracts the chord from the data. The others express the stored sums in Bernstein
+            # weights.
             right_sides = torch.cat([-(design.mT @ u).unsqueeze(1), table], dim=1)
             coefficients += torch.linalg.solve(design.mT @ design, right_sides)
         return coefficients

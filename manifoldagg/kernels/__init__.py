@@ -128,6 +128,8 @@ def gram(
     if needs_autograd_path(operands.distinct):
         dense = operands.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, operands.size)]
+        # BLAS may round the two halves of a product with its own transpose differently. The lower half is copied to the
+        # upper.
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = Blocks.of(((0, operands.size),)) if segments is None else blocks_of(segments, operands.size)

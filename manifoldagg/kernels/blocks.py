@@ -48,6 +48,7 @@ class Blocks:
             low = np.arange(start, stop, BLOCK_SIZE, dtype=np.int64)
             parts.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
         table = np.concatenate(parts)
+        # The table is cached and shared by all callers.
         table.setflags(write=False)
         return Blocks(segment_bounds, table)
 
@@ -62,6 +63,8 @@ class Blocks:
         levels = []
         segment = self.table[:, 2]
         while len(remaining) > len(self.first_blocks):
+            # `rank` is the position of a block within its segment. Odd positions are added to the even positions before
+            # them.
             rank = np.arange(len(remaining)) - np.searchsorted(segment, segment)
             odd_positions = np.flatnonzero(rank % 2)
             levels.append((_as_slice(remaining[odd_positions - 1]), _as_slice(remaining[odd_positions])))

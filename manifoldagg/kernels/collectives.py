@@ -64,6 +64,7 @@ class Ranks:
         try:
             yield
         except Exception:
+            # The other ranks wait for the first packet. A packet that starts with 0 reports the failure.
             self._gather(_make_packet([0, self.position, dist.get_rank()]))
             raise
 
@@ -84,17 +85,21 @@ class Ranks:
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)
         packets = self._gather(_make_packet([*head, *flat[: PACKET_SIZE - len(head)]]))
+        # On a mesh, the packets arrive in the order of the process groups. Sorting by position restores row-major
+        # order.
         order = np.argsort(packets[:, 1])
         rest = flat[PACKET_SIZE - len(head) :]
         _check_agreement(packets[order], tuple(invariants))
         parts = [packets[order, len(head) : len(head) + flat.size]]
         if rest.size:
+            # The second message starts with the position, so that it can be sorted in the same way.
             more = self._gather(np.array([self.position, *rest])[None])
             parts.append(more[np.argsort(more[:, 0]), 1:])
         return np.concatenate(parts, axis=1).reshape(len(packets), *numbers.shape)
 
     def _gather(self, parts: np.ndarray) -> np.ndarray:
         for group in self.groups:
+            # A group without CPU support, such as NCCL, exchanges device tensors.
             on_host = "cpu:" in dist.distributed_c10d.get_backend_config(group)
             local = torch.from_numpy(parts).to("cpu" if on_host else self.device)
             gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

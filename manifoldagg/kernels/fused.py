@@ -44,6 +44,7 @@ class LinearCombination:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
         """
         if len(coefficients) == 1:
+            # At least one row remains, because the operands determine sizes and devices.
             used = [j for j, c in enumerate(coefficients[0]) if c != 0] or [0]
         else:
             used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
@@ -74,6 +75,7 @@ def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
     """Return which combinations must defer their write, because a later combination reads their target."""
     later: set[int] = set()
     deferred = []
+    # Backwards, `later` contains all addresses that the following combinations read.
     for combination in reversed(combinations):
         deferred.append(not later.isdisjoint(combination.target.addresses))
         for row in combination.inputs:

@@ -111,6 +111,7 @@ class Operands:
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(subtrahends)}")
         operands = Operands()
         operands.described = {}
+        # A row that occurs several times is validated once. Identity also tells the backends to read it once.
         validated: dict[int, Operand] = {}
         for i, row in enumerate(plus):
             if id(row) not in validated:
@@ -256,6 +257,7 @@ def bump_version(out: Operand) -> None:
     tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
     if any(map(Tensor.is_inference, tensors)):
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    # Without this, a backward pass would use overwritten values without an error. Inference tensors have no version.
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -271,6 +273,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
         return
     assert isinstance(out, Tensor)
     size = out.shape[0]
+    # Several entries of an expanded tensor have the same address, so they cannot be written independently.
     if size > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
     if size == 0:
@@ -285,6 +288,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
             continue
         step = row.stride(0) * row.itemsize if size > 1 else row.itemsize
         stop = start + (size - 1) * step + row.itemsize
+        # An operand at exactly the addresses of `out` is safe, because each entry is read before it is written.
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
@@ -330,6 +334,7 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     self_overlaps = (
         _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
     )
+    # If any two tensors overlap, two neighbours in the order of addresses overlap.
     if self_overlaps or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     others = [row for row in read if row is not out]
@@ -344,6 +349,7 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     if (overlapping & ~identical).any():
         raise ArgumentError(OVERLAP_ERROR)
     for row, pieces in zip(others, overlapping, strict=True):
+        # With equal addresses but different dtypes, a write would change entries that are read later.
         if pieces.any() and not _have_same_dtypes(out, row, np.flatnonzero(pieces)):
             raise ArgumentError(OVERLAP_ERROR)
 

@@ -47,6 +47,7 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
         rows: the rows.
         blocks: the blocks of the sums.
     """
+    # A single block needs no addition.
     whole = len(block_sums) == len(blocks.segment_bounds) == 1
     high = block_sums if whole else _sum_over_blocks(block_sums, rows, blocks)
     outside = out_of_range(rows, high)
@@ -84,6 +85,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
         total[0, blocks.table[:, 2]] = block_sums
         return total
     parts = np.zeros((2, *block_sums.T.shape))  # blocks are the last axis, which NumPy traverses fastest
+    # The sums are the high parts. The low parts, which collect the rounding errors, start at 0.
     parts[0] = block_sums.T
     with np.errstate(invalid="ignore", over="ignore"):
         for left, right in blocks.reduction_levels:

@@ -100,9 +100,12 @@ def combine(
         operands = shard.local_operands(rows)
         target = shard.local(out)
         start = None if base is None else shard.local(base)
+        # All errors must be raised before the exchange, while the guard can still notify the other ranks.
         check_target(target, operands, start)
         listed = coefficients.tolist() if isinstance(coefficients, Tensor) else coefficients
         local = np.array(listed, np.float64).reshape(len(segments), k)
+    # All ranks use the coefficients of rank 0, so replicas stay equal even if the ranks computed different
+    # coefficients.
     shared = ranks.all_gather_checked(shard.invariants(COMBINE, k), local)[0].tolist()
     if len(shard.blocks.table) > 0:
         with torch.no_grad():
@@ -119,8 +122,10 @@ def _sum_over_ranks(
         if len(shard.blocks.table) > 0 and any(shard.is_counted):
             with torch.no_grad():
                 pairs = reduction.pairwise_sum(compute_products(), shard.blocks)
+            # A replicated segment is added only once.
             pairs[:, ~np.array(shard.is_counted)] = 0
     gathered = ranks.all_gather_checked(shard.invariants(call, k), pairs)
     with np.errstate(invalid="ignore", over="ignore"):
+        # `reduce` adds in the order of the ranks, so every rank computes the same bits.
         high: np.ndarray = reduce(reduction.two_sum, gathered)[0]
     return high

@@ -161,6 +161,7 @@ def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> Loc
     group, replicated_segments = SHARD_GROUP.get() or (None, ())
     if replicated_segments and replicated_segments[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
+    # Rank 0 counts the replicated segments.
     first = dist.get_rank(group) == 0
     counted = tuple(first or s not in replicated_segments for s in range(len(segments)))
     tensors = {id(vector): vector for vector in vectors.values()}
@@ -184,6 +185,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
             start = min(stop, begin + index * width)
             stop = min(stop, begin + (index + 1) * width)
         else:
+            # A replicated vector is counted by the first rank of the mesh dimension.
             original = original and index == 0
     tensors: dict[int, Operand] = {}
     for name, vector in vectors.items():
@@ -191,6 +193,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
             raise ArgumentError(f"{name}: expected {expected}, as split by torch.chunk, got {local.shape[0]}")
+    # The segments of the whole vector, cut to the range of this shard.
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
     return LocalShard(Blocks.of(cuts), (original,) * len(cuts), _checksum(segments), _dtypes_checksum(vectors), tensors)
 

@@ -294,6 +294,7 @@ class AmbientSpace:
                     index_of_row[id(row)] = _index_or_append(stacks, self._piece(row, i))
                 index = index_of_row[id(row)]
                 weights += [0.0] * (len(stacks) - len(weights))
+                # Coefficients of equal stacks are added, so that a point that is added and subtracted cancels exactly.
                 weights[index] += sign * float(c)
         # If all coefficients are 0, the result is one stack with weight 0, which determines the shapes.
         used = [j for j, weight in enumerate(weights) if weight != 0] or [0]
@@ -338,6 +339,7 @@ class AmbientSpace:
             combinations[0, core] = weight
         combinations[0, cores[start_index]] -= 1.0
         combinations[1, cores[start_index]] = 1.0
+        # The squared norms of the change and of the start, from the same cores.
         step, square = joint.gram(combinations).reshape(-1, 2, 2).sum(0).diagonal().tolist()
         return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * square)
 
@@ -363,6 +365,7 @@ class AmbientSpace:
         for svd in truncations:
             errors += svd.error.flatten().tolist()
             self.diagnostics["tied"] += float(svd.is_tied.sum())
+        # The truncated parts of different leaves are orthogonal, so their squared norms add up.
         self.diagnostics[key] += math.hypot(*errors)
 
 

@@ -217,6 +217,7 @@ class GeooptManifold(Manifold):
         # injectivity radius keeps the points away from this centre.
         is_projected_sphere = type(module) is geoopt.StereographicExact and radius < math.inf
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        # geoopt draws from torch's global generator, whose state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             options = {"std": radius / 12} if is_projected_sphere else {}
@@ -236,6 +237,7 @@ class GeooptManifold(Manifold):
         tangents = self._project_tangent(a, units.expand(size, *x.shape))
         gram = torch.stack([self._inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
         values, basis = torch.linalg.eigh(gram)
+        # Directions in the null space of the projection have eigenvalues that are only rounding errors.
         is_positive = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
         weights = torch.where(is_positive, values, math.inf).rsqrt()
         noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)

@@ -132,6 +132,7 @@ class Layout:
         tensors = tensors_of(model)
         entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
         layout = _classify_entries(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
+        # A state dict hook can replace a parameter by another tensor. Updates of the parameter would then be lost.
         mismatched = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
         if mismatched:
             raise StateDictError(
@@ -231,6 +232,8 @@ class Layout:
         """Check tensors. Return them in the order of the entries, and whether all are on the CPU."""
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
+        # These comparisons of whole lists are much faster than `check_tensors`, which only runs to find the first
+        # error.
         is_on_cpu = all(map(_is_cpu, given))
         if (
             len(given) < max(len(names), len(tensors))

@@ -115,6 +115,7 @@ def karcher_mean(
         step = logs.sum(spread - 1, keepdim=True)
         return step, formulas.norm(space, m, step)
 
+    # The rounding error of a log is proportional to the coordinates of the points.
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
     step, residual = weighted_log(m)
     steps = 0
@@ -125,6 +126,7 @@ def karcher_mean(
         steps = steps + 1
         # Curvature can make a full step overshoot. A rejected step is halved.
         better = (trial_residual < residual) | (trial_residual <= allowed) | residual.isnan()
+        # After an accepted step, the step size grows again, up to 1.
         step_size = torch.where(better, (1.5 * step_size).clamp(max=1), step_size / 2)
         accept = better.reshape(*better.shape, *(1 for _ in space.shape))
         m = torch.where(accept, trial, m)

@@ -57,6 +57,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
         if self.space.flat:
+            # On a flat space, this is the arithmetic of torch.optim, so the results are bitwise equal.
             x.add_(direction, alpha=-rate)
             return
         step = self.space._retract if self.retract else self.space._exp
@@ -127,6 +128,7 @@ class RiemannianSGD(_RiemannianOptimizer):
         if beta == 0:
             return gradient
         if "momentum" not in state:
+            # Like torch.optim.SGD, the first momentum is the gradient itself.
             state["momentum"] = gradient.clone()
         else:
             state["momentum"].mul_(beta).add_(gradient)
@@ -199,6 +201,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         state["step"] += 1
         state["momentum"].lerp_(gradient, 1 - first)
         first_correction = 1 - first ** state["step"]
+        # The root of the correction is applied to the root of the mean, in the same order as in torch.optim.Adam.
         second_correction = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / first_correction).contiguous()
         # The parts are views of `direction` and are scaled in place.
@@ -244,8 +247,10 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
     if not {"exp", "log", "inner"} <= space.capabilities:
         return projected
     length = formulas.norm(space, x, u)[(..., *(None for _ in space.shape))]
+    # The ladder is accurate only for short tangents. Longer tangents are shortened, and the result is scaled back.
     scale = (length / MAX_RUNG_LENGTH).clamp(min=1)
     transported = scale * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / scale))
+    # Beyond the cut locus, the logs of the ladder are NaN.
     return torch.where(transported.isfinite(), transported, projected)
 
 

@@ -116,6 +116,7 @@ class ParameterSpace(Delegate):
         """
         layout = Layout.of(model, dtype)
         curved = assign_manifolds(layout, manifolds, declared_manifolds(model))
+        # A frozen parameter must not move towards the values of clients.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)

@@ -64,6 +64,7 @@ class Span:
                 within = within.space
             if within.flat:
                 if tolerances and math.isnan(tolerances[-1]):
+                    # Adjacent flat leaves form one segment, because they need no inner products of their own.
                     lengths[-1] += size
                 else:
                     lengths.append(size)
@@ -83,6 +84,7 @@ class Span:
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
+        # With nonnegative cosines, no two points are almost antipodal, so the coefficients of the mean stay bounded.
         near = (
             (found.cosines >= 0).all() & (found.norms > 1 / MAX_NORM_RATIO).all() & (found.norms < MAX_NORM_RATIO).all()
         )
@@ -182,6 +184,7 @@ class _Spheres(Manifold):
         return self._project(cos_of_square(square) * x + sinc_of_square(square) * u)
 
     def _log(self, x: Point, y: Point) -> Tangent:
+        # The difference is accurate for nearby points, as in `Sphere`.
         chord = y - x
         across = chord - self.dot(x, chord) * x
         return angle_per_sine(self.square(across), self.dot(x, y)) * across

@@ -69,6 +69,7 @@ class TangentSpace(AmbientSpace):
         values = (
             copied_space(self.leaves[i].space)._inner(x.expand(len(a), *x.shape), u[a], u[b]).reshape(len(a), -1).sum(1)
         )
+        # Each pair is computed once, so the matrix is exactly symmetric even if the metric rounds.
         lower: Tensor = values.new_zeros(len(u), len(u)).index_put((a, b), values)
         return (lower + lower.tril(-1).mT).cpu()
 
@@ -79,6 +80,7 @@ class TangentSpace(AmbientSpace):
         if i not in self.smooth_leaves or not torch.equal(start, self._piece(self.base_point, i)):
             return super()._combine_low_rank(i, base, rows, minus, coefficients)
         u = self._combine_tangents(i, rows, minus, coefficients)
+        # `retract` of a zero tangent would change the factors by rounding.
         if not u.any():
             return start, None
         space: LowRank = copied_space(self.leaves[i].space)

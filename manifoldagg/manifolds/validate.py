@@ -52,6 +52,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
             continue
         away = _max_abs(factor, factor._project(part) - part)
         size = _max_abs(factor, part)
+        # Near the boundary of an open set, a larger tolerance would accept points outside of the set.
         if factor.open and tolerance is None and leaf.storage_dtype is None:
             allowed = OPEN_SET_ROUNDINGS * torch.finfo(part.dtype).eps * size
         else:

@@ -69,11 +69,13 @@ class LaunchOperands:
         keys: dict[int, Any] = {place: _memory_key(row) for place, row in rows.items()} | {id(None): None}
         asked = [keys[id(x)] for x in operands]
         counts = Counter(key for key in asked if key is not None)
+        # `False` sorts before `True`, so shared rows come first. The sort is stable.
         order = sorted(counts, key=lambda key: counts[key] == 1)
         number: dict[Any, int] = {key: n for n, key in enumerate(order)} | {None: -1}
         places = tuple([number[key] for key in asked])
         shared = sum(n > 1 for n in counts.values())
         addresses, dtypes, strides = zip(*order, strict=True)
+        # A thread loads 16 bytes of the narrowest dtype with one instruction.
         width = 16 // min([dtype.itemsize for dtype in dtypes])
         if lengths is not None:
             assert blocks is not None

@@ -132,6 +132,7 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
         return None
     blocks = blocks_of(like.lengths, like.size)
     read = {id(row) for goal in combinations for row in goal.inputs}
+    # Rows that several combinations share are read once, so only distinct rows count.
     busy = like.size * len(read) > MAX_SERIAL_ENTRIES
     done = _require_library().manifoldagg_combine_many(
         *(len(combinations), goals[0].buffer_info()[0], len(like), edges(like.lengths).tobytes()),
@@ -197,6 +198,7 @@ def _describe_goals(
         if not all(described):
             return None
         numbers = array("d", [c for line in goal.coefficients for c in line])
+        # A deferred target is read again by a later combination, so it should stay in the cache.
         stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
         places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
         table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])

@@ -93,6 +93,7 @@ class _BlockReader:
                 # The batch has at least two matrices. torch passes a single matrix product to a library that may split
                 # it over threads.
                 whole = max(2, -(-width // PRODUCT_COLUMNS)) * PRODUCT_COLUMNS
+                # The padding is zero, so that it does not change the products.
                 self.scratch[:, width:whole] = 0
                 *self.buffers, self.subtrahend = self.scratch[:, :width]
                 self.matrices = self.scratch[:-1, :whole].view(len(self.buffers), -1, PRODUCT_COLUMNS).transpose(0, 1)

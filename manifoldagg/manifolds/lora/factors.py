@@ -98,6 +98,7 @@ class TruncatedSVD:
         """Whether the smallest retained and the largest truncated singular value are equal, (*batch,)."""
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
+        # Singular values have an absolute error of ε times the largest singular value.
         rounding = TIE_ROUNDINGS * torch.finfo(torch.float64).eps * self.values[..., 0]
         last, first = self.values[..., self.rank - 1], self.values[..., self.rank]
         return (first > rounding) & (last - first <= rounding)
@@ -157,6 +158,7 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
     columns = []
     for c, x in zip(coefficients, points, strict=True):
         stack = x.to(torch.float64, copy=True)
+        # The coefficient multiplies only one factor of each product.
         stack[..., :m, :] *= c
         columns.append(stack)
     return torch.cat(columns, -1)
@@ -210,6 +212,7 @@ class JointBasis:
             tensor([[0.2500]], dtype=torch.float64)
         """
         combinations = self._combinations(rows)
+        # Q and P are orthonormal, so inner products of matrices equal inner products of their cores.
         flat = combinations.flatten(-2).movedim(0, -2)
         return flat @ flat.mT
 
@@ -236,6 +239,7 @@ class JointBasis:
         r_norms, s_norms = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
         u, v = (vectors.mT @ side for vectors, side in zip(truncated_svd.coordinates, self.columns, strict=True))
         of_factors = ((roundings * s_norms * u).square() + (roundings * r_norms * v).square()).sum(-1).sqrt()
+        # The errors are treated as independent, so their squares are added.
         of_arithmetic = torch.finfo(torch.float64).eps * (sizes * r_norms * s_norms).square().sum(-1).sqrt()
         # If a square overflows, the bound is unknown. The value 0 then retains all singular values.
         return (FACTOR_ROUNDINGS * of_factors + ARITHMETIC_ROUNDINGS * of_arithmetic).nan_to_num(0.0, posinf=0.0)

@@ -97,6 +97,7 @@ class FactorEntries:
             StateDictError: if a tensor is not finite, or overflows when it is scaled.
         """
         stack = self.pair.stack(state, prefix=prefix).double()
+        # Only B is scaled, in float64, so that the scaling is rounded together with the truncation.
         stack[: self.space.m] *= scaling
         for entry in (self.first, self.second):
             if not is_finite(state[entry.name]):
