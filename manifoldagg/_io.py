@@ -1,4 +1,4 @@
-"""Atomic writes, file locks, and figures without pyplot's global state."""
+"""Atomic writes, file locks, and matplotlib figures without pyplot's global state."""
 
 import errno
 import glob
@@ -31,29 +31,31 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 2**20
-"""The number of bytes per checksum and write, so that the bytes are in the cache when they are written."""
+"""The number of bytes per checksum and write. A chunk is still in the cache when it is written."""
 DRAFT_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".replaced"
 NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Error numbers of file systems without hard links."""
 FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
-"""The latest function that `close_with` returned for each descriptor."""
+"""The latest function that `close_with` returned for each file descriptor."""
 
 
 @contextmanager
 def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
-    """Yield the path of a draft, a new file or folder, which replaces `path` if the block ends without an error.
+    """Yield the path of a draft, which replaces the file or folder at `path` when the block ends.
 
-    The draft is synced to the disk and renamed, and the folder of `path` is synced. A reader of `path` finds either the
-    old or the new content, even after a crash. An error removes the draft. If the process is killed, the next call for
-    this path removes the draft. If a folder was being replaced, this call also restores it.
+    The replacement is atomic: even after a crash, a reader finds either the old or the new content. The draft and the
+    folder of `path` are synced to the disk. An error in the block removes the draft.
+
+    If the process is killed, the next call for the same path removes the draft. If the process was killed while it
+    replaced a folder, the next call also restores the old folder.
 
     Args:
         path: the path of the file or folder to replace.
-        keep: the number of files to keep: the latest as `path`, and older ones as `path.1`, `path.2`, …
+        keep: the number of files to keep: the latest file as `path`, and older files as `path.1`, `path.2`, …
         is_synced: whether the block itself syncs the draft with the descriptor that has written it. The system may
-            report an earlier write error only to that descriptor.
+            report write errors only to this descriptor.
 
     Raises:
         OSError: if the draft cannot be created, synced or renamed.
@@ -89,7 +91,7 @@ def sync(path: Path) -> None:
     """Sync a file or a folder to the disk, if the system supports it.
 
     Raises:
-        OSError: if it cannot be synced.
+        OSError: if the file or folder cannot be synced.
     """
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
@@ -102,16 +104,16 @@ def sync(path: Path) -> None:
 
 
 def older_files(path: Path) -> list[Path]:
-    """Return the older files next to `path` that `atomic_write` has kept, in order from newest to oldest."""
+    """Return the older files that `atomic_write` has kept for `path`, from newest to oldest."""
     found = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return sorted(found, key=lambda name: int(name.suffix[1:]))
 
 
 def check_path(path: str | Path) -> Path:
-    """Return an absolute path without links, after checking that a file can have this path.
+    """Check that a file can have this path, and return the absolute path without links.
 
     Raises:
-        ArgumentError: if the folder does not exist, or if the path is that of a folder.
+        ArgumentError: if the parent folder does not exist, or if the path is a folder.
     """
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
@@ -122,7 +124,7 @@ def check_path(path: str | Path) -> Path:
 
 
 def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:
-    """Write all of `data`, even if each system call writes only a part.
+    """Write all of `data`, even if each system call writes only a part of it.
 
     Args:
         write: the write function of a file, which returns the number of bytes that it has written.
@@ -146,10 +148,10 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 
 
 class FileLock:
-    """Exclusive lock of a file, until the lock is closed or deleted.
+    """An exclusive lock of a file, until the lock is closed or deleted.
 
-    The file has mode 0600 and is not removed. The system releases the lock of a killed process, and a child of
-    `os.fork` does not hold it. If the file system does not support locks, the class has no effect.
+    The file has mode 0600 and is not removed. If the process is killed, the system releases the lock. A child of
+    `os.fork` does not inherit the lock. If the file system does not support locks, the class has no effect.
 
     Raises:
         BlockingIOError: if another process or another lock of this process has locked the file.
@@ -158,25 +160,24 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        # If the rest raises, this object is deleted, which closes the file.
+        # If the following code raises an error, this object is deleted, which closes the file.
         self._close = close_with(self, file)
         with suppress(OSError):
             os.chmod(path, 0o600)  # With another mode, other users could hold the lock.
         _flock(file)
 
     def close(self) -> None:
-        """Release the lock."""
         self._close()
 
 
 def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
-    """Return a function that closes a descriptor, and call it when `owner` is deleted.
+    """Return a function that closes a file descriptor, and call this function when `owner` is deleted.
 
-    The descriptor remains open at the end of the process, because threads and `atexit` functions may still write to it.
+    The descriptor stays open at the end of the process, because threads and `atexit` functions may still write to it.
     If it were closed, the next opened file would get its number.
 
-    In a child of `os.fork`, the descriptor refers to the null device, because a lock is held until each copy of its
-    descriptor is closed. The number remains in use, so that writes of the child cannot reach another file.
+    In a child of `os.fork`, the descriptor is redirected to the null device. Otherwise, the child would keep a lock on
+    the file. The number of the descriptor stays in use, so that the child cannot write to another file by mistake.
     """
     close = weakref.finalize(owner, _close, file)
     close.atexit = False
@@ -185,7 +186,7 @@ def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
 
 
 def check_matplotlib() -> None:
-    """Raise early if matplotlib is missing.
+    """Check that matplotlib is installed.
 
     Raises:
         ArgumentError: if matplotlib is missing. The message contains the command to install it.
@@ -199,7 +200,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
-    """Create a matplotlib figure, in inches, without a display and outside of pyplot's global state.
+    """Create a matplotlib figure without a display and without pyplot's global state. The size is in inches.
 
     Raises:
         ArgumentError: if matplotlib is missing.
@@ -217,13 +218,12 @@ def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
 
 
 def _draft_path(path: Path) -> Path:
-    """Return a unique path for the folder of a draft."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{DRAFT_SUFFIX}")
 
 
 @contextmanager
 def _draft_folder(path: Path) -> Iterator[Path]:
-    """Create a locked folder next to `path`, and remove it afterwards."""
+    """Create a locked folder next to `path`, and remove the folder afterwards."""
     folder = _draft_path(path)
     lock = -1
     try:
@@ -238,7 +238,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Return the descriptor that locks a new folder, or -1 if another process removed the folder before the lock."""
+    """Return a descriptor that locks a new folder, or -1 if another process has already removed the folder."""
     if sys.platform == "win32":  # Windows does not open folders.
         return os.open(os.devnull, os.O_RDONLY)
     try:
@@ -253,7 +253,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Restore a folder that a killed process was replacing, and remove the drafts of killed processes."""
+    """Remove the drafts of killed processes, and restore a folder that a killed process was replacing."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
         # Another process may have removed the draft, may be using it, or may not permit access.
         with suppress(OSError):
@@ -267,7 +267,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _restore(replaced: Path, path: Path) -> None:
-    """Restore a folder to its original path if that path does not exist."""
+    """Move a folder back to its original path, unless this path exists again."""
     if replaced.exists() and not path.exists():
         os.replace(replaced, path)
 
@@ -297,7 +297,7 @@ def _flock(file: int, *, blocking: bool = False) -> bool:
 
 
 def _rotate(path: Path, keep: int, folder: Path) -> None:
-    """Rotate older files and link the file at `path` to the first older name. `path` exists at all times."""
+    """Rename the older files, and link the file at `path` to the name of the newest one. `path` always exists."""
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return

@@ -49,10 +49,10 @@ __all__ = [
 MAX_REPR_LENGTH = 100
 """The maximum number of characters of a value in a message."""
 HUGE_INT_BITS = 128
-"""Messages do not contain the digits of integers with more bits than this. Python refuses to convert very long ones."""
+"""Messages omit the digits of integers with more bits, because Python refuses to convert very long integers."""
 
 INTERNAL_PACKAGES = ("manifoldagg", "beartype", "jaxtyping", "torch")
-"""The packages that a warning skips when it selects the source line to report."""
+"""The packages whose source lines a warning does not report."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,8 +61,8 @@ T = TypeVar("T")
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     """Represent a value in one line of an error message.
 
-    Long representations are truncated. A model, a tensor or a container of them is represented by its type and size. If
-    `repr` fails, the result is the name of the type.
+    Long representations are truncated. Models, tensors and their containers are represented by type and size. If `repr`
+    fails, the result is the name of the type.
 
     Example:
         >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
@@ -90,7 +90,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, a tensor, an array or a container of them. Return "" for other values."""
+    """Return the type and size of a module, a tensor, an array or a container of these. Other values give ""."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
@@ -110,7 +110,7 @@ def _summary(value: Any) -> str:
 
 
 def one_line(text: str, max_length: int = MAX_REPR_LENGTH) -> str:
-    """Return a printable text of at most `max_length` characters."""
+    """Convert a text to printable characters, and truncate it to `max_length` characters."""
     if not text.isprintable():
         text = repr(text[:max_length])[1:-1]
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
@@ -124,7 +124,7 @@ def check_number(
     above: float = -math.inf,
     at_most: float = math.inf,
 ) -> float:
-    """Return `value` as a finite float in the stated range.
+    """Check that `value` is a finite number in the given range, and return it as a float.
 
     Raises:
         ArgumentError: if `value` is not a number, is not finite, or is outside the range.
@@ -153,10 +153,10 @@ def check_number(
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
-    """Return `value` as a float in [0, 1), the decay of a moving average.
+    """Check that `value` is a number in [0, 1), such as the decay of a moving average, and return it.
 
     Raises:
-        ArgumentError: if `value` is not a number or is outside this interval.
+        ArgumentError: if `value` is not a number or is outside [0, 1).
 
     Example:
         >>> check_decay("beta", 0.9)
@@ -168,7 +168,7 @@ def check_decay(name: str, value: SupportsFloat) -> float:
 
 
 def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
-    """Return `value` as an int that is at least `at_least`.
+    """Check that `value` is an integer and at least `at_least`, and return it as an int.
 
     Raises:
         ArgumentError: if `value` is not an integer or is too small.
@@ -189,7 +189,7 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
 
 
 def check_choice(name: str, value: T, choices: Collection[T]) -> T:
-    """Return `value`, which must be one of `choices`.
+    """Check that `value` is one of `choices`, and return it.
 
     Raises:
         ArgumentError: if `value` is not one of `choices`. The message lists the choices and suggests the closest one.
@@ -209,7 +209,7 @@ def check_choice(name: str, value: T, choices: Collection[T]) -> T:
 
 
 def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T:
-    """Return `value`, which must be an instance of `kind`.
+    """Check that `value` is an instance of `kind`, and return it.
 
     Args:
         name: the name of the argument.
@@ -228,7 +228,7 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
     """
     if isinstance(value, kind):
         return value
-    # The representation of any other object can be very long, for example that of a task with its tensors.
+    # The representation of any other object can be very long, for example if the object contains tensors.
     given = short_repr(value) if isinstance(value, str | bool | type | None) else type(value).__name__
     raise ArgumentError(f"{name}: expected a {kind.__name__}, got {given}" + (f"; write {hint}" if hint else ""))
 
@@ -248,7 +248,7 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def other_type_hint(value: object, known: Collection[object]) -> str:
-    """Return a hint if `known` contains the same integer as the other type, `int` or `str`. Return "" otherwise.
+    """Return a hint if `known` contains the same number with the other type, `int` or `str`, or "" otherwise.
 
     Example:
         >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})
@@ -273,10 +273,10 @@ def check_keywords(
         name: the name of the function.
         keywords: the keywords of the call.
         known: the keywords of the function.
-        moved: a mapping from keywords of other functions to hints how to pass these options instead.
+        moved: a mapping from keywords of other functions to hints that say how to pass these options.
 
     Raises:
-        TypeError: if a keyword is unknown. The message suggests the closest known keyword, or lists all of them.
+        TypeError: if a keyword is unknown. The message suggests the closest known keyword, or lists all keywords.
 
     Example:
         >>> check_keywords("FedOrtho", ["rat"], ["transport", "rungs", "rate"])
@@ -307,7 +307,6 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the parameters of a function that can be passed by keyword, except `self` and `cls`."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind in named and p.name not in ("self", "cls"))
@@ -320,7 +319,7 @@ def suggests_keywords(
 
     Args:
         name: the name of the function in the message.
-        *forwards_to: functions that receive the other keywords of the decorated function.
+        *forwards_to: functions to which the decorated function passes further keywords.
         moved: as in `check_keywords`.
 
     Example:
@@ -347,7 +346,7 @@ def suggests_keywords(
 
 
 class KeywordHints:
-    """Base class of dataclasses that adds the closest known option to the `TypeError` for an unknown option.
+    """Base class of dataclasses that suggests the closest known option if an option is unknown.
 
     The check runs in `__new__`, so the generated `__init__` and its signature stay unchanged. `copy` and `pickle` call
     `__new__` without arguments and skip the check.
@@ -394,9 +393,10 @@ def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") ->
 
 @contextmanager
 def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Apply `rename_argument` to the message of an `ArgumentError` that the body raises.
+    """Apply `rename_argument` to the message of an `ArgumentError` that the `with` block raises.
 
-    An internal function reports the names of its own arguments. The user knows only those of the public function.
+    An internal function reports the names of its own arguments, but a user knows only the arguments of the public
+    function.
 
     Example:
         >>> with renamed_arguments({"start": "model"}):
@@ -413,9 +413,9 @@ def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[No
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning at the innermost stack frame outside of `INTERNAL_PACKAGES`.
+    """Issue a warning that reports the innermost source line outside of `INTERNAL_PACKAGES`.
 
-    A fixed `stacklevel` would be wrong because several public functions and their decorators run the same check.
+    Several public functions and their decorators run the same check, so no fixed `stacklevel` is correct.
     """
     frame = inspect.currentframe()
     level = 0
@@ -426,7 +426,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
-    """Return a float64 copy of `values`, which must be a non-empty vector of finite numbers >= `at_least`.
+    """Check that `values` is a non-empty vector of finite numbers >= `at_least`, and return a float64 copy.
 
     Raises:
         ArgumentError: if `values` is not a vector of numbers, or if an entry is not finite or too small. The message
@@ -451,7 +451,7 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
-    """Return `tensor`, which must be a dense floating tensor of the given shape.
+    """Check that `tensor` is a dense floating tensor of the given shape, and return it.
 
     Args:
         name: the name of the argument.
@@ -468,8 +468,8 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = Fal
         given = tensor.dtype if real else type(tensor).__name__
         raise ArgumentError(f"{name}: expected a floating tensor of {_describe_shape(shape, batch)}, got {given}")
     if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else tensor.layout
-        raise ArgumentError(f"{name}: expected a dense tensor with values, got one {what}")
+        what = "on the meta device" if tensor.is_meta else f"with the layout {tensor.layout}"
+        raise ArgumentError(f"{name}: expected a dense tensor with values, got a tensor {what}")
     extra = tensor.ndim - len(shape)
     fits = extra >= 0 if batch else extra == 0
     for n, m in zip(shape, tensor.shape[max(extra, 0) :], strict=False):
@@ -485,7 +485,7 @@ def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`, whose entries must all be finite.
+    """Check that all entries of `tensor` are finite, and return it.
 
     The check needs one or two passes and allocates no temporary tensor of the same size.
 
@@ -517,15 +517,15 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
 def is_finite(*tensors: Tensor) -> bool:
     """Return whether all entries of all tensors are finite. An empty tensor is finite."""
     for tensor in tensors:
-        # If an entry is NaN, minimum and maximum are NaN. If an entry is infinite, one of them is infinite.
+        # If an entry is NaN, minimum and maximum are NaN. If an entry is infinite, the minimum or maximum is infinite.
         if prefers_numpy(tensor):
             array = tensor.detach().numpy()
             ends = array.min(), array.max()
         elif tensor.numel():
             # `aminmax` does not support the float8 dtypes.
             values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
-            # If the sum is finite, all terms are finite. The sum takes a third of the time of `aminmax`. The converse
-            # does not hold because a sum of finite terms may overflow.
+            # If the sum is finite, all terms are finite. The sum takes a third of the time of `aminmax`. A sum that is
+            # not finite proves nothing, because a sum of finite terms can overflow.
             if values.is_floating_point() and math.isfinite(values.detach().sum().item()):
                 continue
             low, high = values.detach().aminmax()

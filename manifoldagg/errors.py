@@ -1,6 +1,7 @@
 """The exceptions and the warning category of the library.
 
-Every error that the library raises on purpose is a [`ManifoldAggError`][manifoldagg.errors.ManifoldAggError].
+All errors that the library raises deliberately are subclasses of
+[`ManifoldAggError`][manifoldagg.errors.ManifoldAggError].
 """
 
 __all__ = [
@@ -18,7 +19,7 @@ __all__ = [
 
 
 class ManifoldAggError(Exception):
-    """The base class of all errors that this package raises on purpose, except the `TypeError` for unknown keywords."""
+    """Base class of all errors that this package raises deliberately, except the `TypeError` for unknown keywords."""
 
 
 class ArgumentError(ManifoldAggError, ValueError):
@@ -30,7 +31,7 @@ class StateDictError(ArgumentError):
 
 
 class RuleError(ManifoldAggError):
-    """A rule, or a schedule in it, returned an invalid result. The cause is not the update of a client."""
+    """A rule or one of its schedules returned an invalid result. The update of the client is not the cause."""
 
 
 class BusyError(ManifoldAggError):
@@ -50,11 +51,11 @@ class WireError(ManifoldAggError):
 
 
 class SpillError(ManifoldAggError):
-    """A tree cannot be spilled to a file, or its file was altered. The message names the folder.
+    """A tree cannot be written to a spill file, or its spill file was altered. The message names the folder.
 
     Args:
         message: the error message.
-        temporary: whether a later attempt may succeed, for example after an error of a full disk.
+        temporary: whether a later attempt can succeed, for example if the disk was full.
 
     Example:
         >>> SpillError("spill: /tmp: no space left", temporary=True).temporary

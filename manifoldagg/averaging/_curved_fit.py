@@ -1,4 +1,4 @@
-"""Subspace fit on a curved space: L-BFGS over tangents at one point and curve parameters."""
+"""Subspace fit on a curved space by L-BFGS."""
 
 import math
 from dataclasses import replace
@@ -19,10 +19,12 @@ __all__ = ["fit_curved"]
 ITERATIONS_PER_CHECK = 10
 """The number of iterations between two convergence checks."""
 MAX_TARGET_UPDATES = 12
-"""The largest number of target updates. Each update leaves a part of the error that decreases with the squared spread
-of the points."""
+"""The maximum number of target updates.
+
+Each update multiplies the error by a factor that is proportional to the squared spread of the points.
+"""
 RELATIVE_ROUNDING = 1e-12
-"""A mean distance below this fraction of the spread of the points is a rounding error."""
+"""A mean distance below this fraction of the spread of the points counts as a rounding error."""
 BOUNDARY_MARGIN = 1e-4
 """The distance of starting coordinates from the boundary of the domain, where the gradient would be zero."""
 
@@ -30,16 +32,19 @@ BOUNDARY_MARGIN = 1e-4
 def fit_curved(
     embedding: Embedding, points: Tensor, view: View, projected: Float64[Tensor, "m k"], options: FitOptions
 ) -> FitResult:
-    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting from a fit in its tangent space.
+    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting from a fit in a tangent space.
 
-    L-BFGS optimises $\varphi_i = \exp_c u_i$ and unconstrained coordinates, $t = \sin^2 z$ and $x_i = z_i^2 / |z|^2$.
-    It first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where
+    L-BFGS optimises tangents $u_i$ at the mean $c$ of the points, with $\varphi_i = \exp_c u_i$. It also optimises
+    unconstrained numbers $z$, from which the coordinates follow: $t = \sin^2 z$ for a curve, $x_i = z_i^2 / |z|^2$ for
+    a simplex.
+
+    L-BFGS first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where
     $\delta$ is 1e-9 of the spread of the points.
 
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.
         points: (m, *shape) in float64.
-        view: the tangent space at the mean of the points, with tangents that span their logarithms.
+        view: the tangent space at the mean of the points, with axes that span the logarithms of the points.
         projected: the coordinates of the points in this tangent space (m, k).
         options: the power p, the relative tolerance over ten iterations, and the largest number of steps for each sum.
     """
@@ -97,10 +102,10 @@ def fit_curved(
 def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
-    """Fit in the tangent space by least squares, and return the best of a few iterations.
+    """Fit in the tangent space by least squares, and return the best result of a few iterations.
 
-    Each iteration corrects the targets by the deviation of the embedding from its linearisation. If the points are on
-    an embedding, the iteration finds it.
+    The exponential map moves the fitted subspace away from its linearisation. Each iteration corrects the target points
+    by this deviation. If the points are exactly on an embedding, the iteration converges to this embedding.
     """
     space = embedding.space
     targets = projected
@@ -130,14 +135,14 @@ def _tangent_space_fit(
 
 
 def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
-    """Convert unconstrained numbers to coordinates in the domain."""
+    """Map unconstrained numbers to coordinates in the domain of the embedding."""
     if isinstance(embedding, Simplex):
         return z.square() / z.square().sum(-1, keepdim=True)
     return z.sin().square()
 
 
 def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
-    """Convert coordinates, moved slightly away from the boundary, to unconstrained numbers."""
+    """Map coordinates to unconstrained numbers, after moving the coordinates away from the boundary of the domain."""
     if isinstance(embedding, Simplex):
         return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()
     return coordinates.clamp(BOUNDARY_MARGIN, 1 - BOUNDARY_MARGIN).sqrt().asin()

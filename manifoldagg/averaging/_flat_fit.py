@@ -1,4 +1,4 @@
-"""Subspace fit on a flat space: nearest points of the subspace, and Levenberg-Marquardt descent."""
+"""Subspace fit on a flat space by the Levenberg-Marquardt method."""
 
 import itertools
 import math
@@ -19,22 +19,24 @@ __all__ = ["FitOptions", "FitResult", "Residuals", "fit_flat", "initial_guesses"
 Points = Float64[Tensor, "m k"]
 Phi = Float64[Tensor, "size k"]
 MAX_ENUMERATED_VERTICES = 6
-"""The largest number n of vertices for which all 2^n - 1 faces of a simplex are enumerated. This is faster than a
-search from face to face."""
+"""The maximum number n of vertices for which the nearest point search enumerates all 2^n - 1 faces of a simplex.
+
+For few vertices, the enumeration is faster than a search from face to face.
+"""
 NormalEquations = tuple[Float64[Tensor, "n n"], Float64[Tensor, " n"]]
 SMOOTHING = (1e-2, 1e-4, 1e-6, 1e-9)
-"""The smoothing lengths of distances, relative to the size of the points, in the minimisation of a sum of distances."""
+"""The decreasing smoothing lengths δ in the minimisation of a sum of distances, relative to the size of the points."""
 MAX_DAMPING = 1e12
-"""The damping above which steps are only rounding errors."""
+"""The damping beyond which steps are smaller than rounding errors."""
 MIN_EXTENT = 1e-6
-"""The smallest part of a domain to which a subspace is restricted."""
+"""The minimum fraction of its domain to which a subspace is restricted."""
 RELATIVE_ROUNDING = 1e-13
-"""A mean distance below this fraction of the size of the points is a rounding error."""
+"""A mean distance below this fraction of the size of the points counts as a rounding error."""
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of a descent: the power p of the distances, the relative tolerance, and the number of steps."""
+    """The options of a fit: the power p of the distances, the relative tolerance, and the maximum number of steps."""
 
     power: int
     tolerance: float
@@ -43,7 +45,7 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """The result of a descent: the embedding's points, nearest coordinates, distances, steps and convergence."""
+    """The result of a fit: control points, nearest coordinates, distances, number of steps, and convergence."""
 
     phi: Tensor
     coordinates: Tensor
@@ -53,23 +55,22 @@ class FitResult:
 
 
 class Residuals:
-    r"""The residuals of points $y_j$ to an embedding $\iota_\varphi$, with their nearest coordinates $x_j$ and
-    distances.
+    r"""The residual vectors of points $y_j$, that is, their differences from an embedding $\iota_\varphi$.
 
-    The nearest coordinates change with $\varphi$. To first order, only the normal component of a change of the image
-    changes the distance. The residual vectors are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the
-    derivatives $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here $N_j$ is the projection orthogonal to the tangents
-    along which $x_j$ is free to move.
+    The nearest coordinates $x_j$ depend on $\varphi$. To first order, a change of $\varphi$ changes the distance only
+    by the normal component of the change of the image. The residual vectors are therefore
+    $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the derivatives $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here
+    $N_j$ projects orthogonally to the tangents along which $x_j$ can move.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
-        phi: the parameters of the embedding, in the coordinates of the points.
+        phi: the control points of the embedding, in the same coordinate system as the points.
         points: (m, k).
 
     Attributes:
-        coordinates: (m,) parameters of a curve or of the curve of a tunnel, (m, size) of a simplex.
+        coordinates: $x_j$, (m,) for a curve or a tunnel, (m, size) for a simplex.
         distances: (m,).
-        is_valid: whether a tunnel neither folds nor has a point of zero speed.
+        is_valid: whether a tunnel does not fold, and its curve has no point of zero speed.
     """
 
     coordinates: Tensor
@@ -100,7 +101,7 @@ class Residuals:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def normal_equations(self, weights: Float64[Tensor, " m"]) -> NormalEquations:
-        r"""Compute the equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j\, \delta|^2$."""
+        r"""Compute the normal equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j \delta|^2$."""
         if isinstance(self.embedding, Tunnel):
             ends = ((self.coordinates == 0) | (self.coordinates == 1))[:, None]
             slope = torch.func.vmap(torch.func.jacrev(self._tunnel_residual), in_dims=(None, 0, 0, 0))
@@ -119,10 +120,9 @@ class Residuals:
         return left, torch.einsum("mi,mk->ik", weights[:, None] * shares, gap).flatten()
 
     def _linearize(self) -> tuple[Tensor, Tensor]:
-        """Return the weights (m, size) of the points of φ for each point, and an orthonormal basis (m, q, k) of the
-        free tangents.
+        """Return the weights (m, size) of the control points, and an orthonormal basis (m, q, k) of the free tangents.
 
-        The coordinates are free to move along these tangents. Missing tangents are rows of zeros.
+        The coordinates can move along the free tangents. If a point has fewer than q of them, the remaining rows are 0.
         """
         if isinstance(self.embedding, Simplex):
             used = self.coordinates > 0
@@ -135,9 +135,7 @@ class Residuals:
         return basis(len(self.phi) - 1, self.coordinates), torch.where(moves[:, None], tangents, 0.0)[:, None]
 
     def _tunnel_residual(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
-        """Return the vector from a tunnel to a point (k,) and, at the flat ends, the distance of the point beyond them
-        (1,).
-        """
+        """Return the vector from a tunnel to a point, and the distance of the point beyond a flat end of the tunnel."""
         away = point - derivative(phi, t, 0)
         tangent = unit(derivative(phi, t))
         ahead = (away * tangent).sum(-1, keepdim=True)
@@ -155,13 +153,13 @@ class Residuals:
 
 @torch.no_grad()
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
-    r"""Minimise $\min_\varphi \sum_j d(y_j, \iota_\varphi(M))^p$ for points (m, k) of a flat space.
+    r"""Minimise $\sum_j d(y_j, \iota_\varphi(M))^p$ over $\varphi$, for points (m, k) of a flat space.
 
-    The method is Levenberg-Marquardt on residuals whose coordinates are eliminated (Kaufman 1975).
+    The method is Levenberg-Marquardt on residuals from which the coordinates are eliminated (Kaufman 1975).
 
-    For p = 1, it first minimises the squares and then $\sqrt{d^2 + \delta^2}$, with $\delta$ decreasing to 1e-9 of the
-    size of the points. Each term is reweighted by its value (Weiszfeld). With $\delta = 0$ from the start, a subspace
-    that contains one of the points could not move away from it.
+    For p = 1, the method first minimises the sum of squares, and then the sum of $\sqrt{d^2 + \delta^2}$ by reweighting
+    (Weiszfeld). $\delta$ decreases to 1e-9 of the size of the points. If $\delta$ were 0 from the start, a subspace
+    that contains one of the points could not move away from this point.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
     if start is None and isinstance(embedding, Tunnel):
@@ -171,7 +169,9 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
         starts = initial_guesses(embedding, points) if start is None else [start]
     valid = [residuals for residuals in (Residuals(embedding, phi, points) for phi in starts) if residuals.is_valid]
     if not valid:
-        raise ArgumentError("embedding: expected a tunnel that does not fold at the points, got one; reduce its radius")
+        raise ArgumentError(
+            "embedding: expected a tunnel that does not fold at the points, got a folded tunnel; reduce its radius"
+        )
     current = min(valid, key=lambda residuals: float(residuals.distances.square().sum()))
     steps = 0
     for delta in (None, *(part * size for part in SMOOTHING))[: 1 if options.power == 2 else None]:
@@ -183,8 +183,10 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
 def _levenberg_marquardt(
     embedding: Embedding, initial: Residuals, smoothing: float | None, size: float, options: FitOptions
 ) -> tuple[Residuals, int, bool]:
-    r"""Minimise $\sum_j d_j^2$ or $\sum_j \sqrt{d_j^2 + \delta^2}$, and return the residuals, the number of steps and
-    whether it converged.
+    r"""Minimise $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$ if `smoothing` is $\delta$.
+
+    Returns:
+        The residuals, the number of steps, and whether the method converged.
     """
 
     def measure(residuals: Residuals) -> float:
@@ -223,11 +225,10 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    r"""Return the smallest part of the subspace that contains the nearest points of all data.
+    r"""Return the smallest part of the subspace that contains all nearest points, and their new coordinates.
 
-    This is a curve between the first and the last coordinate, or a simplex each of whose facets contains a nearest
-    point. The nearest points $\iota_\varphi(x)$ do not change. For a simplex, $x_i = a_i + (1 - \sum a) x_i'$, where
-    $a_i$ are the smallest coordinates.
+    For a curve, this is the part between the first and the last coordinate. For a simplex, it is a smaller simplex,
+    each of whose facets contains a nearest point: $x_i = a_i + (1 - \sum a) x_i'$ with the smallest coordinates $a_i$.
     """
     phi = residuals.phi
     x = residuals.coordinates
@@ -244,7 +245,10 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
 
 
 def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m size"], Float64[Tensor, " m"]]:
-    """Return the nearest coordinates on a simplex and the distances: the nearest projection over all faces.
+    """Compute the nearest points of a simplex as the nearest projections over all its faces.
+
+    Returns:
+        The barycentric coordinates (m, size) and the distances (m,).
 
     Example:
         >>> nearest_on_faces(torch.eye(2, dtype=torch.float64), torch.tensor([[1.0, 1.0], [3.0, 0.0]]).double())[0]
@@ -271,10 +275,11 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
 def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
     """Return starting points for the fit.
 
-    - For a simplex: vertices that are points, each the farthest from the span of the previous ones.
-    - For a curve: least-squares fits with parameters that are proportional to the index of the points, to the distance
-      between them, and to their coordinate on the longest axis.
-    - For a tunnel: also a straight line, which does not fold.
+    - For a simplex, the vertices are data points. Each vertex is the farthest point from the span of the previous
+      vertices.
+    - For a curve, there are three least-squares fits. The parameters of the points are proportional to their index, to
+      the distances between them, or to their coordinate on the longest axis.
+    - For a tunnel, a straight line, which does not fold, is added.
     """
     m = len(points)
     if isinstance(embedding, Simplex):

@@ -1,4 +1,4 @@
-"""Ensembles: predictions averaged over models drawn from an embedding, and their scores."""
+"""Ensembles: averaged predictions of models that are drawn from a curve, a tunnel or a simplex."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""The scores of predictions $p_j$ for samples with classes $y_j$.
+    r"""The scores of predicted class probabilities $p_j$ for samples with the classes $y_j$.
 
     Attributes:
         samples: the number n of samples.
@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores of the ensemble, of each drawn model and of the single model on the same samples.
+    r"""The scores of an ensemble, of each drawn model and of a single model on the same samples.
 
     Attributes:
         combined: the score of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
@@ -76,26 +76,26 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Average class probabilities over models drawn from a curve, a tunnel or a simplex.
+    r"""Average class probabilities over models that are drawn from a curve, a tunnel or a simplex.
 
-    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniform $x_j$.
+    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniformly drawn coordinates
+    $x_j$.
 
-    Batches are read once, and all models process each batch in turn. Besides coordinates and buffers, only one model is
-    in memory. The function uses the code of `model` in evaluation mode. Its parameters, buffers and modes are unchanged
-    afterwards.
+    The batches are read once, and all models process each batch in turn. The memory of only one drawn model is needed
+    at a time, in addition to the buffers of all models. `model` provides the code, in evaluation mode. Its parameters,
+    buffers and modes do not change.
 
     Args:
         model: a module from inputs to logits (n, classes).
         embedding: an embedding on the `ParameterSpace` of its parameters.
         phi: the parameters of the embedding.
-        batches: pairs (inputs, classes), or mappings with the keyword arguments of the model and, under the name
-            `targets`, the classes.
-        single: the model that the ensemble is compared with (P,).
+        batches: pairs (inputs, classes), or mappings that contain the keyword arguments of the model and the classes.
+        single: the model (P,) with which the ensemble is compared.
         generator: the random number generator for the coordinates.
         draws: the number $n$ of drawn models.
-        refresh: training batches for the statistics of BatchNorm, in the same form or inputs alone. They are read once
-            for each model, and are required if the model has such layers. Do not use the evaluation data.
-        targets: the name of the classes in batches that are mappings.
+        refresh: training batches for the statistics of BatchNorm, in the form of `batches` or inputs alone. They are
+            required if the model has BatchNorm layers, and are read once for each model. Do not use evaluation data.
+        targets: the key of the classes in batches that are mappings.
 
     Returns:
         The accuracy and NLL of the ensemble, of its members and of the single model, and the drawn coordinates.
@@ -120,7 +120,7 @@ def ensemble(
         (0.5, 1.0986)
     """
     if not isinstance(embedding, Embedding) or not isinstance(embedding.space, ParameterSpace):
-        raise ArgumentError(f"embedding: expected one on a ParameterSpace, got {short_repr(embedding)}")
+        raise ArgumentError(f"embedding: expected an embedding on a ParameterSpace, got {short_repr(embedding)}")
     space = embedding.space
     for name, read in (("batches", batches), ("refresh", () if refresh is None else refresh)):
         if not isinstance(read, Iterable):
@@ -188,7 +188,6 @@ def ensemble(
 
 
 def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
-    """Return the inputs of the model, and the classes or `None`."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
     if isinstance(batch, tuple | list) and batch:
@@ -197,8 +196,6 @@ def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
 
 
 class _ScoreAccumulator:
-    """Accumulates the sums of a score, batch by batch."""
-
     def __init__(self) -> None:
         self._num_samples = 0
         self._num_correct = 0
@@ -226,5 +223,5 @@ class _ScoreAccumulator:
 
     def score(self) -> Score:
         if self._num_samples == 0:
-            raise ArgumentError("batches: expected at least one sample, got none")
+            raise ArgumentError("batches: expected at least one sample, got 0")
         return Score(self._num_samples, self._num_correct / self._num_samples, self._nll_sum / self._num_samples)

@@ -1,4 +1,4 @@
-"""The weighted Karcher mean of selected versions of a model, with a certificate of its accuracy."""
+"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ Weights = Float[Tensor, " k"] | np.ndarray | Sequence[float] | None
 def karcher(
     space: Manifold, versions: Versions, weights: Weights = None, *, tolerance: float = 1e-12, max_steps: int = 100
 ) -> KarcherMean:
-    r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$, with a certificate of its accuracy.
+    r"""Compute the weighted Karcher mean of models: the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$.
 
-    If the leaves of the space are flat or spheres, the mean is one linear combination of the models. Its coefficients
-    follow from their Gram matrix. The sum is computed in float64 and rounded once. On other spaces,
-    [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean, with all models in float64 in memory.
+    If all leaves of the space are flat or spheres, the mean is a linear combination of the models. Its coefficients
+    follow from the Gram matrix of the models. The sum is computed in float64 and rounded once. On other spaces,
+    [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean, with all models in memory in float64.
 
     Args:
         space: the space. Unless it is flat, it needs `exp`, `log`, `inner` and `project`.
         versions: k models, a tensor (k, *space.shape) or a sequence of tensors (*space.shape).
         weights: k numbers >= 0, not all zero. They are normalised. The default is equal weights.
-        tolerance: the tolerance for the root mean square of the P entries of the residual, which is $1 / \sqrt{P}$ of
-            its norm. It is relative to the largest coordinate of the models if that exceeds 1. If a mean is iterative,
-            the tolerance applies to each leaf separately.
+        tolerance: the tolerance for the root mean square of the P entries of the residual. It is relative to the
+            largest coordinate of the models if this coordinate exceeds 1. If the mean is iterative, the tolerance
+            applies to each leaf separately.
         max_steps: the largest number of iterations.
 
     Returns:
@@ -68,7 +68,7 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the span of the points, starting from the one with the largest weight, or `None` if there is none."""
+    """Return the span of the points, or `None` if a span is not applicable."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
@@ -77,8 +77,8 @@ def _mean_of_checked(
 ) -> KarcherMean:
     """Compute the mean of validated points.
 
-    On a product without a span, each factor has its own mean, because a tolerance relative to one factor does not apply
-    to another.
+    If the mean is iterative, each factor of a product gets its own mean, because a tolerance relative to one factor
+    does not suit the others.
     """
     absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
@@ -99,10 +99,10 @@ def _mean_of_checked(
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Return the detached models: at least one, all finite, of one shape, dtype and device.
+    """Check that all models are finite and have the same shape, dtype and device. Return them detached.
 
     Raises:
-        ArgumentError: if a model is invalid. The message names the first one.
+        ArgumentError: if there is no model, or if a model is invalid. The message names the first invalid model.
     """
     points = _check_structure(space, versions, name)
     for i, point in enumerate(points):
@@ -111,7 +111,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """Return one detached model, a point of the space with the shape, dtype and device of `like`.
+    """Check that a model is a valid point of the space, with the dtype and device of `like`. Return it detached.
 
     Raises:
         ArgumentError: if the model is invalid.
@@ -122,7 +122,7 @@ def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | Non
 
 
 def _check_structure(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Return the detached models after a check of their structure, but not of their values."""
+    """Check the structure of the models but not their values, and return them detached."""
     is_sequence = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
     if not is_sequence or len(versions) == 0:
         given = "none" if is_sequence else "a number" if isinstance(versions, Tensor) else type(versions).__name__
@@ -133,32 +133,31 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
-    """Return the detached model after a check of its shape, and of the dtype and device of `like`."""
+    """Check that a model has the shape of the space, and the dtype and device of `like`. Return it detached."""
     check_not_model(name, point)
     model = check_shape(name, point, *space.axes)
     if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):
         expected, given = ((*x.shape, x.dtype, x.device.type) for x in (like, model))
-        raise ArgumentError(f"{name}: expected {expected} as those before, got {given}")
+        raise ArgumentError(f"{name}: expected {expected} like the previous models, got {given}")
     return model.detach()
 
 
 def _check_values(space: Manifold, point: Tensor, name: str) -> None:
-    """Check that the entries of a model are finite and that it is on the space."""
     check_finite(name, point)
     if not space.flat and "project" in space.capabilities:
         check_point(space, point, name=name)
 
 
 def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
-    """Return k weights in float64 whose sum is 1.
+    """Check k weights, and return them in float64, normalised to the sum 1.
 
     Raises:
         ArgumentError: if they are not k finite numbers >= 0 with a positive sum.
     """
     given: Any = [1.0] * k if weights is None else weights
     try:
-        # Convert to complex numbers first, because a conversion to real numbers would drop imaginary parts. Arrays are
-        # copied, because torch cannot read every array.
+        # A conversion to real numbers would silently drop imaginary parts, so complex numbers are tested first. Arrays
+        # are copied, because torch cannot read every array.
         given = np.array(given, np.complex128, order="C") if isinstance(given, np.ndarray) else given
         z = torch.as_tensor(given, dtype=torch.complex128, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""The average of LoRA adapters: the mean of the products of their factors."""
+"""The average of LoRA adapters, computed as the mean of the products of their factors."""
 
 import math
 import warnings
@@ -42,10 +42,10 @@ class AdapterAverageInfo:
     r"""The truncation error of an average of adapters.
 
     Attributes:
-        error: $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, for the average $\bar X$ and the returned $\hat X$,
-            before $\hat X$ is rounded to the dtypes of the result. If the rank suffices, this is a rounding error.
-        residual: the factors of $\bar X - \hat X$: a state dict with the same names. Its ranks are those that the
-            difference needs. Pairs without a difference do not appear.
+        error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, where $\bar X$ is the average and
+            $\hat X$ the returned product before rounding. If the rank suffices, only rounding errors remain.
+        residual: the factors of $\bar X - \hat X$, as a state dict with the same names. A pair has the rank of the
+            difference, and is omitted if the difference is 0.
     """
 
     error: float
@@ -86,24 +86,27 @@ def average_adapters(
     return_info: bool = False,
     scaling: Scaling = 1.0,
 ) -> dict[str, Tensor] | tuple[dict[str, Tensor], AdapterAverageInfo]:
-    r"""Compute the adapter of a given rank that is nearest to the average of the adapters' weight changes.
+    r"""Average LoRA adapters: return the adapter of a given rank that is nearest to the mean of their weight changes.
 
-    An adapter changes a weight by $s B A$. The average of these changes is $\bar X = \sum_i w_i s_i B_i A_i$. The
-    product of the averaged $A_i$ and $B_i$ is a different matrix, because the factors are not unique: $B G$ and
-    $G^{-1} A$ have the same product for every invertible $G$.
+    An adapter changes a weight by $s B A$. The average of these changes is $\bar X = \sum_i w_i s_i B_i A_i$. Averaging
+    $A_i$ and $B_i$ separately gives a different result, because the factors are not unique: $B G$ and $G^{-1} A$ have
+    the same product for every invertible $G$.
 
-    $\bar X$ is not formed. Its factors are $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and $[A_1; \dots; A_k]$. Two thin QR
-    decompositions and the SVD $U \Sigma V^\top$ of their core, in float64, give the nearest matrix $\hat X$ of the rank
-    in the Frobenius norm. The returned factors $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$ are balanced,
-    $B^\top B = A A^\top$, so the same learning rate suits both. If $\bar X$ has a lower rank than requested, the
-    remaining columns of $B$ are 0. The remaining rows of $A$ are drawn from PEFT's initial distribution with a fixed
-    seed, so training can use them.
+    The function does not form $\bar X$, but works with its factors $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and
+    $[A_1; \dots; A_k]$ in float64:
 
-    Tensors are classified by the names that PEFT gives them, in a file or in a module:
+    1. Two thin QR decompositions and the SVD $U \Sigma V^\top$ of their core give the nearest matrix $\hat X$ of the
+       given rank in the Frobenius norm.
+    2. The returned factors $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$ are balanced, $B^\top B = A A^\top$. The same
+       learning rate therefore suits both.
+    3. If $\bar X$ has a lower rank than requested, the remaining columns of $B$ are 0. The remaining rows of $A$ are
+       drawn from PEFT's initial distribution with a fixed seed, so training can use them.
+
+    PEFT's names determine how each tensor is averaged:
 
     - `lora_A` and `lora_B`, or `lora_embedding_A` and `lora_embedding_B`, are a pair of factors, also in a convolution.
     - A bias of `lora_B` is scaled like the product.
-    - Counters called `num_batches_tracked` become the largest of the adapters' values.
+    - Counters called `num_batches_tracked` become the maximum over the adapters.
     - Other integers must be equal in all adapters.
     - All other tensors, such as heads and the magnitudes of DoRA, are averaged as vectors.
 
@@ -111,25 +114,25 @@ def average_adapters(
         adapters: k state dicts with the same names. Their ranks may differ.
         weights: k numbers >= 0, not all zero, such as numbers of training samples. They are normalised. The default is
             equal weights.
-        rank: the rank of every pair of the result. The default for each pair is its largest rank in the adapters.
+        rank: the rank of every pair of the result. The default is the largest rank of the pair in the adapters.
         return_info: whether to return an [`AdapterAverageInfo`][manifoldagg.averaging.AdapterAverageInfo] too.
-        scaling: for each adapter, the factor by which its model multiplies $B_i A_i$ ($\alpha / r$, or
-            $\alpha / \sqrt r$ with `use_rslora`), divided by that of the model that receives the result. One number
-            applies to all adapters. The default 1 is right if all factors are equal.
+        scaling: for each adapter, the ratio of two factors: the factor by which its model multiplies $B_i A_i$
+            ($\alpha / r$, or $\alpha / \sqrt r$ with `use_rslora`), and the same factor of the receiving model. One
+            number applies to all adapters. The default 1 is right if all factors are equal.
 
     Returns:
         A state dict with the names, the order, the dtypes and, except for the rank, the shapes of the first adapter.
-        With `return_info=True`, the pair of it and its `AdapterAverageInfo`. The residual has the units of the result:
-        the receiving model multiplies it by its own factor $s$, whatever the rank of the residual. The weights
-        $W + s B_{res} A_{res} + s \hat X$ contain the exact average.
+        With `return_info=True`, a pair of this state dict and an `AdapterAverageInfo`. The receiving model multiplies
+        both the result and the residual by its own factor $s$. Its weights with the exact average are therefore
+        $W + s B_{res} A_{res} + s \hat X$.
 
     Raises:
-        ArgumentError: naming the invalid argument.
-        StateDictError: naming the adapter and its invalid tensor, or the tensor whose average overflows its dtype.
+        ArgumentError: if an argument is invalid. The message names it.
+        StateDictError: if a tensor is invalid, or if its average overflows its dtype. The message names the tensor.
 
     Warns:
-        UserWarning: if the last retained singular value equals the first one left out. The nearest matrix is then not
-            unique.
+        UserWarning: if the smallest retained singular value equals the largest discarded singular value. The nearest
+            matrix is then not unique.
 
     Cost: pairs are processed one after the other, in $O((m + n) (\sum_i r_i)^2)$ time and
     $O((m + n) \sum_i r_i)$ memory each.
@@ -152,7 +155,9 @@ def average_adapters(
     check_choice("return_info", return_info, (False, True))
     parts = classify_tensors(states[0], prefix="adapters[0]: ")
     if not parts.pairs:
-        raise StateDictError("adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+        raise StateDictError(
+            "adapters[0]: expected pairs such as q.lora_A.weight and q.lora_B.weight, got names without a pair"
+        )
     finite = [_is_known_finite(state) for state in states]
     result: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
@@ -182,7 +187,6 @@ def average_adapters(
 
 
 def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
-    """Check that the adapters are state dicts with the same names."""
     is_sequence = isinstance(adapters, Sequence) and not isinstance(adapters, str)
     if not is_sequence or not adapters or not all(isinstance(state, Mapping) for state in adapters):
         given = "none" if is_sequence and not adapters else type(adapters).__name__
@@ -210,21 +214,19 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
 
 
 def _is_known_finite(state: Adapter) -> bool:
-    """Return whether one pass over all floating tensors finds them finite. Otherwise, each tensor must be checked
-    separately.
+    """Return whether a single pass shows that all floating tensors are finite.
+
+    If not, each tensor must be checked separately.
     """
     row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
-    # The memory of a row without a form may be unreadable. Within `across_ranks`, `gram` would wait for the other
-    # ranks.
+    # Without a form, the memory of a row may be unreadable. Within `across_ranks`, `gram` would wait for other ranks.
     return bool(row.form) and not is_sharded() and bool(gram([row]).isfinite())
 
 
 def _truncate_pair(
     pair: FactorPair, states: Sequence[Adapter], finite: Sequence[bool], factors: np.ndarray, rank: int | None
 ) -> TruncatedSVD:
-    """Compute the truncated average of a pair of factors. By default, its rank is the largest rank of the pair in the
-    adapters.
-    """
+    """Compute the truncated average of a pair of factors. The default rank is the largest rank in the adapters."""
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
@@ -245,7 +247,7 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """Return the factors of the truncated part, without directions that are rounding errors."""
+    """Return the factors of the discarded part, without directions that are only rounding errors."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 
@@ -256,7 +258,6 @@ def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> d
 
 
 def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert `x` to the dtype of a result, and check that the values are within its range."""
     result = x.to(dtype)
     if not is_finite(result):
         raise _overflow_error(name, dtype)
@@ -270,7 +271,7 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
 
 
 def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
-    """Return the mean of an unpaired tensor, summed in float64 and rounded once.
+    """Return the mean of a tensor that is not a factor, summed in float64 and rounded once.
 
     Integers must be equal in all adapters. The result for a batch counter is the maximum.
     """
@@ -283,7 +284,9 @@ def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], c
             raise StateDictError(f"adapters[{i}]: {name}: expected {expected}, got {given}")
         check_memory({name: x}, f"adapters[{i}]: ")
         if not x.is_floating_point() and not is_batch_counter(name) and not torch.equal(x, first):
-            raise StateDictError(f"adapters[{i}]: {name}: expected integers equal to those of adapters[0], got others")
+            raise StateDictError(
+                f"adapters[{i}]: {name}: expected integers equal to those of adapters[0], got different values"
+            )
         if x.is_floating_point() and not finite[i]:
             check_finite(f"adapters[{i}]: {name}", x)
     if is_batch_counter(name):

@@ -1,4 +1,4 @@
-"""Subspaces near the models of a run: a curve, a simplex or a tunnel fitted to them."""
+"""Subspaces (curves, simplices or tunnels) that are fitted to the models of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,20 +27,20 @@ REQUIRED_PRIMITIVES = {"exp", "log", "inner", "project", "project_tangent"}
 POWERS = (1, 2)
 MIN_SPREAD = 1e-100
 MAX_SPREAD = 1e100
-"""The range of distances whose squares, and products of two squares, are representable in float64."""
+"""The range of distances for which squares, and products of two squares, are representable in float64."""
 RANK_TOLERANCE = 8 * torch.finfo(torch.float64).eps
-"""The rounding error of an entry of the logarithm of a point at itself."""
+r"""The rounding error of an entry of $\log_x x$, which is 0 in exact arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    r"""A fitted subspace $\iota_\xi(\mathcal{S})$, with the nearest coordinates and the residual of each point.
+    r"""A subspace $\iota_\xi(\mathcal{S})$ that was fitted to points, such as the models of a run.
 
     Attributes:
         embedding: $\iota$.
         phi: $\xi$ (size, *shape), in the dtype of the points.
-        coordinates: $x_j$ (m, *domain), the coordinates at which the subspace is nearest to each point.
-        residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to that dtype.
+        coordinates: $x_j$ (m, *domain): for each point, the coordinates of the nearest point of the subspace.
+        residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to the dtype of the points.
         steps: the number of steps of the descent.
         converged: whether the descent converged.
         view: the plane of the plot, spanned by the two longest axes of the points.
@@ -67,11 +67,10 @@ class Subspace:
         return float(self.residuals.sum())
 
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
-        r"""Compute the mean of the points on the subspace, $\iota_\xi(\sum_j w_j x_j)$.
+        r"""Compute the mean of the points in the coordinates of the subspace, $\iota_\xi(\sum_j w_j x_j)$.
 
-        $\mathcal{S}$ is convex and flat in its own coordinates. These are the parameters of a curve, barycentric
-        coordinates of a simplex, or $(t, \xi)$ of a tunnel. For a tunnel in ambient form, $\xi$ is then made normal to
-        the curve.
+        The coordinates are the parameter of a curve, the barycentric coordinates of a simplex, or $(t, \xi)$ of a
+        tunnel. They form a convex set. For a tunnel in ambient form, $\xi$ is made normal to the curve afterwards.
 
         Args:
             weights: the weights of the points, which are normalised. The default is equal weights.
@@ -89,7 +88,7 @@ class Subspace:
         return self.embedding(self.phi, place)
 
     def plot(self, axes: Any = None) -> Any:
-        """Plot the subspace, the points in their order and their distances.
+        """Plot the subspace, the points in their order, and their distances from the subspace.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -134,7 +133,6 @@ class Subspace:
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
-        """Return the sides of a tunnel around the projected curve."""
         line = self._outlines()[0]
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
@@ -154,27 +152,27 @@ def fit_subspace(
     tolerance: float = 1e-6,
     max_steps: int = 200,
 ) -> Subspace:
-    r"""Fit the subspace nearest to the models of a run:
+    r"""Fit the subspace that is nearest to the models of a run.
 
     $$\xi^* = \operatorname{argmin}_\xi \sum_j \min_{x \in \mathcal{S}} d(\Theta_j, \iota_\xi(x))^p .$$
 
-    On a flat space, the fit uses coordinates of the points' own span, which has at most m - 1 dimensions. One pass over
-    the points computes them, and $\xi$ is a linear combination of the points.
+    On a flat space, one pass over the points computes their coordinates in their own span, which has at most m - 1
+    dimensions. The fit uses these coordinates. It has the following properties:
 
-    - The nearest coordinates are global minima.
-    - The fit is a local minimum, the best from several starting points, because there is no closed form.
-    - If the minimiser is not unique, the subspace is small: a curve is restricted to the part next to the points, and
-      every facet of a simplex contains a nearest point.
+    - For each $\xi$, the nearest coordinates are global minima.
+    - The minimisation over $\xi$ has no closed form. The result is the best local minimum from several starting points.
+    - If the minimiser is not unique, the result is a small subspace: a curve is restricted to the part next to the
+      points, and every facet of a simplex contains a nearest point.
     - The volume is not penalised. Points away from the vertices can therefore enlarge a simplex.
 
-    On a curved space, the same fit in the tangent space at the Karcher mean is the starting point. A descent on the
-    space itself then optimises $\xi$ and the coordinates together. Tunnels need a flat space.
+    On a curved space, the fit in the tangent space at the Karcher mean is the starting point. A descent on the space
+    itself then optimises $\xi$ and the coordinates together. Tunnels need a flat space.
 
     Args:
         points: $\Theta_j$, a tensor (m, *space.shape) or a sequence of tensors, in the order of the run.
         embedding: $\iota$, a `Bezier`, `Simplex` or `Tunnel`. Its space must be flat, or have `exp`, `log`, `inner`,
             `project` and `project_tangent`.
-        power: p. The default 1, as in (13), is robust to a few outliers. 2 is least squares.
+        power: p. The default 1, as in (13), is robust to a few outliers. The value 2 gives least squares.
         start: the initial $\xi$ (size, *space.shape), for flat spaces only. By default, the function computes it.
         tolerance: the tolerance for the relative decrease of the sum in one step.
         max_steps: the largest number of steps.
@@ -232,8 +230,7 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
     data = projected[: len(models)]
     initial = None if start is None else projected[len(models) :]
     fit = fit_flat(embedding, data, initial, options) if bool(data.any()) else _constant_fit(embedding, data)
-    # The first point is the origin of the coordinates. ξ is this point plus a linear combination of the differences
-    # from it.
+    # The first point is the origin of the coordinates, so ξ is this point plus a combination of differences.
     shares = (fit.phi @ torch.linalg.pinv(projected[1:]) if len(rows) > 1 else fit.phi[:, :0]).to(models.device)
 
     def from_coordinates(lines: Tensor, dtype: torch.dtype, base: Tensor | None) -> Tensor:
@@ -293,7 +290,7 @@ def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptio
 
 
 def _constant_fit(embedding: Embedding, points: Tensor) -> FitResult:
-    """Return the embedding collapsed onto a point, for points that are all equal."""
+    """Return the fit to points that are all equal: the embedding is collapsed onto this point."""
     place = torch.zeros((), dtype=torch.float64, device=points.device)
     if isinstance(embedding, Simplex):
         place = torch.full((embedding.size,), 1 / embedding.size, dtype=torch.float64, device=points.device)

@@ -32,20 +32,20 @@ FILE_KIND = "averaged model"
 STATE_KEYS = {"options", "last", "count", "like", "mean", "truncated", "kept"}
 MAX_ENTRY = torch.finfo(torch.float64).max / 4
 CHUNK_SIZE = 1 << 16
-"""The number of entries that are averaged at a time, so that their quotients stay in the cache."""
+"""The number of entries that are averaged at a time. The intermediate results then fit into the cache."""
 
 
 @dataclass(frozen=True)
 class _AverageState:
-    """The state of an average. It is replaced as a whole, so an interrupt never leaves a half-updated mean.
+    """The state of an average. Updates replace the whole state, so an interrupt never leaves a partial result.
 
     Attributes:
         last_version: the latest version.
         count: the number of averaged models.
         like: a tensor without memory that has the shape, dtype and device of the models.
-        mean: the mean in float64, or after a reset the point that was returned. A row if the space has low-rank leaves.
+        mean: the mean in float64 (a row if the space has low-rank leaves). After a reset, the returned point.
         models: the stored models with their versions.
-        truncated: the norm that truncations of the mean removed.
+        truncated: the total norm of the parts that rank truncations removed from the mean.
     """
 
     last_version: int = -1
@@ -57,33 +57,34 @@ class _AverageState:
 
 
 class SWA:
-    r"""Average of the versions $\Theta^v$ of a model with $\tau = v - \mathrm{offset}$, $\tau \ge$ `start` and
-    $\tau \equiv 0 \pmod{\mathrm{cycle}}$.
+    r"""Stochastic weight averaging: the mean of every c-th version of a model, beginning with a given version.
 
-    A server calls `update` for each new version in order. A custom loop calls it directly. There are two kinds:
+    Version $v$ has the index $\tau = v - \mathrm{offset}$. It is averaged if $\tau \ge$ `start` and
+    $\tau \equiv 0 \pmod{\mathrm{cycle}}$. A server or a custom loop calls `update` for each new version, in order.
 
-    - `kind="streaming"`: $m \leftarrow \gamma(m, \Theta; \tfrac{1}{n + 1})$, where $n$ is the number of models so far.
-      Only $m$ in float64 and memory for the next mean are stored. On a flat space, this is $m + (\Theta - m) / (n + 1)$
-      in this order of operations. For float64 models on a CPU, it is bitwise equal to
-      `torch.optim.swa_utils.AveragedModel`. On a curved space, the result depends on the order of the models. It
-      differs from the exact mean by a term of third order in their spread.
-    - `kind="exact"`: all selected models are stored. Reading the mean computes their Karcher mean, with a certificate
-      of its accuracy.
+    There are two kinds of averages:
+
+    - `kind="streaming"` updates the mean with each model: $m \leftarrow \gamma(m, \Theta; \tfrac{1}{n + 1})$, where $n$
+      is the number of averaged models so far and $\gamma$ the geodesic. It stores $m$ in float64 and memory for the
+      next mean. On a flat space, the result is $m + (\Theta - m) / (n + 1)$. For float64 models on a CPU, it is bitwise
+      equal to `torch.optim.swa_utils.AveragedModel`. On a curved space, the result depends on the order of the models.
+      It differs from the Karcher mean by a term of third order in their spread.
+    - `kind="exact"` stores all selected models and computes their Karcher mean when the mean is read.
 
     Further properties:
 
-    - On flat and low-rank leaves, the mean is that of the matrices. A streaming mean of a low-rank leaf retains
+    - Flat and low-rank leaves are averaged as matrices. A streaming mean of a low-rank leaf is truncated to the rank
       `state_rank`, and `truncated` is the norm of the removed part.
     - An average on a curved space is a point of the space.
-    - If no version was selected, `average` is `None`. `average_or(model)` then returns a copy of the last model, which
-      is the result of a run.
+    - If no version was selected, `average` is `None`, and `average_or(model)` returns a copy of `model`.
     - Recompute the statistics of batch normalisation for an average with
       [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
-    - Every method is thread-safe and atomic under interrupts. A server repeats an interrupted update, which has no
-      effect if it was applied.
+    - Every method is thread-safe and atomic under interrupts. A server repeats an interrupted update. If the update was
+      already applied, repeating it has no effect.
 
-    A server rejects a periodic average as its `averaging`, because a callback cannot write the server's model. Call
-    `reset_point` in a custom loop instead, or use a rule that averages and writes: `rules.AsyncCurve(periodic=...)`.
+    With `periodic`, `reset_point` returns the averages with which a custom loop replaces its model. A server rejects
+    such an average as its `averaging`, because a callback cannot write the server's model. Use a rule that averages and
+    writes instead: `rules.AsyncCurve(periodic=...)`.
 
     Args:
         space: a space whose leaves are flat or of low rank, or have `exp` and `log` (also `inner` and `project` for
@@ -92,8 +93,7 @@ class SWA:
             use `math.ceil(sigma * T)`.
         cycle: $c$.
         kind: `"streaming"` or `"exact"`.
-        offset: with 0, version $\tau$ is averaged if $\tau$ meets the conditions. With 1, version $\tau + 1$, as in the
-            Report's Algorithm 1.
+        offset: the version with the index $\tau = 0$. The Report's Algorithm 1 uses the offset 1.
         periodic: $C$, the period of `reset_point`. `None` disables resets.
 
     Raises:
@@ -149,13 +149,13 @@ class SWA:
         """Add a new version.
 
         Args:
-            version: a number above all previous ones. If it equals the latest one, nothing happens.
-            model: (*space.shape). It is not modified, and stored only as a copy.
+            version: a number above all previous versions. If it equals the latest version, nothing happens.
+            model: (*space.shape). The model is not modified and is stored only as a copy.
 
         Raises:
-            ArgumentError: if the version is lower than the latest one; if a selected model is not finite, not on the
-                space, or differs from previous ones in shape, dtype or device; or if it is so far from a streaming
-                average that no geodesic between them is found. The average is then unchanged.
+            ArgumentError: in these cases, which leave the average unchanged: the version is lower than the latest
+                version; a selected model is not finite, not on the space, or differs from previous models in shape,
+                dtype or device; or the model is so far from a streaming average that no geodesic between them is found.
         """
         check_count("version", version, at_least=0)
         with self._lock:
@@ -163,7 +163,7 @@ class SWA:
             if version == before.last_version:
                 return
             if version < before.last_version:
-                raise ArgumentError(f"version: expected one above {before.last_version}, got {version}")
+                raise ArgumentError(f"version: expected a version above {before.last_version}, got {version}")
             after = replace(before, last_version=version)
             if self.selects(version):
                 after = self._with_model(after, check_model(self.space, model, "model", like=before.like))
@@ -173,17 +173,17 @@ class SWA:
 
     @property
     def has_reset_points(self) -> bool:
-        """Whether `reset_point` can return a point: whether `periodic` is given."""
+        """Whether `reset_point` can return a point, that is, whether `periodic` is given."""
         return self.periodic is not None
 
     @property
     def count(self) -> int:
-        """The number of averaged models, since the last reset if there was one."""
+        """The number of averaged models since the start or the last reset."""
         return self._state.count
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The stored versions: the averaged ones if `kind="exact"`, none in streaming form."""
+        """The versions of the stored models. A streaming average stores no models."""
         return tuple(version for version, _ in self._state.models)
 
     @property
@@ -199,18 +199,16 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms that truncations of a streaming mean removed from low-rank leaves."""
+        """The sum of the Frobenius norms of all parts that were truncated from low-rank leaves of a streaming mean."""
         return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
-        """The average of the stored models with its certificate; `None` if no model is stored, as in streaming form.
-
-        Its tensors are copies.
-        """
+        """The average of an exact `SWA` with its certificate, as copies; `None` if no model is stored."""
         models = self._state.models
         if not models:
             return None
+        # `models` is an immutable tuple, so its identity shows whether the cached mean is current.
         cached = self._cached_mean
         if cached is None or cached[0] is not models:
             cached = (models, karcher(self.space, [model for _, model in models]))
@@ -219,29 +217,31 @@ class SWA:
         return replace(mean, point=mean.point.clone(), residual=mean.residual.clone())
 
     def average_or(self, model: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        r"""Return the average, or a copy of `model`, the last model $\Theta^T$, if there is no average."""
+        r"""Return the average. If there is no average, return a copy of `model`."""
         average = self.average
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
-        r"""Return the point that replaces a version, or `None` if the version is not reset.
+        r"""Return the point that replaces the model of a version, or `None` if the version is not reset.
 
-        A callback cannot write the model of a server. A custom loop calls this method after `update(version, model)`
-        and writes the returned point to its model. Let $\tau = \mathrm{version} - \mathrm{offset}$. The point is the
-        average, if $\tau$ is a positive multiple of $C$ = `periodic` and a model was selected since the last reset. The
-        average then restarts with the next selected version, and keeps its value until then. Without `periodic`, the
-        result is always `None`.
+        A custom loop calls this method after `update(version, model)` and writes the returned point to its model. The
+        point is the average if both conditions are met:
+
+        - $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of `periodic`;
+        - a model was selected since the last reset.
+
+        The next selected version starts a new average. Until then, the average keeps its value.
 
         Args:
             version: the version of the last call of `update`.
 
         Raises:
-            ArgumentError: if `version` is a different one.
+            ArgumentError: if `version` is not the version of the last call of `update`.
         """
         with self._lock:
             before = self._state
             if check_count("version", version, at_least=0) != before.last_version:
-                raise ArgumentError(f"version: expected the latest one, {before.last_version}, got {version}")
+                raise ArgumentError(f"version: expected the latest version, {before.last_version}, got {version}")
             place = version - self.offset
             if self.periodic is None or before.count == 0 or place <= 0 or place % self.periodic:
                 return None
@@ -251,7 +251,7 @@ class SWA:
             return point
 
     def state(self) -> dict[str, Any]:
-        """Return the complete state for `load`: a tree of unshared tensors and numbers."""
+        """Return the complete state for `load`: a tree of copied tensors and numbers."""
         return self._consistent_read(
             lambda now: {
                 "options": self._options,
@@ -277,7 +277,7 @@ class SWA:
         """Resume from the return value of `state`, or from a file that `save` has written.
 
         Raises:
-            ArgumentError: if `state` has another structure or other options, or if its models are not points of this
+            ArgumentError: if `state` has an invalid structure or other options, or if its models are not points of this
                 space. The average is then unchanged.
             CheckpointError: if the file does not exist, is damaged, or has other contents.
 
@@ -302,7 +302,7 @@ class SWA:
             )
         if state["options"] != self._options:
             raise ArgumentError(
-                f"state: expected that of a SWA with {self._options}, got {short_repr(state['options'])}"
+                f"state: expected the state of an SWA with {self._options}, got {short_repr(state['options'])}"
             )
         last = check_count("state['last']", state["last"], at_least=-1)
         count = check_count("state['count']", state["count"], at_least=0)
@@ -343,10 +343,9 @@ class SWA:
         return {name: getattr(self, name) for name in names}
 
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
-        """Return what `read` copies from the state, without waiting for a lock.
+        """Return the result of `read`, which must copy from the state, without waiting for a lock.
 
-        The memory of a mean is reused only after the state has been replaced. So a copy is consistent if the state is
-        still the same afterwards; otherwise `read` is called again.
+        A concurrent update can replace the state and overwrite the mean. `read` is then called again.
         """
         while True:
             state = self._state
@@ -355,7 +354,6 @@ class SWA:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
-        """Return the state after adding the latest model, which is a selected one."""
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (
@@ -364,7 +362,9 @@ class SWA:
             and model.numel()
             and max(map(abs, torch.stack(model.aminmax()).tolist())) > MAX_ENTRY
         ):
-            raise ArgumentError(f"model: expected entries up to {MAX_ENTRY:g}, got one whose differences may overflow")
+            raise ArgumentError(
+                f"model: expected entries up to {MAX_ENTRY:g}, got larger entries, whose differences can overflow"
+            )
         if self.kind == "exact":
             kept = (*state.models, (state.last_version, model.clone()))
             return replace(state, count=count, like=like, models=kept)
@@ -380,7 +380,6 @@ class SWA:
         return replace(state, count=count, like=like, mean=self._running_mean(state.mean, model, count))
 
     def _average_of(self, state: _AverageState) -> Tensor | None:
-        """Return a copy of the mean in the dtype of the models."""
         if state.mean is None or state.like is None:
             return None
         if isinstance(state.mean, tuple):
@@ -391,8 +390,8 @@ class SWA:
     def _running_mean(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
         """Return the mean of `count` models, the last of which is `model`."""
         if self.space.flat:
-            # The spare buffer is removed before it is written, so that an update that interrupts this one cannot use it
-            # too.
+            # The spare buffer is removed before it is written. Otherwise, an update in a signal handler could write to
+            # the same buffer.
             spare = self._spare_buffer
             self._spare_buffer = None
             out = empty_like(mean) if spare is None else spare
@@ -403,7 +402,7 @@ class SWA:
             return self._to_float64(check_model(self.space, between, "average"))
         except ArgumentError:
             raise ArgumentError(
-                "model: expected one with a geodesic to the average, got one that is too far away"
+                "model: expected a model with a geodesic to the average, got a model that is too far away"
             ) from None
 
     def _to_float64(self, model: Tensor) -> Tensor:
@@ -413,7 +412,6 @@ class SWA:
 
 
 def _clone_mean(mean: Any) -> Any:
-    """Copy a mean to its own memory."""
     if isinstance(mean, tuple):
         return tuple([piece.detach().clone() for piece in mean])
     return None if mean is None else mean.clone()
@@ -422,10 +420,10 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Compute $m + (\Theta - m) / n$ for the n-th model, rounded in this order, into `out` (float64, like `mean`).
+    r"""Compute the mean $m + (\Theta - m) / n$ including the n-th model, rounded in this order, into `out`.
 
-    A product with $1/n$ would be rounded once more than the quotient, so a single linear combination is not sufficient.
-    The difference and the sum are one combination each, computed in chunks, without scratch memory of size P.
+    The quotient is rounded once, but a product with $1/n$ would be rounded twice. A single linear combination is
+    therefore not sufficient. The function works in chunks, without temporary memory of size P.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)

@@ -1,4 +1,7 @@
-"""Corrections: transformations of a stale update to the current model, computed from a Gram matrix."""
+"""Corrections transform a stale update before the server adds it to the current model.
+
+A correction computes its result from the inner products of the update and the drift of the server model.
+"""
 
 from manifoldagg.corrections.automatic import AutoThreshold
 from manifoldagg.corrections.calibration import calibrate

@@ -1,4 +1,4 @@
-"""Automatic threshold of `OrthoDC`, estimated online from the updates of a server."""
+"""OrthoDC with an automatic threshold, estimated from the updates that the server receives."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,53 +21,52 @@ ALWAYS_PROJECT = OrthoDC(1.0)
 class AutoThreshold(Correction):
     r"""OrthoDC with the threshold $\vartheta \in \{-1, 0, 1\}$ that best predicts a fresh update.
 
-    The correction solves two least-squares problems at each update. The clients do no additional work.
+    The correction solves two least-squares problems for each update. It needs no additional work from the clients.
 
-    1. **Estimate how the displacement depends on the starting point.** A client that trains from $\Theta$ returns
-       $v(\Theta) \approx a - \beta\,\Theta$. This is exact for gradient descent on a quadratic loss, where $\beta$ is
-       the fraction of the way to the minimum that the client covers. Over the updates $(\Theta_k, v_k)$ so far, newest
-       first, the estimate is
+    **1. Estimate how the displacement depends on the starting point.** A client that trains from $\Theta$ returns
+    approximately $v(\Theta) \approx a - \beta\,\Theta$. On a quadratic loss, this is exact, and $\beta$ is the fraction
+    of the distance to the minimum that gradient descent covers. The estimate uses all updates $(\Theta_k, v_k)$ so far:
 
     $$\min_{a, \beta} \sum_k w_k\, \|v_k - a + \beta\, \Theta_k\|^2, \qquad
-    \hat\beta = -\frac{\operatorname{Cov}_w(v, \Theta)}{\operatorname{Var}_w(\Theta)},$$
+    \hat\beta = -\frac{\operatorname{Cov}_w(v, \Theta)}{\operatorname{Var}_w(\Theta)}.$$
 
-    clipped to [0, 1]: 0 for no progress, 1 for reaching the minimum. It is 1 while all bases are equal. The weights are
-    those of an exponential moving average: $w_k$ decreases by the factor `decay` with each update.
+    Each new update multiplies the weights $w_k$ of all earlier updates by `decay`. The estimate is clipped to [0, 1].
+    It is 1 while all updates have the same starting point.
 
-    2. **Choose the threshold whose result is nearest to the prediction.** The model predicts $v^* = v - \hat\beta g$ at
-       $\Theta^\tau$, and
+    **2. Choose the threshold whose result is nearest to the prediction.** A client that starts from the current model
+    $\Theta^\tau$ would return $v^* = v - \hat\beta g$, where $g$ is the drift. The threshold is
 
     $$\vartheta_\tau = \operatorname{arg\,min}_{\vartheta \in \{-1, 0, 1\}} \|\pi_\vartheta v - v^*\|^2.$$
 
     Let $s = \langle v, g\rangle / \langle g, g\rangle$. The squared error along the drift is $\hat\beta^2 \|g\|^2$
-    without the projection and $(s - \hat\beta)^2 \|g\|^2$ with it. So $\vartheta_\tau = 1$ if and only if
-    $0 \le s \le 2 \hat\beta$. Otherwise $\vartheta_\tau = -1$. The result of $\vartheta = 0$ always equals one of the
-    two.
+    without the projection, and $(s - \hat\beta)^2 \|g\|^2$ with the projection. Hence $\vartheta_\tau = 1$ if
+    $0 \le s \le 2 \hat\beta$, and $\vartheta_\tau = -1$ otherwise. The result of $\vartheta = 0$ always equals one of
+    them.
 
-    If $\hat\beta$ is exact, no fixed threshold is nearer to $v^*$ at any update. It is exact for clients that share one
-    isotropic quadratic loss. All control points use the decision for the end point, which is the last displacement.
+    On a curve, the last displacement (the end point) determines the threshold of all control points. If all clients
+    share one isotropic quadratic loss, $\hat\beta$ is exact. No fixed threshold is then nearer to $v^*$ for any update.
 
-    **Measured, not proved:** the effect on a whole run. The benchmark (`examples/corrections.py`) has two quadratic
+    The effect on a whole run is **measured, not proved**. The benchmark `examples/corrections.py` has two quadratic
     clients in the plane and 50 updates. The regret is the additional distance to the joint optimum compared with the
     best fixed threshold, as a percentage of the spread between the best and the worst threshold.
 
     - If the clients alternate, the median regret at delays 1, 3 and 10 is 0.0 %, -0.2 % and -1.1 % (20 problems), or
       0.0 %, 0.1 % and -1.3 % (200 problems).
     - If the clients arrive in random order, the median regret is 22 %, 13 % and -0.3 % (200 problems). The median
-      distances are 0.24, 0.26 and 0.30, and those of the best fixed threshold 0.24, 0.25 and 0.43.
+      distances are 0.24, 0.26 and 0.30. Those of the best fixed threshold are 0.24, 0.25 and 0.43.
 
-    The correction follows each client's fresh update and does not balance the clients. Constant projection also damps
-    the noise of a random order, so it can be better at small delays.
+    The correction does not balance the clients. In random order and at small delays, always projecting can be better,
+    because it also damps the noise.
 
-    The state consists of two vectors, the means of $v$ and of the bases, and a few numbers. The frame gets two
-    additional rows. One pass reads everything.
+    The state stores two vectors (the means of $v$ and of the starting points) and a few numbers. The correction adds
+    two rows to the frame. One pass reads all rows.
 
     Args:
         decay: the factor by which the weights decrease per update.
 
     Raises:
-        ArgumentError: if `decay` is not in (0, 1). On a curved space, because the fit compares updates from different
-            points.
+        ArgumentError: if `decay` is not in (0, 1), or if the space is curved. On a curved space, updates from different
+            points cannot be compared.
 
     Example:
         >>> import torch
@@ -88,9 +87,11 @@ class AutoThreshold(Correction):
     def extend(self, frame: Frame, state: Any = None) -> Frame:
         frame.require_flat("AutoThreshold, a fit to updates from different points,")
         if state is None or "base" not in state:
+            # Before the first update, the means equal the observations, so both rows are 0.
             return frame.with_row("mean v", frame.base, frame.base).with_row("base - mean", frame.base, frame.base)
         for name in ("displacement", "base"):
             check_shape(f"state[{name!r}]", state[name], frame.size)
+        # A pseudo-gradient frame stores negated rows, so minuend and subtrahend are exchanged.
         ends = (state["base"], frame.base) if frame.is_pseudo_gradient else (frame.base, state["base"])
         return frame.with_row("mean v", state["displacement"]).with_row("base - mean", *ends)
 
@@ -108,10 +109,13 @@ class AutoThreshold(Correction):
             state = {}
         else:
             gain = 1 - self.decay
+            # West's update of a weighted covariance: the new observation enters by its differences from the old means.
+            # `moved` is the difference of the base from its mean, and the mean of v is subtracted here.
             covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
             variance = self.decay * (state["variance"] + gain * inner[moved, moved])
         beta = regression_slope(covariance, variance)
         threshold = -1
+        # The squared errors with and without the projection are compared without their common factor.
         if inner[n, n] != 0 and 0 <= inner[end, n] / inner[n, n] <= 2 * beta:
             matrix, _ = ALWAYS_PROJECT.coefficients(gram)
             threshold = 1
@@ -134,7 +138,7 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Compute $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1]. It is 1 if the variance is 0.
+    r"""Compute the slope $-\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1], or 1 if the variance is 0.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""OrthoFL's calibration: start a client's next task orthogonally to the progress of the other clients."""
+"""OrthoFL's calibration, which adds the progress of the other clients to the start of a client's next task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,20 +30,21 @@ def calibrate(
     *,
     space: Manifold | None = None,
 ) -> Model:
-    r"""Compute the start of a client's next task from its model and the progress of the global model.
+    r"""Compute the model from which a client starts its next task (OrthoFL's calibration).
 
-    The result is the client's model plus the component of the global shift that is orthogonal to the client's own
-    update:
+    While the client trained, its own model changed by $\Delta_m$, and the global model changed by $\Delta$ because of
+    the other clients. The next start is the client's model $W_m$ plus the component of $\Delta$ orthogonal to
+    $\Delta_m$:
 
     $$W_m + \Delta - \operatorname{proj}_{\Delta_m} \Delta, \qquad
     \operatorname{proj}_{\Delta_m} \Delta = \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}
     \,\Delta_m$$
 
-    The formula applies to each named tensor. Among the shifts orthogonal to $\Delta_m$, this one is nearest to
-    $\Delta$. If $\Delta_m$ is zero, $\Delta$ is added unchanged.
+    The formula applies to each named tensor. The added vector is the nearest one to $\Delta$ that is orthogonal to
+    $\Delta_m$. If $\Delta_m$ is zero, $\Delta$ is added unchanged.
 
-    `other_updates` selects the pairwise ablation of the paper. It removes from the client's update its component in the
-    span of the other updates: $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
+    With `other_updates` $o_1, \dots$, the function computes the pairwise ablation of the paper instead:
+    $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
 
     Args:
         start: $W_m$, the client's model as the server received it: a point, or a mapping from names to tensors.
@@ -51,8 +52,9 @@ def calibrate(
         client_shift: $\Delta_m$, the change of the client's model in that time.
         granularity: `"tensor"` (OrthoFL), or `"model"` (one projection of the whole model).
         other_updates: the most recent updates of the other clients, for the pairwise form.
-        space: for points, the space whose named tensors define `granularity="tensor"`. Without a space, a point is a
-            single tensor. For mappings, the `ParameterSpace` that selects the parameters. It must be flat.
+        space: the space of the models, which must be flat. For points, its named tensors define
+            `granularity="tensor"`; without a space, a point is a single tensor. For mappings, it is the
+            `ParameterSpace` that selects the parameters.
 
     Returns:
         A new point, or a new dict if `start` is a mapping. Entries of a mapping that are not parameters (frozen, or not
@@ -61,8 +63,9 @@ def calibrate(
     Raises:
         ArgumentError: if shapes, names or types differ, if a value is not finite, or if `space` is curved.
 
-    Source: OrthoFL (6), (7), §5.3. The server and the client compute bit-identical starts from the same shifts. Cost:
-    one pass that reads the shifts and one that writes the result.
+    Source: OrthoFL (6), (7), §5.3. The server and the client compute bit-identical results from the same shifts.
+
+    Cost: one pass that reads the shifts and one that writes the result.
 
     Example:
         >>> import torch
@@ -99,7 +102,7 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a frame without materialising the shifts. $\Delta$ is its displacement, and $\Delta_m$ its drift.
+    r"""Calibrate a model, given a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$.
 
     Args:
         shifts: the frame, with `segments` if the model has named tensors.
@@ -118,7 +121,7 @@ def calibrate_frame(
 
 
 def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
-    """Return the Gram matrix for each tensor: its own, or that of the whole model."""
+    """Return one Gram matrix per tensor. With `granularity="model"`, all are the matrix of the whole model."""
     if not inner:
         return []
     every = Gram.of(torch.stack(inner), extra=extra)
@@ -126,11 +129,13 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """Return the coefficients of the shift, of the client's own shift and of the other updates."""
+    """Return the coefficients of the global shift, of the client's shift, and of the other updates."""
     if not pairwise:
         matrix, _ = OrthoDC(1.0).coefficients(inner)
         weights: list[Any] = matrix[0].tolist()
         return weights
+    # Row 0 is Δ and row 1 is Δₘ. Only the projection of Δₘ onto the span of the others is subtracted, so Δₘ itself has
+    # the coefficient 0.
     others = inner.matrix[2:, 2:]
     return [1.0, 0.0, *(-x for x in span_coefficients(others, inner.matrix[1, 2:]))]
 
@@ -155,6 +160,7 @@ def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
     start = models["start"]
     if not (space is None or isinstance(space, ParameterSpace)):
         raise ArgumentError(f"space: expected a ParameterSpace or None for a state dict, got {space}")
+    # A float64 layout represents the floating dtypes of every state dict.
     layout = Layout.of_state_dict(start, dtype=torch.float64) if space is None else space.layout
     layout.check(start)
     for name, state in models.items():

@@ -1,4 +1,4 @@
-"""Linear combinations of the rows of a frame that a step computes after all checks."""
+"""Deferred linear combinations, which a server computes only after all checks of a step have passed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from manifoldagg.kernels.operands import Operand
 __all__ = ["STATE_NOT_FINITE", "Combination"]
 
 STATE_NOT_FINITE = "rule's state would not be finite"
-"""The reason of a rejection if a state overflows."""
+"""The text of the error if an entry of a rule's state overflows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    r"""A linear combination $\sum_j c_j\, r_j$ of the rows of a flat frame that has not been computed.
+    r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a frame.
 
-    A rule returns its new model and the sums in its state in this form. The step computes them when all its checks
-    have passed, so that a rejected update has written nothing.
+    A rule returns its new model and the sums in its state in this form. The server computes them after all checks have
+    passed, so a rejected update does not write to memory.
 
     Attributes:
         frame: the frame of the rows.
@@ -40,7 +40,7 @@ class Combination:
     from_current: bool
 
     def compute(self, out: Row | None = None) -> Any:
-        """Compute the combination, rounded once, into `out` if it is given.
+        """Compute the combination, rounded once. If `out` is given, the result is written there.
 
         Returns:
             `out`, or a new row: like the current model for a new model, else a vector (P,).
@@ -56,7 +56,6 @@ class Combination:
         )
 
     def new_row(self) -> Operand:
-        """Allocate memory for the result of `compute`."""
         current = self.frame.current
         if isinstance(current, Tensor):
             like: Any = current if self.from_current else self.frame.rows[0]
@@ -66,17 +65,17 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Return the combination as an operand of `combine_many`, which computes several in one pass."""
+        """Return the combination in the form that `combine_many` computes together with other combinations."""
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
         line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
         return self.frame.combination(self.frame.current, line, out)
 
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
-        """Check that all entries are finite.
+        """Check that all entries of the result are finite.
 
-        If neither the result is known nor the norms of the rows imply it, the combination is computed tensor by tensor
-        in temporary memory.
+        The check first uses the norms of the rows. If these do not suffice and `computed` is not given, the method
+        computes the result tensor by tensor in temporary memory.
 
         Args:
             dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
@@ -95,7 +94,6 @@ class Combination:
                 raise ArgumentError(f"points: the {what}")
 
     def _compute_parts(self, dtypes: Sequence[torch.dtype] | None) -> Iterator[Tensor]:
-        """Compute the combination tensor by tensor, in temporary memory."""
         for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
             out = None if dtypes is None else frame.empty_vector(dtypes[j])
             yield Combination(frame, line, self.from_current).compute(out)

@@ -1,4 +1,4 @@
-"""Base class of the corrections: maps from the Gram matrix of a stale update to a small coefficient matrix."""
+"""Base class of all corrections, their results, and the composition of corrections."""
 
 import abc
 import math
@@ -33,7 +33,7 @@ class Corrected:
 
     Attributes:
         frame: the frame, including the rows that the correction added.
-        gram: the Gram matrix of its rows.
+        gram: the Gram matrix of the rows of `frame`.
         coefficients: $C$, (n, k), or (S, n, k) with one matrix for each segment.
         state: the next state of a stateful correction.
         original_gram: the Gram matrix of the original displacements. It differs from `gram` if a composition
@@ -57,7 +57,7 @@ class Corrected:
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""Compute $\sum_i w_i C_{ij}$, (k,) or (S, k): a combination in terms of the frame's rows."""
+        r"""Compute $\sum_i w_i C_{ij}$: the coefficients of a weighted sum of the corrected rows, (k,) or (S, k)."""
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
@@ -71,9 +71,10 @@ class Corrected:
         return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
     def inner_products(self) -> list[list[float]]:
-        r"""Compute the inner products of the corrected rows, n x n.
+        r"""Compute the inner products (n, n) of the corrected displacements.
 
-        If $C G C^\top$ is as small as rounding errors, the method computes them from the rows, in float64.
+        The method uses $C G C^\top$. If cancellation leaves only rounding errors, it uses the corrected displacements
+        instead.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -88,7 +89,7 @@ class Corrected:
         return inner
 
     def lost_to_cancellation(self) -> bool:
-        """Return whether a corrected displacement, or a segment of one, is as small as rounding errors."""
+        """Return whether a corrected displacement is as small as rounding errors, in any segment."""
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
@@ -101,7 +102,10 @@ class Corrected:
         return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
-        """Compute the corrected rows, each rounded once to the frame's dtype. Low-rank leaves are exact."""
+        """Compute the corrected displacements, each rounded once to the frame's dtype.
+
+        On low-rank leaves, the result is exact.
+        """
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
         rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
@@ -111,30 +115,30 @@ class Corrected:
         return rows
 
     def displacements(self) -> Float[Tensor, "n P"]:
-        r"""Compute the corrected rows, which are tangent at $\Theta^\tau$, each rounded once to the frame's dtype.
+        r"""Compute the corrected displacements (n, P) at $\Theta^\tau$, each rounded once to the frame's dtype.
 
         Raises:
             ArgumentError: if the space has low-rank leaves, because displacements of a low-rank leaf are not vectors.
         """
         if self.frame.ambient.leaves:
             raise ArgumentError(
-                "space: expected one without low-rank leaves, got one with them; use `rows` or `combine`"
+                "space: expected a space without low-rank leaves, got low-rank leaves; use `rows` or `combine`"
             )
         rows: list[Any] = self.rows()
         return torch.stack(rows) if rows else self.frame.empty_vector()[None][:0]
 
 
 class Correction(abc.ABC):
-    r"""A map $\pi(\Theta^t, \Theta^\tau, v)$ from displacements at the base to tangents at the current model.
+    r"""Base class of corrections: maps $\pi$ from the displacements of a stale update to tangents at the current model.
 
-    A correction acts on each control point separately, so that a curve still starts at $\Theta^\tau$. A subclass
-    implements up to three methods:
+    A client started from the base model $\Theta^t$, and the current model is $\Theta^\tau$. A correction maps each
+    control point of the client's update separately. A curve therefore still starts at $\Theta^\tau$.
 
-    - `coefficients` computes the coefficient matrix from the Gram matrix. Every correction has it.
-    - `extend` adds further rows to the frame, if the correction needs more than $v$ and $g$.
-    - `update_state` computes the tensors of the state, if the correction is stateful.
+    A subclass implements up to three methods, which return new values and never modify their inputs:
 
-    These methods return a new state and never modify the old one.
+    - `coefficients` computes the coefficient matrix from the Gram matrix. Every subclass must implement it.
+    - `extend` adds rows to the frame. It is needed if the correction uses vectors other than $v$ and $g$.
+    - `update_state` computes the tensors of the state. It is needed if the correction is stateful.
 
     Attributes:
         granularity: `"tensor"` if the correction reads the Gram matrices of segments, such as `gram["head.weight"]`.
@@ -164,7 +168,7 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""Return $C$ such that corrected row i is $\sum_j C_{ij} r_j$, and the next state.
+        r"""Return the matrix $C$ and the next state. Corrected displacement i is $\sum_j C_{ij} r_j$.
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$ and of the rows that `extend` added.
@@ -180,11 +184,11 @@ class Correction(abc.ABC):
         return frame
 
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
-        """Return the state with updated tensors, given the frame and the coefficients of this update."""
+        """Return the state with updated tensors. `coefficients` are those of the current update."""
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether the correction adds rows to `frame`. The default is whether the class overrides `extend`."""
+        """Return whether the correction adds rows to `frame`, which is the case if the class overrides `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -196,18 +200,19 @@ class Correction(abc.ABC):
             frame: the frame of displacements and the drift.
             state: the state that the last call returned, for a stateful correction. It is not modified.
             granularity: overrides the granularity of the correction, if a later step needs segments.
-            auxiliary: the name, the minuend and the subtrahend of a vector of a flat space. The same pass computes its
-                inner products with the rows. It is not corrected.
+            auxiliary: the name, the minuend and the subtrahend of an additional vector of a flat space. The same pass
+                computes the inner products of this vector with the rows. The vector itself is not corrected.
 
         Raises:
             ArgumentError: if inner products overflow float64, or if the correction does not support such a frame.
 
-        Cost: one pass that reads the rows, in addition to forming the rows of the correction. `displacements` takes
-        another pass.
+        Cost: one pass that reads the rows. Forming the rows that the correction adds, and calling `displacements` on
+        the result, cost additional passes.
         """
         if frame.extra:
             raise ArgumentError(f"frame: expected displacements and the drift alone, got also {', '.join(frame.extra)}")
         frame = self.extend(frame, state)
+        # The auxiliary vector is measured in the same pass, but is not a row that the coefficients can use.
         seen = frame if auxiliary is None else frame.with_row(*auxiliary)
         gram = seen.gram(granularity or self.granularity)
         products = None
@@ -229,7 +234,7 @@ class Correction(abc.ABC):
         transport: str | None = None,
         rungs: int = DEFAULT_RUNGS,
     ) -> Float[Tensor, "..."]:
-        r"""Return the corrected displacements, tangent at `current`.
+        r"""Return the corrected displacements, which are tangent at `current`.
 
         Args:
             space: the space of the points.
@@ -243,13 +248,13 @@ class Correction(abc.ABC):
             (n, *shape), a new tensor.
 
         Raises:
-            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, or if the space
-                lacks a required operation. Also if the correction is stateful; use `apply` instead.
+            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, if the space lacks
+                a required operation, or if the correction is stateful. Use `apply` for a stateful correction.
 
         Cost: on a flat space, one pass that reads everything and one that writes the result.
         """
         if self.keeps_state:
-            raise ArgumentError(f"correction: expected one without state, got {self}; use apply(frame, state) instead")
+            raise ArgumentError(f"correction: expected a stateless correction, got {self}; use apply(frame, state)")
         frame = Frame.of(space, base, current, displacements, transport=transport, rungs=rungs)
         return self.apply(frame).displacements().reshape(displacements.shape)
 
@@ -262,14 +267,16 @@ class Correction(abc.ABC):
 
 @dataclass(frozen=True)
 class Composition(Correction):
-    r"""A sequence of corrections: $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$, where $\bar C_a$ preserves the drift.
+    r"""A sequence of corrections, each applied to the result of the previous correction.
 
-    The composition needs only one pass over the rows, with three exceptions. It materialises the intermediate rows,
-    which takes another pass, in these cases:
+    The coefficients of $a$ followed by $b$ are $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$. Here $G$ is the Gram
+    matrix, and $\bar C_a$ is $C_a$ with an additional row for the unchanged drift.
+
+    The composition usually needs only one pass over the rows. Another pass is needed to compute intermediate rows if:
 
     - the next correction adds rows to the frame;
     - the next correction is stateful;
-    - so little of a displacement is left that $\bar C_a G \bar C_a^\top$ is dominated by rounding errors.
+    - so little of a displacement is left that rounding errors dominate $\bar C_a G \bar C_a^\top$.
 
     Attributes:
         parts: the corrections, from the first to the last.
@@ -279,12 +286,10 @@ class Composition(Correction):
 
     @property
     def granularity(self) -> str:  # type: ignore[override]  # a property that depends on the parts
-        """The finest granularity of the corrections."""
         return "tensor" if any(part.granularity == "tensor" for part in self.parts) else "model"
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]  # as above
-        """Whether any of the corrections is stateful."""
         return any(part.keeps_state for part in self.parts)
 
     def adds_rows(self, frame: Frame) -> bool:
@@ -306,6 +311,7 @@ class Composition(Correction):
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
+            # In these cases, the intermediate rows are formed. Otherwise, their Gram matrix follows from the first one.
             if part.keeps_state or part.adds_rows(done.frame) or done.lost_to_cancellation():
                 moved = done.frame.with_displacements(done.rows())
                 formed = part.apply(moved, states[i], granularity=finest, auxiliary=auxiliary)
@@ -325,7 +331,7 @@ Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
 
 def by_granularity(coefficients: Rule) -> Rule:
-    """Decorate `coefficients` to run on each segment if `granularity` is `"tensor"`, else on the whole model."""
+    """Decorate `coefficients` to treat each segment separately if `granularity` is `"tensor"`."""
 
     @wraps(coefficients)
     def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:

@@ -1,4 +1,4 @@
-"""A time-dependent correction that changes from tangent to position readings as the run converges."""
+"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,36 +22,35 @@ PHASES = ("gradient", "tangent", "position")
 
 @dataclass(frozen=True)
 class OrthoDyn(Correction):
-    r"""A correction in three phases: OrthoGrad at first, then the tangent reading, then OrthoPos near a minimum.
+    r"""A correction in three phases: OrthoGrad first, then `Tangent`, and finally OrthoPos near a minimum.
 
-    By default, a statistic of the corrected end points $u$ selects the phase:
+    By default, the straightness of the server's path selects the phase. Let $u$ be the corrected displacement of the
+    end point. Then
 
-    $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1].$$
+    $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1]$$
 
-    It measures how straight the path is. It is 1 on a straight line and small on a circle.
+    is 1 on a straight path and small on a circular path. A run begins with OrthoGrad. `Tangent` begins when $r$ falls
+    below `upper - hysteresis`, and OrthoPos begins when $r$ falls below `lower - hysteresis`. The correction never
+    returns to an earlier phase.
 
-    - A run begins with OrthoGrad. The tangent reading starts when r falls below `upper - hysteresis`.
-    - OrthoPos starts when r falls below `lower - hysteresis`.
-    - The phase never returns to an earlier one.
-
-    The mean vector is an additional row of the frame. The state consists of its tensor, the mean length, the phase and
-    the number of updates.
+    The state consists of the mean vector, the mean length, the phase and the number of updates. The mean vector is an
+    additional row of the frame.
 
     Args:
-        schedule: replaces the statistic. A function from the number of updates $\tau = 0, 1, \dots$ to `"gradient"`,
-            `"tangent"` or `"position"`.
+        schedule: a function from the number of updates $\tau = 0, 1, \dots$ to `"gradient"`, `"tangent"` or
+            `"position"`. It replaces $r$.
         upper: the threshold at which OrthoGrad ends.
         lower: the threshold at which OrthoPos begins.
         hysteresis: the margin below a threshold at which the phase changes.
         decay: the decay of the means.
         clip: whether to use the continuous form of OrthoPos.
-        granularity: the granularity of the projections. The statistic always covers the whole model.
+        granularity: the granularity of the projections. $r$ always refers to the whole model.
 
     Raises:
-        ArgumentError: if an option is out of range. On a curved space without a schedule, because the steps are in the
-            tangent spaces of different points and have no mean.
+        ArgumentError: if an option is out of range, or on a curved space without a schedule. Steps in the tangent
+            spaces of different points have no mean.
 
-    Source: Report (16); the statistic is specific to this library.
+    Source: Report (16). The criterion $r$ is specific to this library.
 
     Example:
         >>> OrthoDyn(schedule=lambda version: "gradient" if version < 100 else "position").keeps_state
@@ -100,7 +99,6 @@ class OrthoDyn(Correction):
         return matrix, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
     def correction_for(self, phase: str) -> Correction:
-        """Return the correction of a phase."""
         if phase == "tangent":
             return Tangent()
         if phase == "gradient":
@@ -116,21 +114,23 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """Return the coefficients of the next mean step, given those of the step. The last row is the mean step."""
+        """Return the coefficients of the updated mean step. The last row of the frame is the current mean step."""
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after
 
     def _update_phase(self, gram: Gram, coefficients: Matrix, length: Any, phase: str) -> tuple[Any, str]:
-        """Return the mean length and the phase after this step."""
+        # The Gram matrix determines both norms, so no vector is formed.
         step = gram.squared_norm(coefficients)
         mean = gram.squared_norm(self._next_mean(coefficients))
+        # Rounding can make a square slightly negative. `0 * step` preserves the type of symbolic numbers.
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
         if length == 0:
             return length, phase
         straight = max(mean, 0 * mean) ** 0.5 / length
         if phase == "gradient" and straight < self.upper - self.hysteresis:
             phase = "tangent"
+        # This is not an `elif`: a sharp drop of the straightness passes through both thresholds in one update.
         if phase == "tangent" and straight < self.lower - self.hysteresis:
             phase = "position"
         return length, phase

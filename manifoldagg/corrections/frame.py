@@ -1,4 +1,4 @@
-"""Frames: the displacements of an update and the drift, as tangent vectors at the current model."""
+"""Frames, which combine the displacements of an update and the drift of the server at the current model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,16 +24,16 @@ __all__ = ["GRANULARITIES", "Frame", "detach", "overflow_headroom", "require_fla
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Frame(FrameRows):
-    r"""The displacements of an update and the drift of the server, as tangent vectors at the current model
-    $\Theta^\tau$.
+    r"""The displacements of an update and the drift of the server, as tangents at the current model $\Theta^\tau$.
 
-    The rows are $v_1, \dots, v_n, g$, followed by any additional rows of a correction.
+    The rows of a frame are the displacements $v_1, \dots, v_n$, the drift $g$, and any rows that a correction adds.
+    Their form depends on the space:
 
-    - On a flat space, $v_i$ is a displacement from the base $\Theta^t$, and $g = \Theta^\tau - \Theta^t$ is the drift.
-      Both are differences of stored tensors. The frame never materialises them.
-    - For a low-rank leaf, the rows are differences of the matrices that the factors represent. These are not
+    - On a flat space, $v_i$ is a displacement from the base $\Theta^t$, and $g = \Theta^\tau - \Theta^t$. The rows are
+      differences of stored tensors and are never materialised.
+    - For a low-rank leaf, the rows are differences of the matrices that the factors represent. These rows are not
       materialised either.
-    - On a curved space, $v_i$ is transported to the current point first, and $g = -\log_{\Theta^\tau} \Theta^t$.
+    - On a curved space, each $v_i$ is transported to $\Theta^\tau$, and $g = -\log_{\Theta^\tau} \Theta^t$.
 
     Attributes:
         rows: the minuends, as vectors (P,) or as the tensors of models. Row i is `rows[i] - minus[i]`, or `rows[i]` if
@@ -41,11 +41,11 @@ class Frame(FrameRows):
         minus: the subtrahends, with one row or `None` for each entry of `rows`.
         segments: the names of the tensors in a row, with their lengths. `None` means one segment.
         extra: the names of the rows after the drift.
-        rows_are_points: whether the $v_i$ are points minus the base, as the drift is.
+        rows_are_points: whether each $v_i$ is a point minus the base, like the drift.
         transporter: the transport from the base of a curved space; `None` on a flat space.
         base_displacements: the displacements (n, *shape) at the base, if they are known.
         ambient: the space that computes inner products and sums of rows that are not tangent to a curved leaf.
-        is_pseudo_gradient: whether every row is minus the tangent, as in a pseudo-gradient. The sign does not change
+        is_pseudo_gradient: whether every row has the opposite sign, as in a pseudo-gradient. The sign does not change
             inner products.
         unmeasured: the indices of the rows that `gram` does not read, with upper bounds on their norms.
 
@@ -91,7 +91,9 @@ class Frame(FrameRows):
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space, with the rows $-v_i$ and $-g$.
+        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space.
+
+        The rows are $-v_i$ and $-g$.
 
         Example:
             >>> import torch
@@ -112,7 +114,7 @@ class Frame(FrameRows):
         rungs: int = DEFAULT_RUNGS,
         flat: bool | None = None,
     ) -> "Frame":
-        r"""Build the frame of displacements from `base`, on any space.
+        r"""Build the frame of displacements from `base`, on a flat or a curved space.
 
         Args:
             space: the space of the points. Its named tensors or factors are the segments.
@@ -123,7 +125,7 @@ class Frame(FrameRows):
                 `"ladder"` or `"projection"`. By default, a leaf with parallel transport in closed form uses it, and
                 other leaves use a ladder. `transports` lists the choice for each leaf.
             rungs: the number of rungs of a ladder.
-            flat: whether rows are differences of points. By default, they are on a flat space.
+            flat: whether the rows are differences of points. The default is `True` on a flat space.
 
         Raises:
             ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, or if the space
@@ -167,19 +169,20 @@ class Frame(FrameRows):
             ArgumentError: if the base is beyond the injectivity radius of the current point.
         """
         segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in transporter.leaves}
-        # The drift is computed first, because its error message names the point that is out of reach.
+        # The drift is computed first, because its error message names the point beyond the injectivity radius.
         drift = transporter.drift.flatten()
         rows = (*transporter.to_current(displacements).flatten(1), drift)
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return $\sum_j c_j\, r_j$ for the state of a rule.
+        r"""Return $\sum_j c_j\, r_j$, a linear combination of the rows, for the state of a rule.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
 
         Returns:
-            On a flat space a `Combination`, which the step computes at its end. On other spaces a new row.
+            On a flat space, a `Combination` that the server computes at the end of the step. On other spaces, a new
+            row.
         """
         line = np.asarray(coefficients, dtype=object)
         return Combination(self, line, from_current=False) if self.is_flat else self.materialize(line)
@@ -187,16 +190,17 @@ class Frame(FrameRows):
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
 
-        No entry moves by more than $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is less than a quarter of the distance
-        between the two largest numbers of each dtype, a finite entry stays finite. Otherwise the sum is computed and
-        checked tensor by tensor, in temporary memory.
+        An entry changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is below a quarter of the spacing of the
+        two largest numbers of each dtype, the model stays finite. Otherwise, the method computes and checks the sum
+        tensor by tensor, in temporary memory.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
             coefficients: one for each row, or (S, k) with one row for each segment.
 
         Returns:
-            A `Combination`, which the step computes at its end. If the space has low-rank leaves, a new row.
+            A `Combination` that the server computes at the end of the step. If the space has low-rank leaves, a new
+            row.
 
         Raises:
             ArgumentError: if an entry would not be finite.

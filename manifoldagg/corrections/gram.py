@@ -1,4 +1,4 @@
-"""Gram matrices with named rows, the only input of most corrections."""
+"""Gram matrices with named rows. Most corrections read nothing else."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,20 @@ Matrix = np.ndarray[Any, np.dtype[np.object_]]
 """An array of Python floats, torch numbers or sympy expressions. The same code computes with all three types."""
 
 CANCELLATION_TOLERANCE = 1e-6
-"""The relative size of a squared norm below which a correction has lost it to cancellation. Of float64's sixteen
-digits, ten digits of the square or five of the norm are then left."""
+"""The relative size of a squared norm below which a correction has lost the norm to cancellation.
+
+Above this bound, at least ten digits of the square are correct, or five digits of the norm.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    r"""The inner products of the rows $v_1, \dots, v_n, g$ of a frame and of its additional rows.
+    r"""The inner products of the rows of a frame: $v_1, \dots, v_n$, $g$ and any rows that a correction adds.
 
     Attributes:
-        parts: (S, k, k), one matrix for each segment, or a single one for the whole model.
+        parts: (S, k, k), one matrix for each segment, or a single matrix for the whole model.
         extra: the names of the rows after the drift.
-        segments: the names of the segments, if `parts` has one matrix for each.
+        segments: the names of the segments, if `parts` has one matrix for each segment.
         matrix: (k, k), the matrix of the whole model, which is the sum over the segments.
         num_displacements: the number n of rows that are displacements. Row n is the drift.
 
@@ -58,7 +60,7 @@ class Gram:
 
     @staticmethod
     def of(matrix: Any, *, extra: Sequence[str] = (), segments: Sequence[str] = ()) -> "Gram":
-        """Build a Gram matrix from numbers: (k, k), or (S, k, k) for segments.
+        """Build a Gram matrix from numbers: (k, k) for the whole model, or (S, k, k) for segments.
 
         Args:
             matrix: nested lists, an array or a tensor of floats, torch numbers or sympy expressions.
@@ -132,7 +134,7 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k rows. The omitted rows must be additional rows."""
+        """Return the Gram matrix of the first k rows. All rows after them must be additional rows."""
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
 
@@ -141,9 +143,7 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): the coefficients plus a row for the unchanged
-        drift.
-        """
+        r"""Return $\bar C$, the coefficients and a row for the unchanged drift: (n + 1, k) or (S, n + 1, k)."""
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
@@ -157,7 +157,10 @@ class Gram:
         return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 
     def squared_norm(self, coefficients: Matrix) -> Any:
-        r"""Compute $\sum_s c_s^\top G_s\, c_s$, the squared norm of a combination of the rows: (k,), or (S, k).
+        r"""Compute $\sum_s c_s^\top G_s\, c_s$, the squared norm of a linear combination of the rows.
+
+        Args:
+            coefficients: $c$, (k,), or (S, k) with one row for each segment.
 
         Example:
             >>> Gram.of([[9.0, 1.0], [1.0, 4.0]]).squared_norm(np.array([1.0, -0.5], dtype=object))
@@ -183,7 +186,7 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Return whether the inner products of a corrected displacement are as small as rounding errors.
+    """Return whether rounding errors dominate the inner products of a corrected displacement.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.

@@ -1,4 +1,4 @@
-"""Krylov delay compensation: correct a stale update by the curvature along the client's training path."""
+"""Krylov delay compensation: correct a stale update by the curvature of the loss along the client's training path."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,42 +19,40 @@ __all__ = ["KrylovDC"]
 class KrylovDC(Correction):
     r"""Subtract the part of the displacement that the drift already covers, estimated from the client's training path.
 
-    The displacements are points of the training path, $v_j = \theta_j - \Theta^t$, with an equal number of local steps
-    between them. The steps between them are $w_j = v_j - v_{j-1}$.
+    The displacements $v_j = \theta_j - \Theta^t$ are points of the training path, with an equal number of local steps
+    between them. Their differences $w_j = v_j - v_{j-1}$ are the steps of the path.
 
-    On a quadratic loss, gradient descent maps each step to the next by one symmetric matrix, $w_{j+1} = B\, w_j$. Its
-    eigenvalues are in [0, 1] if no local step overshoots the minimum. From the current model
-    $\Theta^\tau = \Theta^t + g$, the same number of local steps would have produced the displacements
+    On a quadratic loss, gradient descent maps each step to the next step by one symmetric matrix $B$, so that
+    $w_{j+1} = B\, w_j$. If no local step overshoots the minimum, the eigenvalues of $B$ are in [0, 1]. Suppose that the
+    client had started from the current model $\Theta^\tau = \Theta^t + g$. Its displacements would then have been
     $v_j + (B^j - I)\, g$.
 
-    The steps are therefore a Krylov sequence of $B$. The Rayleigh-Ritz method gives the best approximation of $B$ on
-    the span of $w_1, \dots, w_{n-1}$: values $\beta_i$, clipped to [0, 1], and orthonormal vectors $q_i$. The
-    correction is
+    The steps form a Krylov sequence of $B$. The Rayleigh-Ritz method gives the best approximation of $B$ on the span of
+    $w_1, \dots, w_{n-1}$: values $\beta_i$, clipped to [0, 1], and orthonormal vectors $q_i$. The correction is
 
     $$\pi v_j = v_j - \sum_i (1 - \beta_i^j)\, \langle q_i, g\rangle\, q_i.$$
 
     Properties:
 
-    - Along a stiff direction, $\beta_i = 0$: the client converges to the same point from any start. The correction is
-      then the position reading.
-    - Along a flat direction, $\beta_i = 1$. The correction is then the tangent reading, as it is for the component of
-      the drift outside the span.
+    - Along a stiff direction, $\beta_i = 0$, because the client converges to the same point from any start. The
+      correction then equals `Position`.
+    - Along a flat direction, $\beta_i = 1$. The correction then equals `Tangent`, as it does outside the span.
     - The correction is bounded: $\|\pi v_j - v_j\| \le \|g\|$.
-    - On a quadratic loss, it is exact for a drift within the span, if $n - 1$ is the number of distinct eigenvalues
-      that the first gradient excites.
+    - On a quadratic loss, the correction is exact for a drift within the span. This requires that $n - 1$ is the number
+      of distinct eigenvalues that the first gradient excites.
 
     A single point is not a path and is left unchanged. A client only has to report intermediate points of its training.
-    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n` does so.
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n` reports them.
 
     Args:
         granularity: `"tensor"` for a separate span with n - 1 directions in each named tensor, or `"model"`.
-        tolerance: the relative rank tolerance. Directions whose squared length is below this fraction of the largest
-            one are discarded as rounding or noise.
+        tolerance: the relative rank tolerance. A direction is discarded as noise if its squared length is below this
+            fraction of the largest squared length.
 
     Raises:
         ArgumentError: if an option is out of range, or if autograd tracks the rows.
 
-    Source: this library. The position and tangent readings are those of Report §3.
+    Source: this library. Report §3 describes `Position` and `Tangent`.
 
     Example:
         The client's loss is stiff along the first axis and flat along the second. The drift has components along both.
@@ -85,13 +83,15 @@ class KrylovDC(Correction):
         inner = parts.astype(float)
         matrix = np.stack([gram.identity()] * len(inner))
         if n > 1:
-            # Normalise by the longest displacement. If all are zero, nothing is subtracted.
+            # Normalise by the longest displacement. If all displacements are zero, nothing is subtracted.
             square = inner[:, :n, :n].diagonal(axis1=1, axis2=2).max(1)
             inner = inner[:, :n] / np.where(square > 0, square, 1.0)[:, None, None]
             # The matrix of the differences w_j in terms of the displacements v_j.
             legs = np.eye(n) - np.eye(n, k=-1)
             values, vectors = ritz_pairs(legs @ inner[:, :, :n] @ legs.T, self.tolerance)
+            # The inner products of the drift with the steps that span the subspace, which are all but the last step.
             along = legs[:-1] @ inner[:, :, n, None]
+            # Displacement v_j includes j steps, so the covered fraction along q_i is 1 - β_i^j.
             taken = 1 - values[:, None, :] ** np.arange(1, n + 1)[:, None]
             back = vectors.swapaxes(-1, -2)
             matrix[:, :, :n] -= (taken * (back @ along).swapaxes(-1, -2)) @ back @ legs[:-1]
@@ -99,15 +99,17 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    """Compute Ritz values, clipped to [0, 1], and Ritz vectors of the symmetric map from each step to the next.
+    """Compute the Ritz values and Ritz vectors of the symmetric matrix that maps each step to the next step.
+
+    The values are clipped to [0, 1].
 
     Args:
         inner: (..., n, n) inner products of the steps.
         tolerance: as in `KrylovDC`.
 
     Returns:
-        The values (..., n - 1), and a matrix (..., n - 1, n - 1) whose columns express vectors q in terms of all steps
-        but the last. The sum of all q qᵀ is the projection on the span. The q of a discarded direction is 0.
+        The values (..., n - 1), and a matrix (..., n - 1, n - 1). Its columns express the Ritz vectors q in terms of
+        all steps but the last. The sum of all q qᵀ is the projection on the span. For a discarded direction, q is 0.
 
     Example:
         >>> import numpy as np
@@ -117,8 +119,7 @@ def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
     squares, axes = np.linalg.eigh(inner[..., :-1, :-1])
     seen = squares > tolerance * squares[..., -1:]
     basis = axes * np.where(seen, 1 / np.sqrt(np.where(seen, squares, 1.0)), 0.0)[..., None, :]
-    # For steps of a symmetric map, the products are symmetric. Any asymmetry comes from noise or from a loss that is
-    # not quadratic.
+    # For a symmetric map, these products are symmetric. Noise or a loss that is not quadratic makes them asymmetric.
     image = basis.swapaxes(-1, -2) @ inner[..., :-1, 1:] @ basis
     values, turn = np.linalg.eigh((image + image.swapaxes(-1, -2)) / 2)
     return values.clip(0, 1), basis @ turn

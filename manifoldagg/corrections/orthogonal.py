@@ -14,23 +14,24 @@ __all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 
 @dataclass(frozen=True)
 class OrthoDC(Correction):
-    r"""Removal of the component along the drift from each displacement that conflicts with the drift.
+    r"""Remove the component along the drift from each displacement that conflicts with the drift.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v & \text{otherwise} \end{cases}$$
 
-    The projection solves $\min_u \|u - v\|$ over $u \perp g$. The threshold selects the updates that are projected:
+    The drift $g$ is the change of the server model since the client started. The projection is the nearest vector to
+    $v$ that is orthogonal to $g$. The threshold $\vartheta$ selects the displacements that are projected:
 
-    - $\vartheta = 1$: always. The tangent and the position reading of an update then coincide.
-    - $\vartheta = 0$: on a negative inner product. This is gradient surgery.
-    - $\vartheta = -1$: never.
+    - $\vartheta = 1$: all displacements. `Position` and `Tangent` then give the same result.
+    - $\vartheta = 0$: displacements with a negative or zero inner product with $g$ (gradient surgery).
+    - $\vartheta = -1$: no displacement.
 
-    If $v$ or $g$ is zero, nothing is removed.
+    If $v$ or $g$ is zero, $v$ is returned unchanged.
 
     Args:
         threshold: $\vartheta \in [-1, 1]$.
-        granularity: `"model"`, or `"tensor"` to project each named tensor separately. Displacements that are orthogonal
-            to the drift in each tensor are also orthogonal as a whole.
+        granularity: `"model"`, or `"tensor"` to project each named tensor separately. A displacement that is orthogonal
+            to the drift in each tensor is also orthogonal as a whole.
 
     Raises:
         ArgumentError: if `threshold` is outside [-1, 1], or if `granularity` is invalid.
@@ -63,16 +64,18 @@ class OrthoDC(Correction):
 
 @dataclass(frozen=True)
 class OrthoCorrect(Correction):
-    r"""Projection of displacements that conflict with the drift, and subtraction of $\alpha$ times the drift from the
-    others.
+    r"""Project displacements that conflict with the drift, and subtract $\alpha$ times the drift from the others.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v - \alpha\, g & \text{otherwise} \end{cases}$$
 
-    $\alpha = 0$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC]. The published formula is discontinuous where $v$
-    begins to conflict. If $v$ is almost orthogonal to $g$, rounding then decides the result. With `clip`, the
-    correction subtracts $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$ instead, which is continuous.
-    If $v$ or $g$ is zero, the angle is undefined and $v$ is left unchanged.
+    With $\alpha = 0$, this is [`OrthoDC`][manifoldagg.corrections.OrthoDC].
+
+    The published formula is discontinuous where $v$ begins to conflict, that is, where $v$ is almost orthogonal to $g$.
+    Rounding then decides the result. The option `clip` makes the correction continuous: it subtracts
+    $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$ from every displacement.
+
+    If $v$ or $g$ is zero, the angle is undefined and $v$ is returned unchanged.
 
     Args:
         alpha: $\alpha$.
@@ -113,7 +116,9 @@ class OrthoCorrect(Correction):
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return gradient surgery of the displacement against the drift: $(\alpha, \vartheta) = (0, 0)$.
+    r"""Return a correction that projects the displacement if it conflicts with the drift (gradient surgery).
+
+    This is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
 
     Source: Report §3.
 
@@ -125,10 +130,10 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return the position reading with projection on conflict: $(\alpha, \vartheta) = (1, 0)$.
+    r"""Return a correction that subtracts the drift, or projects the displacement if it conflicts with the drift.
 
-    The published form differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$. With
-    `clip`, the two are equal.
+    This is `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, the result equals gradient surgery on
+    $v - g$. Without `clip`, the two differ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
 
     Source: Report §3.
 
@@ -140,7 +145,9 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return the correction that always projects orthogonally to the drift: $\vartheta = 1$, any $\alpha$.
+    r"""Return a correction that always projects the displacement orthogonally to the drift.
+
+    This is `OrthoCorrect` with $\vartheta = 1$.
 
     Source: Report §3.
 
@@ -152,7 +159,7 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
 
 
 def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, clip: bool = False) -> Matrix:
-    r"""Return the coefficient rows that project conflicting displacements and subtract $\alpha\, g$ from the others."""
+    """Return the coefficient matrix of `OrthoCorrect`."""
     matrix = gram.identity()
     inner = gram.matrix
     n = gram.num_displacements
@@ -169,7 +176,9 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Return whether $\cos(v, g)$ is at most the threshold. The result is always false at -1 and always true at 1.
+    r"""Return whether the cosine of $v$ and $g$ is at most the threshold.
+
+    The result is always false for the threshold -1, and always true for the threshold 1.
 
     Args:
         threshold: $\vartheta$.
@@ -184,10 +193,10 @@ def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: An
     # Rounding can make |cos| slightly larger than 1. The thresholds 1 and -1 are therefore decided without the cosine.
     if abs(threshold) == 1:
         return threshold == 1
-    if threshold == 0:  # the sign is exact: no root or product is rounded
+    if threshold == 0:  # no root or product is rounded, so the sign is exact
         return bool(drift_product <= 0)
-    if squared_norm <= 0:  # zero, or cancelled to the size of rounding errors
+    if squared_norm <= 0:  # the displacement is zero, or as small as rounding errors
         return False
-    # Two separate roots: the product of the squares may overflow or underflow although the product of the norms does
-    # not.
+    # The product of the squares can overflow or underflow although the product of the norms does not. The roots are
+    # therefore separate.
     return bool(drift_product <= threshold * squared_norm**0.5 * drift**0.5)

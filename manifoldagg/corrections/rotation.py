@@ -1,4 +1,4 @@
-"""Rotation of a control point with the chord of its curve."""
+"""Rotation of the middle control point of a curve together with its chord."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["rotate_control", "rotation_coefficients"]
 
 NEARLY_OPPOSITE = 1e-3
-r"""If $1 + \\cos$ is below this bound, the inner products do not determine the plane accurately. The second direction
-is then materialised and its inner products are recomputed."""
+r"""If $1 + \cos$ is below this bound, the inner products do not determine the plane accurately.
+
+The second direction is then materialised and its inner products are recomputed.
+"""
 SMALL = 1e-280
 """Squares below this bound have lost some or all of their digits to underflow."""
 
@@ -29,31 +31,31 @@ def rotate_control(
     *,
     space: Manifold | None = None,
 ) -> Float[Tensor, "..."]:
-    r"""Return the control point of a curve with a corrected chord, at the same position relative to the chord.
+    r"""Rotate the middle control point of a curve so that its position relative to the corrected chord stays the same.
+
+    The chord of the curve is $\Theta_i - \Theta^t$, and the corrected chord is $\hat\Theta - \Theta^\tau$:
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
 
-    $R$ rotates the plane of the two chords so that the unit vector $a$ of $\Theta_i - \Theta^t$ becomes the unit vector
-    $b$ of $\hat\Theta - \Theta^\tau$. It leaves vectors orthogonal to the plane unchanged. With Gram-Schmidt
-    coordinates of that plane,
+    $R$ rotates the plane of the two chords. It maps the unit vector $a$ of the chord to the unit vector $b$ of the
+    corrected chord, and leaves vectors orthogonal to the plane unchanged:
 
     $$R\, x = x - \frac{\langle a + b, x\rangle}{1 + \langle a, b\rangle}\,(a + b) + 2 \langle a, x\rangle\, b.$$
 
-    Two cases are special:
+    There are two special cases:
 
     - Opposite chords do not span a plane. $R$ then negates the component along $a$ and leaves the rest unchanged.
-      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, which is the size
-      of rounding errors.
-    - A chord of length 0 has no direction. $R$ is then the identity. The tangent correction also has $R = I$, because
-      its chords are parallel.
+      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, the size of
+      rounding errors.
+    - A chord of length 0 has no direction. $R$ is then the identity, as for parallel chords.
 
     Args:
         control: $\varphi$, the interior control point of a curve of degree 2: (P,), or of the shape of `space`.
         base: $\Theta^t$, the point where the update started.
         end: $\Theta_i$, the point where the update ended.
         current: $\Theta^\tau$, the current model of the server.
-        corrected_end: $\hat\Theta$, the corrected end point, which must be computed first.
-        space: the space of the points. It must be flat, because a rotation of points is only defined there.
+        corrected_end: $\hat\Theta$, the corrected end point.
+        space: the space of the points. It must be flat, because points of a curved space cannot be rotated.
 
     Returns:
         $\hat\varphi$, of the shape and dtype of `control`, summed in float64 and rounded once.
@@ -92,8 +94,7 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Return the coefficients of the rotated control point minus $\Theta^\tau$ as a linear combination of three
-    vectors.
+    r"""Express the rotated control point minus $\Theta^\tau$ as a linear combination of three vectors.
 
     Args:
         inner: (3, 3) inner products of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and
@@ -111,10 +112,12 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
     # In the formula of `rotate_control`, x is φ − Θᵗ − d/2, and the midpoint of the new chord is Θ^τ + e/2.
     if bool(dd < SMALL) or bool(ee < SMALL):
         return None
+    # a and b are the reciprocal lengths of the chords. `along_a` and `along_b` are the components of x.
     a = 1 / dd**0.5
     b = 1 / ee**0.5
     along_a = a * (pd - dd / 2)
     along_b = b * (pe - de / 2)
+    # Rounding can make |cos| slightly larger than 1.
     cosine = max(-1.0, min(1.0, a * de * b))
     # 1 + cos is a divisor. For nearly opposite chords it is a difference of nearly equal numbers, so its digits cancel.
     if bool(cosine < NEARLY_OPPOSITE - 1):
@@ -124,9 +127,9 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """Rotate with vectors instead of inner products, for chords that are nearly opposite or tiny.
+    """Rotate the control point by vectors instead of inner products, for nearly opposite or tiny chords.
 
-    The plane comes from Gram-Schmidt with one re-orthogonalisation.
+    Gram-Schmidt with one re-orthogonalisation determines the plane.
     """
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())
@@ -140,12 +143,14 @@ def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, go
     middle = (now.double() + goal.double()) / 2
     if not (bool(e1.any()) and bool(unit.any())):
         return torch.add(middle, x).to(phi.dtype)
+    # Rounding errors would determine the second direction of the plane.
     if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
         turned = x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)
     e2 = e2 / sine
     p = e1 @ x
     q = e2 @ x
+    # The rotation minus the identity acts only in the plane of e1 and e2.
     turned = x + ((cosine - 1) * p - sine * q) * e1 + (sine * p + (cosine - 1) * q) * e2
     return torch.add(middle, turned).to(phi.dtype)
 

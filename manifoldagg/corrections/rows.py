@@ -63,7 +63,7 @@ class FrameRows:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the rows are rows of a flat space, whose linear combinations can be evaluated lazily."""
+        """Whether the rows belong to a flat space, so that their linear combinations can be deferred."""
         return self.transporter is None and not self.ambient.leaves
 
     @property
@@ -94,7 +94,7 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs on a curved space, or the truncation errors of low-rank leaves."""
+        """The number of ladder rungs on a curved space, or the truncation errors on low-rank leaves."""
         if self.transporter is None:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
@@ -114,10 +114,10 @@ class FrameRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of vectors computed from the rows.
+        """The dtype of vectors that are computed from the rows.
 
-        It is the dtype of the current model. If the model is a list of tensors, it is float64 if a tensor is float64,
-        else float32.
+        This is the dtype of the current model. For a model with several tensors, it is float64 if any tensor is
+        float64, and float32 otherwise.
         """
         current = self.current
         if not isinstance(current, tuple):
@@ -126,7 +126,6 @@ class FrameRows:
         return torch.float64 if wide else torch.float32
 
     def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate an uninitialised vector (P,)."""
         current = self.current
         device = current[0].device if isinstance(current, tuple) else current.device
         return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
@@ -138,8 +137,8 @@ class FrameRows:
             name: the name of the row.
             plus: the row, or its minuend.
             minus: the subtrahend of the row.
-            norm_only: whether only the norm of the row is needed. A tensor list with a `norm_bound` is then not read,
-                and its inner products are NaN.
+            norm_only: whether only the norm of the row is needed. If `plus` is a tensor list with a `norm_bound`, it is
+                then not read, and its inner products are NaN.
         """
         bound = plus.norm_bound if norm_only and minus is None and isinstance(plus, TensorList) else None
         unmeasured = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
@@ -160,9 +159,10 @@ class FrameRows:
         return replace(self, rows=tuple([detach(row) for row in self.rows]), minus=minus)
 
     def with_displacements(self: Self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> Self:
-        """Return the frame with other tangents at the current point, and without the additional rows."""
+        """Return the frame with new tangents at the current point and without additional rows."""
         n = self.num_displacements
         minus = (*(None for _ in displacements), self.minus[n])
+        # Only the drift is still a difference. The displacements are tangents without a subtrahend.
         rows = (*displacements, self.rows[n])
         return replace(self, rows=rows, minus=minus, extra=(), rows_are_points=False, base_displacements=None)
 
@@ -171,7 +171,7 @@ class FrameRows:
 
         Args:
             operation: the name of the operation for the error message.
-            sums_only: whether the operation needs only inner products and sums. Low-rank leaves then pass the check.
+            sums_only: whether the operation needs only inner products and sums. Low-rank leaves are then accepted.
 
         Raises:
             ArgumentError: if a leaf is curved. The message names the leaf and `operation`.
@@ -187,8 +187,8 @@ class FrameRows:
 
         Args:
             granularity: `"model"` for one matrix, or `"tensor"` for one matrix per segment.
-            combinations: linear combinations of the rows of a flat frame that the same pass computes, for the whole
-                model. If the method raises an exception, the caller must discard them.
+            combinations: linear combinations of the rows of a flat frame, for the whole model. The same pass computes
+                them. If the method raises an exception, the caller must discard their results.
 
         Raises:
             ArgumentError: if `granularity` is invalid, or if the squared norm of a row overflows.
@@ -217,10 +217,12 @@ class FrameRows:
         if len(measured) < len(self.rows):
             products = parts
             parts = np.full((len(products), len(self.rows), len(self.rows)), 0.0, dtype=object)
+            # NaN marks unknown products, so that their accidental use cannot go unnoticed.
             for i in self.unmeasured:
                 parts[:, i] = parts[:, :, i] = math.nan
             parts[:, np.array(measured)[:, None], measured] = products
         result = Gram(parts, self.extra, tuple(self.segments or ()) if per_segment else ())
+        # The product of two rows is at most the product of their norms, so a check of the diagonal is sufficient.
         squares = [x.detach() if isinstance(x, Tensor) else x for x in result.matrix.diagonal()]
         for i, square in enumerate(squares):
             if not math.isfinite(square) and i not in self.unmeasured:
@@ -230,15 +232,16 @@ class FrameRows:
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
         """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
+        # Rounding can make the square of a zero row slightly negative.
         known = self.unmeasured
         self.__dict__["_norm_bounds"] = [
             known[i] if i in known else math.sqrt(max(0.0, square)) for i, square in enumerate(squares)
         ]
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of the combination.
+        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of a linear combination.
 
-        The method reads the rows only if `gram` has not been called before.
+        The method reads the rows only if `gram` has not been called yet.
         """
         if not self.has_norm_bounds:
             self.gram()
@@ -246,7 +249,7 @@ class FrameRows:
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """Return the norm of a linear combination of the rows, or an upper bound if some rows are unmeasured.
+        """Return the norm of a linear combination of the rows. If some rows are unmeasured, return an upper bound.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
@@ -257,7 +260,7 @@ class FrameRows:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
-        """Yield the frame of each tensor with its coefficients. A frame of vectors is yielded whole."""
+        """Yield the part of the frame that belongs to each tensor of the model, with its coefficients."""
         if not isinstance(self.current, tuple):
             yield self, coefficients
             return
@@ -273,7 +276,6 @@ class FrameRows:
             start = stop
 
     def _square_labels(self) -> tuple[str, ...]:
-        """Return the names of the squared norms of the rows for error messages."""
         if self.rows_are_points:
             given = (*(f"points[{i}]" for i in range(self.num_displacements)), "current")
             return (*(f"{name}: squared distance from the base" for name in given), *self.extra)
@@ -281,20 +283,19 @@ class FrameRows:
         return tuple(f"{name}: squared length" for name in given)
 
     def inner_products(self, coefficients: Sequence[Any]) -> Float64[Tensor, "m m"]:
-        """Compute the inner products of linear combinations of the rows in float64, in the metric of the space."""
+        """Compute the inner products of linear combinations of the rows, in float64."""
         rows = [self.materialize_exact(line) for line in coefficients]
         return (
             self.ambient.gram(rows)[0] if self.transporter is None else self.transporter.gram(torch.stack(rows)).sum(0)
         )
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once. Coefficients (S, k) apply by segment.
+        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once. Coefficients (S, k) have one row for each segment.
 
-        The result on a low-rank leaf is the nearest matrix of the leaf's rank.
+        On a low-rank leaf, the result is the nearest matrix of the leaf's rank.
 
-        If the coefficients of the rows that start at $\Theta^t$ sum to 0, $\Theta^t$ cancels. The rows are then formed
-        as differences from $\Theta^\tau$. The position reading is therefore exactly the difference
-        $\varphi_i - \Theta^\tau$.
+        If the coefficients of the rows that start at $\Theta^t$ sum to 0, these rows are computed as differences from
+        $\Theta^\tau$ instead. The result for `Position` is therefore exactly $\varphi_i - \Theta^\tau$.
 
         Raises:
             ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
@@ -308,7 +309,7 @@ class FrameRows:
         return combine(base, rows, numbers, segments=segments, out=out)
 
     def _operands_from_current(self) -> Operands:
-        """Return the operands of rows that are differences from the current model instead of the base."""
+        """Return operands that are differences from the current model instead of differences from the base."""
         rows = self.operands
         n = self.num_displacements
         return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
@@ -316,16 +317,16 @@ class FrameRows:
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
     ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Return the coefficients as plain numbers, the lengths of the segments they apply to, and the subtrahends."""
+        """Return the coefficients as plain numbers, with the segments to which they apply and the subtrahends."""
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
         numbers = given.tolist() if apart else [given.tolist()]
         segments = [*self.segments.values()] if apart and self.segments is not None else None
         minus = self.minus
         n = self.num_displacements
-        # The sum runs from left to right, so that mirrored terms cancel exactly. A compensated sum need not cancel
-        # them.
+        # Summing from left to right cancels mirrored terms exactly. A compensated sum need not cancel them.
         if self.rows_are_points and not any(reduce(add, line[: n + 1]) for line in numbers):
+            # The drift relative to the current model is 0.
             for line in numbers:
                 line[n] = 0.0
             minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
@@ -334,8 +335,8 @@ class FrameRows:
     def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
         r"""Compute $\sum_j c_j\, r_j$ as a new vector (P,), in `dtype` if it is given.
 
-        If the space has low-rank leaves, the result is a tuple with one tensor per leaf, truncated to the rank that the
-        leaf's space retains.
+        If the space has low-rank leaves, the result is a tuple with one tensor per leaf. Each tensor is truncated to
+        the rank that the space of the leaf retains.
         """
         if self.ambient.leaves:
             numbers, _, minus = self._resolve_coefficients(coefficients)
@@ -351,24 +352,20 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return the unevaluated result of `combine`. It is computed into `out`, together with other combinations."""
+        """Return a deferred `combine`. Several deferred combinations can be computed in one pass."""
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
         rows = self.operands if minus is self.minus else self._operands_from_current()
         return LinearCombination.of(base, rows, numbers, None, out)
 
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
-        """Return whether the bounds on the row norms imply that the current model plus the combination is finite.
-
-        The arguments are those of `move`.
-        """
+        """Return whether the row norms imply that the new model is finite. The arguments are those of `move`."""
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
         return bound <= overflow_headroom(self.current)
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Return tensor j of a row as a vector. `entries` is its range among the entries of all tensors."""
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 
@@ -378,7 +375,7 @@ def detach(row: Row) -> Row:
 
 
 def overflow_headroom(point: Row) -> float:
-    """Return an increment of the largest number of the dtypes that is rounded away, so that the sum stays finite."""
+    """Return an increment that even the largest number of each dtype absorbs without overflow."""
     if isinstance(point, tuple):
         return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
     return _dtype_headroom(point.dtype)
@@ -386,6 +383,6 @@ def overflow_headroom(point: Row) -> float:
 
 @cache
 def _dtype_headroom(dtype: torch.dtype) -> float:
-    # max * eps is twice the spacing u of the two largest numbers. An increment below u / 2 is rounded away. Rounding by
-    # way of float32 shifts this limit slightly, so the bound is u / 4.
+    # max * eps is twice the spacing u of the two largest numbers. An increment below u / 2 is rounded away. Rounding
+    # through float32 shifts this limit slightly, so the bound is u / 4.
     return torch.finfo(dtype).max * torch.finfo(dtype).eps / 8

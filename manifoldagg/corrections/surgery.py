@@ -1,7 +1,4 @@
-"""Corrections that remove conflicts with several other updates.
-
-The correction removes them one after another or by projection onto the complement of their span.
-"""
+"""Corrections that remove conflicts with the updates of several other clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,18 +17,21 @@ from manifoldagg.manifolds import check_tangent
 __all__ = ["GradientSurgery", "Pairwise"]
 
 RANK_TOLERANCE = 1e-7
-"""The fraction of a row's norm that must be outside the span of the other rows for the row to count as independent."""
+"""The default rank tolerance.
+
+A row counts as linearly independent if at least this fraction of its norm is outside the span of the other rows.
+"""
 
 
 @dataclass(frozen=True)
 class GradientSurgery(Correction):
-    r"""Sequential PCGrad over several updates and the drift.
+    r"""Gradient surgery (PCGrad) for the updates of several clients and the drift.
 
-    Row i starts as $u = v_i$. The other rows are the original displacements and the drift. For each other row $r$ with
-    $\langle u, r\rangle < 0$, the component of $u$ along $r$ is removed.
+    Each displacement $u = v_i$ is compared with the other original displacements and the drift, one after another. If
+    the inner product of $u$ with such a row $r$ is negative, the component of $u$ along $r$ is removed.
 
-    Here the displacements are the updates of several clients. Do not use the correction on the control points of one
-    curve, because it would deform the curve. For a single displacement, it equals OrthoDC with $\vartheta = 0$.
+    Do not use this correction for the control points of a single curve, because it would deform the curve. For a single
+    displacement, it equals OrthoDC with $\vartheta = 0$.
 
     Args:
         order: the order in which the n + 1 rows are processed; the drift has index n. By default, the order of the
@@ -39,7 +39,8 @@ class GradientSurgery(Correction):
         granularity: `"model"` or `"tensor"`.
 
     Raises:
-        ArgumentError: if `order` is not a permutation, or, when applied, not one of n + 1 numbers.
+        ArgumentError: if `order` is not a permutation. Also when the correction is applied, if `order` does not have
+            n + 1 numbers.
 
     Source: Yu et al. 2020, Algorithm 1, which draws a random order.
 
@@ -81,13 +82,12 @@ class GradientSurgery(Correction):
 
 @dataclass(frozen=True, eq=False)
 class Pairwise(Correction):
-    r"""The component of a displacement outside the span of the other clients' most recent updates.
+    r"""Remove from each displacement its component in the span of the other clients' most recent updates.
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
-    The solution uses a pivoted Cholesky factorisation of the float64 Gram matrix, with one re-orthogonalisation. An
-    update counts as linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the
-    others.
+    The coefficients $x_j$ come from a pivoted Cholesky factorisation of the float64 Gram matrix. An update counts as
+    linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the other updates.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.
@@ -95,8 +95,8 @@ class Pairwise(Correction):
         tolerance: the relative rank tolerance.
 
     Raises:
-        ArgumentError: if `others` are not tensors or not finite, or if an option is out of range. When applied, if
-            `others` have the wrong shape for the space.
+        ArgumentError: if `others` are not tensors or not finite, or if an option is out of range. Also when the
+            correction is applied, if `others` have the wrong shape for the space.
 
     Source: OrthoFL §5.3, Lemma C.1.
 
@@ -152,15 +152,15 @@ class Pairwise(Correction):
 
 
 def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLERANCE) -> list[Any]:
-    r"""Solve $\min_x \|v - \sum_j x_j r_j\|$ for $x$, from $\langle r_i, r_j\rangle$ and $\langle v, r_j\rangle$.
+    r"""Solve $\min_x \|v - \sum_j x_j r_j\|$ for $x$, given the inner products of $v$ and the rows $r_j$.
 
     The method is a root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix:
 
     - The next pivot is the row with the largest component outside the span of the previous pivots, relative to its own
       norm. The scale of a row therefore has no effect.
-    - A row whose remaining component is below `tolerance` counts as rounding and gets the coefficient 0.
-    - One step of iterative refinement by the residual serves as a re-orthogonalisation.
-    - Numbers that cannot be compared (symbols) are processed in the given order, as independent rows.
+    - A row whose relative remainder is at most `tolerance` counts as dependent and gets the coefficient 0.
+    - One step of iterative refinement has the effect of a re-orthogonalisation.
+    - Symbolic numbers, which cannot be compared, are processed in the given order as independent rows.
 
     Args:
         inner: (m, m) inner products of the rows.
@@ -180,8 +180,8 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
     pivots: list[int] = []
     columns: list[list[Any]] = []
     for _ in range(m):
-        # For a dependent row, the remainder is a difference of nearly equal squares, about ε of the square itself. This
-        # is a norm of √ε, so the tolerance must be larger than that.
+        # The remainder of a dependent row is a difference of nearly equal squares. Rounding leaves about ε times the
+        # square, which is √ε times the norm. The tolerance must therefore be larger than √ε.
         new = [j for j in range(m) if j not in pivots and not _at_most(left[j], tolerance**2 * inner[j][j])]
         if not new:
             break

@@ -1,4 +1,4 @@
-"""Transport on curved spaces: move tangents from the base to the current point, and measure them there."""
+"""Transport of tangents on curved spaces from the base to the current point."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,15 @@ from manifoldagg.manifolds.validate import check_injectivity_radius
 __all__ = ["DEFAULT_RUNGS", "TRANSPORTS", "Transport", "Transporter", "checked_log"]
 
 TRANSPORTS = {"parallel": {"transport"}, "ladder": {"exp", "log"}, "projection": {"project_tangent"}}
-"""The transport methods, with the primitives that each needs."""
+"""The transport methods, and the primitives that each method needs."""
 
 DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
-    """The transport method of a leaf: `"none"` (flat), `"parallel"`, `"projection"`, or `"ladder"` with its number of
+    """The transport method of a leaf.
+
+    `method` is `"none"` (for a flat leaf), `"parallel"`, `"projection"`, or `"ladder"` with the number `rungs` of
     rungs.
     """
 
@@ -35,16 +37,16 @@ class Transport(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transporter:
-    r"""The transport of tangents from the base $\Theta^t$ to the current point $\Theta^\tau$ of a curved space.
+    r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current point $\Theta^\tau$.
 
     Args:
         space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
         base: $\Theta^t$, of the space's shape.
         current: $\Theta^\tau$, of the space's shape.
-        transport: the transport method. `"parallel"` is parallel transport. `"ladder"` applies the pole ladder to the
-            fraction 1 / `rungs` of the tangent, along `rungs` segments, and multiplies the result by `rungs`.
-            `"projection"` is not an isometry. By default, leaves with parallel transport in closed form use it, and
-            other leaves use a ladder.
+        transport: the transport method. `"parallel"` is parallel transport. `"projection"` is not an isometry.
+            `"ladder"` applies the pole ladder to the fraction 1 / `rungs` of the tangent, along `rungs` segments, and
+            multiplies the result by `rungs`. The default for each leaf is `"parallel"` if it has a closed form, and
+            `"ladder"` otherwise.
         rungs: the number of rungs of a ladder.
 
     The constructor trusts its arguments; `check` validates them.
@@ -71,6 +73,7 @@ class Transporter:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
+            # Whatever the transport method, the drift needs log, the step needs exp, and the Gram matrix needs inner.
             lacks = sorted(({"inner", "exp", "log"} | TRANSPORTS.get(kind.method, set())) - leaf.space.capabilities)
             if lacks:
                 rest = " or ".join(set(TRANSPORTS) - {kind.method})
@@ -100,6 +103,7 @@ class Transporter:
     @cached_property
     def drift(self) -> Tensor:
         r"""$g = -\log_{\Theta^\tau} \Theta^t$."""
+        # The drift points from the base to the current model, but is a tangent at the current model.
         return -self.log(self.base, "base")
 
     def log(self, points: Tensor, name: str) -> Tensor:
@@ -111,7 +115,7 @@ class Transporter:
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents at the base."""
+        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents $v$ at the base."""
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
@@ -120,7 +124,7 @@ class Transporter:
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Compute the inner products of tangents (k, P) at the current point in float64, for each leaf: (S, k, k)."""
+        """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -139,8 +143,8 @@ class Transporter:
             if kind.method == "parallel":
                 v = leaf.space._transport(x, y, v)
             elif kind.method == "ladder":
-                # The error of a rung is of third order in the tangent. Transporting a fraction of the tangent reduces
-                # it, even with few rungs.
+                # The error of a rung is of third order in the tangent. A fraction of the tangent therefore has a much
+                # smaller error, even with few rungs.
                 v = kind.rungs * formulas.pole_ladder(leaf.space, x, y, v / kind.rungs, rungs=kind.rungs)
             elif kind.method == "projection":
                 v = leaf.space._project_tangent(y, v)
@@ -163,7 +167,7 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the Gram matrix of tangents (k, *shape) at `x` in the metric of the space."""
+    """Compute the inner products of tangents (k, *shape) at `x` in the metric of the space."""
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)

@@ -1,4 +1,4 @@
-"""Legends of plots, placed where they cover no data."""
+"""Legends of plots, drawn below the axes so that they do not cover data."""
 
 from typing import Any
 
@@ -10,8 +10,6 @@ LABEL_HEIGHT = 0.5
 
 def legend_below(axes: Any, columns: int = 3) -> None:
     """Add a legend below the label of the horizontal axis.
-
-    The distance from the axes is in inches, so it does not depend on the size of the axes.
 
     Args:
         axes: matplotlib axes whose artists have labels.

@@ -1,4 +1,4 @@
-r"""Arc length by adaptive quadrature, and the inverse function."""
+"""Arc length of a curve by adaptive quadrature, and the parameter at a given arc length."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,7 +16,10 @@ __all__ = ["Speed", "arc_length", "parameter_at_arc_length"]
 Speed = Callable[[Tensor], Tensor]
 
 MAX_PANEL_ERROR = 500
-"""The maximum difference between a panel and the sum of its halves, in units of machine epsilon times the length."""
+"""The tolerance for bisecting a panel, in units of machine epsilon times the total length.
+
+A panel is bisected if its integral differs by more than this tolerance from the sum of the integrals of its halves.
+"""
 
 MAX_PANELS = 4096
 MAX_BISECTIONS = 52
@@ -24,11 +27,12 @@ MAX_BISECTIONS = 52
 
 
 def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
-    r"""Compute the integral of the speed over [first edge, last edge].
+    """Compute the integral of the speed over [first edge, last edge].
 
-    The quadrature is a composite Gauss-Legendre rule with 16 nodes per panel. A panel is bisected until the sum of its
-    halves agrees with it, so kinks and cusps only need a few more panels. The relative error is 1e-12 if the speed is
-    as accurate. The result is differentiable with respect to the tensors on which `speed` depends.
+    The quadrature is a composite Gauss-Legendre rule with 16 nodes per panel. A panel is bisected until its integral
+    agrees with the sum of the integrals of its halves. Kinks and cusps therefore need only a few more panels. The
+    relative error is 1e-12 if the speed is as accurate. The result is differentiable with respect to the tensors on
+    which `speed` depends.
 
     Args:
         speed: a function from parameters (m, 16) to speeds.
@@ -46,7 +50,7 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
 
 
 def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Float[Tensor, "*batch"]) -> Tensor:
-    r"""Compute the parameters at fractions of the arc length: the inverse function of `arc_length`.
+    """Compute the parameters at given fractions of the arc length.
 
     Args:
         speed: as for `arc_length`.
@@ -64,21 +68,22 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
     with torch.no_grad():
         cuts = _panels(speed, edges)
         panels = _quadrature(speed, cuts[:-1], cuts[1:]).double()
+        # The panel that contains a target length follows from the cumulative lengths.
         cumulative = torch.cat([panels.new_zeros(1), panels.cumsum(0)])
         fraction = fraction.to(cumulative)
         linear = edges[0] + (edges[-1] - edges[0]) * fraction
         target = (fraction * cumulative[-1]).flatten()
-        # The search is limited to one panel. The length of the earlier panels is subtracted only once, so the search
-        # does not cancel digits.
+        # The search is limited to one panel. The length of the earlier panels is subtracted once, before the search, so
+        # no digits cancel during the search.
         k = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(0, len(panels) - 1)
         remaining = target - cumulative[k]
         t = find_sign_change(lambda t: remaining - _quadrature(speed, cuts[k], t), cuts[k], cuts[k + 1])
+        # The ends are set explicitly, because the search is only accurate up to rounding.
         t = torch.where(fraction == 0, edges[0], torch.where(fraction == 1, edges[-1], t.reshape(fraction.shape)))
         return torch.where(cumulative[-1] > 0, t, linear)
 
 
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
-    """Compute the integral of `speed` over each interval [low, high]."""
     half = ((high - low) / 2).unsqueeze(-1)
     nodes, weights = _gauss_legendre()
     values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
@@ -87,10 +92,7 @@ def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
 
 @cache
 def _gauss_legendre() -> tuple[Tensor, Tensor]:
-    """Return the nodes and weights of the Gauss-Legendre rule on [-1, 1] that is exact up to degree 31.
-
-    The result is cached. It is not computed at import, because NumPy imports its polynomial module lazily.
-    """
+    """Return the nodes and weights of the 16-point Gauss-Legendre rule on [-1, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(16)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
@@ -116,6 +118,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
             inaccurate = (left + right - whole).abs() > tolerance * total
             if not inaccurate.any() or sum(map(len, all_cuts)) > MAX_PANELS:
                 break
+            # Only inaccurate panels are bisected again. Their halves are already integrated.
             low = torch.cat([low[inaccurate], middle[inaccurate]])
             high = torch.cat([middle[inaccurate], high[inaccurate]])
             whole = torch.cat([left[inaccurate], right[inaccurate]])

@@ -1,4 +1,4 @@
-"""Barycentric coordinates, and the weighted Karcher mean as a differentiable function of points and weights."""
+"""Barycentric coordinates, and weighted Karcher means that are differentiable in the points and weights."""
 
 import math
 from typing import Any
@@ -15,13 +15,16 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["check_barycentric", "weighted_mean"]
 
 MAX_STEPS = 500
-"""The maximum number of steps of a Karcher mean. Points that need more may be too far apart for a unique mean."""
+"""The maximum number of steps of a Karcher mean.
+
+If more steps are needed, the points may be too far apart for a unique mean.
+"""
 
 
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
-    """Return barycentric coordinates (*batch, n), which must be nonnegative and have the sum 1.
+    """Check that barycentric coordinates (*batch, n) are nonnegative and sum to 1, and return them.
 
-    The tolerance is the square root of the machine epsilon of their dtype. Inside functorch transforms, which hide the
+    The tolerance is the square root of the machine epsilon of the dtype. Inside functorch transforms, which hide the
     values, only the shape is checked.
 
     Raises:
@@ -44,9 +47,10 @@ def check_barycentric(coordinates: Any, n: int) -> Tensor:
 
 
 def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    r"""Compute Karcher means (*batch, *shape) of points (*batch, n, *shape) with weights (*batch, n), in float64.
+    """Compute weighted Karcher means (*batch, *shape) of n points each, in float64.
 
-    First and second derivatives with respect to points and weights are correct, also inside functorch transforms.
+    The points have the shape (*batch, n, *shape), and the weights (*batch, n). First and second derivatives with
+    respect to both are correct, also inside functorch transforms.
 
     Raises:
         DivergenceError: if a mean is not found.
@@ -54,7 +58,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     *batch, n = weights.shape
     means = []
     for leaf, (part,) in factor_parts(space, points):
-        # The axes of the copies of a power become batch axes, in front of the axis of the mean.
+        # A power of a manifold has one mean per copy, so the axes of the copies become batch axes.
         copies = part.shape[weights.ndim : part.ndim - len(leaf.space.shape)]
         leaf_weights = weights.reshape(*batch, *(1 for _ in copies), n).expand(*batch, *copies, n)
         mean = _leaf_mean(leaf.space, part.movedim(len(batch), len(batch) + len(copies)), leaf_weights)
@@ -63,21 +67,21 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute Karcher means on one leaf, with derivatives by implicit differentiation."""
+    """Compute weighted Karcher means on one leaf. Implicit differentiation gives the derivatives."""
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
     if space.flat:
         return (factor * points).sum(axis)
-    # The projections differ from the points only by rounding, so the derivatives are those of the points.
+    # Projection changes the points only by rounding. Detaching this change keeps the derivatives exact.
     points = points + (space._project(points.detach()) - points).detach()
     mean: Tensor = _KarcherMeanFunction.apply(space, points.detach(), weights.detach())  # type: ignore[no-untyped-call]
     if not needs_autograd_path([points, weights]):
         return mean
 
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
-        """Evaluate a function whose root is the mean, which is u = 0 for the detached points and weights.
+        """Evaluate the function $F(u)$ whose root $u = 0$ is the mean.
 
-        It is the normal part of u minus the weighted sum of the logs at exp of the tangent part of u.
+        The value is the normal part of u, minus the weighted sum of the logs at exp(tangent part of u).
         """
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
@@ -86,6 +90,7 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
     size = math.prod(space.shape)
     batch = mean.shape[: mean.ndim - len(space.shape)]
+    # One vjp with a batch of unit vectors computes all rows of the Hessian at u = 0.
     zero = mean.new_zeros(size, *mean.shape)
     frozen = points.detach().expand(size, *points.shape)
     unit = torch.eye(size, dtype=mean.dtype, device=mean.device).expand(*batch, size, size).movedim(-2, 0)
@@ -99,15 +104,16 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         step = torch.linalg.solve(hessian, (residual - residual.detach()).flatten(len(batch)).unsqueeze(-1))
         u = u - step.squeeze(-1).reshape(mean.shape)
     point = space._exp(mean, u)
+    # The value is exactly the mean. Only the derivatives come from `point`.
     return mean + (point - point.detach())
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """Karcher means without derivatives. Under vmap, the mapped axis becomes a batch axis."""
+    """An autograd function that computes Karcher means and supports vmap. It has no derivatives of its own."""
 
     @staticmethod
     def forward(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-        # Rounding can make a coordinate slightly negative. `karcher_mean` rejects weights that are more negative.
+        # Rounding can make a weight slightly negative. `karcher_mean` rejects every negative weight.
         weights = torch.where(weights > -math.sqrt(torch.finfo(torch.float32).eps), weights.clamp(min=0), weights)
         mean = karcher_mean(space, points, weights, max_steps=MAX_STEPS)
         if not mean.converged:

@@ -1,4 +1,4 @@
-"""Recomputation of BatchNorm statistics for a point of a curve."""
+"""Recomputation of BatchNorm statistics for a model on a curve."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +61,9 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of the model at `point`. The statistics of the given layers are averaged over `batches`.
+    """Compute the buffers of a model with the parameters `point`.
+
+    The statistics of the BatchNorm layers `norms` are averaged over `batches`. Other buffers do not change.
 
     Raises:
         ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]
@@ -86,7 +88,7 @@ def refreshed_buffers(
             fresh.output(point.detach(), *args, **options)
             read = True
     if not read:
-        raise ArgumentError("batches: expected at least one batch, got none")
+        raise ArgumentError("batches: expected at least one batch, got an empty iterable")
     buffers = fresh.buffers
     statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
     for name, tensor in tensors_of(loss.model).items():
@@ -102,7 +104,7 @@ def batch_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode in this block, and restore their modes and momenta afterwards."""
+    """Set all modules to evaluation mode within a `with` block, and restore their modes and momenta afterwards."""
     modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
     try:
         for module, *_ in modes:
@@ -120,7 +122,6 @@ def _no_loss(output: Any, target: Any) -> Tensor:
 
 
 def _call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of the model for a batch."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):

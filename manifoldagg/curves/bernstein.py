@@ -1,6 +1,6 @@
 r"""Polynomials on [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
 
-The module contains basis polynomials, products, roots and minima. `find_sign_change` also works for other functions.
+The module computes basis polynomials, products, roots and minima.
 """
 
 import math
@@ -29,13 +29,13 @@ MAX_BISECTIONS = 52
 """The number of bisections of [0, 1] that float64 can resolve."""
 
 MAX_ITERATIONS = 100
-"""The maximum number of interpolation steps. As many bisections reduce a bracket to 2^-100 of its length."""
+"""The maximum number of interpolation steps. The same number of bisections shortens a bracket by the factor 2^-100."""
 
 
 def weights(degree: int, t: Any) -> list[Any]:
-    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n. Degree -1 has no weights.
+    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n.
 
-    `t` can be a number, an array, a tensor or a symbol.
+    `t` can be a number, an array, a tensor or a symbol. For the degree -1, the list is empty.
 
     Example:
         >>> weights(2, 0.5)
@@ -64,9 +64,10 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Compute the Bernstein coefficients of $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$, of degree p + q.
+    r"""Compute the Bernstein coefficients of a product of polynomials of the degrees p and q.
 
-    $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
+    The product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the degree p + q and the coefficients
+    $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.
@@ -99,11 +100,13 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 
 
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
-    """Yield the sign changes of a polynomial on [0, 1] in ascending order, where 0 counts as negative.
+    """Yield the parameters in [0, 1] at which a polynomial changes its sign, in ascending order.
 
-    A polynomial has at most as many sign changes as its Bernstein coefficients (Descartes' rule of signs). The interval
-    is bisected until the coefficients of each subinterval have at most one sign change. Newton's method with a
-    bisection safeguard then computes the root.
+    A value of 0 counts as negative.
+
+    The method bisects the interval until the Bernstein coefficients of each subinterval have at most one sign change.
+    By Descartes' rule of signs, the subinterval then contains at most one root. Newton's method with a bisection
+    safeguard computes the root.
 
     Source: Lane, Riesenfeld 1981.
 
@@ -116,7 +119,7 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
         piece, low, width = pending.pop()
         signs = [value > 0 for value in piece]
         changes = sum(map(ne, signs, signs[1:]))
-        # At the resolution of float64, an odd number of inseparable sign changes counts as one.
+        # At the resolution of float64, sign changes cannot be separated. An odd number of them counts as one.
         if changes == 1 or (changes > 1 and width <= 0.5**MAX_BISECTIONS and signs[0] != signs[-1]):
             yield low + width * _isolated_root(piece)
         elif changes > 1 and width > 0.5**MAX_BISECTIONS:
@@ -130,7 +133,7 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
 def argmin(coefficients: Sequence[float]) -> float:
     """Return a global minimiser of a polynomial on [0, 1].
 
-    The candidates are the critical points and both ends of the interval. The result is exact up to the rounding of the
+    The minimiser is one of the critical points or an end of the interval. It is exact up to the rounding of the
     coefficients.
 
     Example:
@@ -143,11 +146,10 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Find a sign change of each of several functions in its interval [`low`, `high`].
+    """Find a sign change of each of several functions in its own interval [`low`, `high`].
 
-    Chandrupatla's method uses inverse quadratic interpolation if it is reliable, and bisection otherwise. It always
-    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low`
-    otherwise.
+    Chandrupatla's method combines inverse quadratic interpolation with bisection, and always terminates. If a function
+    has the same sign at both ends, the result is `high` for a positive sign and `low` for a negative sign.
 
     Args:
         function: an elementwise function from (*batch,) to (*batch,).
@@ -243,7 +245,7 @@ def _isolated_root(piece: Sequence[float]) -> float:
 def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
     """Evaluate a polynomial and its derivative at `t` in [0, 1] by de Casteljau's algorithm.
 
-    The algorithm computes only convex combinations, so there is no cancellation.
+    The algorithm uses only convex combinations, so no digits cancel.
     """
     row = list(coefficients)
     n = len(row) - 1

@@ -22,11 +22,11 @@ from manifoldagg.manifolds.manifold import check_is_manifold
 __all__ = ["Bezier", "BezierSpline", "check_space", "de_casteljau", "weighted_sum"]
 
 MAX_DEGREE = 1000
-"""The degree beyond which binomial coefficients overflow."""
+"""The largest degree whose binomial coefficients do not overflow."""
 
 
 class BezierSpline(CurveEmbedding):
-    r"""Base class of splines: one or more Bézier pieces of the same `degree`, with shared joints.
+    """Base class of splines that consist of Bézier pieces of the same degree. Neighbouring pieces share an end point.
 
     On a flat space, points are weighted sums of control points, and derivatives are weighted sums of their differences.
     """
@@ -68,12 +68,12 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$.
+        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are those of `__call__`.
 
         On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
-        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, it is
-        $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the velocity of the
-        piece that starts there. Arguments, result and errors are those of a call.
+        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, the
+        velocity is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the
+        velocity of the piece that starts there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
@@ -81,18 +81,19 @@ class BezierSpline(CurveEmbedding):
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$.
 
-        On a flat space it is $\iota_\varphi''(t)$, the hodograph of the hodograph. At a joint, it is the acceleration
-        of the piece that starts there.
+        On a flat space, this is $\iota_\varphi''(t)$. At a joint, it is the acceleration of the piece that starts
+        there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
 
     def _derivative(self, phi: Tensor, t: Parameter, order: int) -> Tensor:
-        """Compute a derivative on a flat space, which is a weighted sum of differences of control points."""
         piece, s = self._locate(as_parameter(t, phi))
         coefficients = basis(self.degree - order, s)
         rows = phi
         if order:
+            # The derivative of order k has the control points n!/(n-k)! Δ^k φ. The chain rule adds one factor `pieces`
+            # per order.
             rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
         if self.pieces > 1:
             zeros = coefficients.new_zeros(*piece.shape, len(rows))
@@ -113,9 +114,10 @@ class BezierSpline(CurveEmbedding):
         return speed
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the piece of each parameter and the local parameter. The end pieces extend beyond [0, 1]."""
+        """Return the index of the piece that contains each parameter, and the parameter within this piece."""
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
+        # With `right=True`, a joint belongs to the piece that starts there.
         joints = torch.tensor(self.breaks[1:-1], dtype=t.dtype, device=t.device)
         piece = torch.bucketize(t.detach(), joints, right=True).clamp(max=self.pieces - 1)
         return piece, t * self.pieces - piece
@@ -133,10 +135,12 @@ class Bezier(BezierSpline):
       \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
 
     On a flat space, the curve is computed as $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$. It is then contained in
-    the convex hull of its control points.
+    the convex hull of its control points. Parameters outside [0, 1] extrapolate the curve. The curve is differentiable
+    with respect to $\varphi$ and $t$.
 
     The curve starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, and up to rounding on a curved
-    one. If points are equivalence classes of tensors, the representative at the end may differ from $\varphi_n$.
+    space. If points are equivalence classes of tensors, the end point can be another representative of $\varphi_n$.
+
     Parameters outside [0, 1] extrapolate the curve. The curve is differentiable with respect to $\varphi$ and $t$.
 
     Args:
@@ -179,7 +183,7 @@ class Bezier(BezierSpline):
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
-        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the control points: $b_i(x)\, w$ on a flat space.
+        r"""Pull a derivative `w` at a point of the curve back to the control points: $b_i(x)\, w$ on a flat space.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -195,22 +199,23 @@ class Bezier(BezierSpline):
         t = as_parameter(x, phi)
         check_shape("w", w, *t.shape, *phi.shape[1:])
         coefficients = basis(self.degree, t).reshape(-1, self.size)
+        # A single pullback is an outer product, which is faster than a matrix product with one row.
         if len(coefficients) == 1:
             return torch.outer(coefficients[0].to(phi.dtype), w.to(phi.dtype).flatten()).reshape(phi.shape)
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Return the control points of $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$, by de Casteljau.
+        r"""Split the curve at `t`, and return the control points of both parts.
 
-        On a curved space, the two parts agree with the curve up to an error of third order in its size. Their end
-        points are on the curve.
+        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, they have the
+        correct end points, and agree with the curve up to an error of third order in its size.
 
         Args:
             phi: control points (degree + 1, *space.shape).
             t: the parameter at which to split the curve.
 
         Returns:
-            Two tensors in the shape of `phi`. The last point of the first is the first point of the second.
+            Two tensors in the shape of `phi`. The last point of the first tensor is the first point of the second.
 
         Raises:
             ArgumentError: if `phi` has another shape, or `t` is not finite.
@@ -228,6 +233,8 @@ class Bezier(BezierSpline):
             right = torch.zeros_like(left)
             at = as_parameter(t, phi)
             for k in range(n + 1):
+                # By the blossoming principle, control point k of the left part is the point at t of the curve with the
+                # first k + 1 control points.
                 left[k, : k + 1] = basis(k, at)
                 right[k, k:] = basis(n - k, at)
             return weighted_sum(left, phi), weighted_sum(right, phi)
@@ -241,11 +248,11 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Return the control points of the same curve in a higher degree.
+        r"""Return the control points of the same curve as a Bézier curve of higher degree.
 
-        One elevation computes the points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. The result belongs to
-        `Bezier(space, degree + times)`. On a curved space, the curves agree up to an error of third order in their
-        size. Their end points are the same.
+        The result belongs to `Bezier(space, degree + times)`. One elevation computes the points
+        $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. On a curved space, the two curves have the same end points
+        and agree up to an error of third order in their size.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -266,6 +273,7 @@ class Bezier(BezierSpline):
         for n in range(self.size, self.size + check_count("times", times, at_least=0)):
             fraction = torch.arange(1, n, dtype=torch.float64, device=phi.device) / n
             if self.space.flat:
+                # Convex combinations in float64 are rounded once to the dtype of the points.
                 s = fraction.reshape(-1, *(1 for _ in phi.shape[1:]))
                 inner = ((1 - s) * phi[1:].double() + s * phi[:-1].double()).to(phi.dtype)
             else:
@@ -282,7 +290,7 @@ class Bezier(BezierSpline):
 
         Args:
             points: data points (m, *space.shape) with m > degree.
-            parameters: $t_j$ (m,). By default they are proportional to the chord length, from 0 to 1.
+            parameters: $t_j$ (m,). The default is proportional to the chord length, from 0 to 1.
             fixed_ends: whether the curve starts exactly at the first data point and ends exactly at the last one.
 
         Returns:
@@ -314,6 +322,8 @@ class Bezier(BezierSpline):
         free = design[:, 1:-1] if fixed_ends else design
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
+        # The solution is linear in the points. Solving for the unit vectors gives coefficients, and one combination per
+        # control point reads the points.
         target = torch.eye(len(points), dtype=torch.float64)
         if fixed_ends:
             target[:, 0] -= design[:, 0]
@@ -325,18 +335,17 @@ class Bezier(BezierSpline):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        On a flat space, the squared distance is a polynomial of degree 2n. Its Bernstein coefficients follow from one
-        Gram matrix for each point, and all roots of its derivative are compared. The result is a global minimum up to
-        the rounding of the coefficients. On a curved space, the search starts at the best of 32 parameters per control
-        point and refines it to rounding. It can miss the global minimum.
+        On a flat space, the squared distance is a polynomial of degree 2n, and the method compares all roots of its
+        derivative. The result is a global minimum up to the rounding of the coefficients. On a curved space, the method
+        evaluates 32 parameters per control point and refines the best parameter. It can then miss the global minimum.
 
         Args:
             phi: control points (degree + 1, *space.shape).
             point: points (*batch, *space.shape).
 
         Returns:
-            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The first derivatives of the
-            distances with respect to `phi` and `point` are correct. Higher derivatives are not, because the parameter
+            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The distances have correct
+            first derivatives with respect to `phi` and `point`. Higher derivatives are wrong, because the parameter
             counts as constant.
 
         Raises:
@@ -348,10 +357,12 @@ class Bezier(BezierSpline):
         points = self._points(point).flatten(1)
         batch = point.shape[: point.ndim - len(self.space.shape)]
         rows = list(phi.flatten(1))
+        # The squared distance is a quadratic form in the Bernstein weights, whose matrix is the Gram matrix of φ_i - p.
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
         if not all(map(is_finite, squares)):
             raise ArgumentError("phi, point: expected values with finite squares in float64, got NaN or infinity")
         t = phi.new_tensor([argmin(product_coefficients(inner.tolist())) for inner in squares], dtype=torch.float64)
+        # The distances are computed from vectors, because the polynomial cancels near the curve.
         offsets = [combine(None, rows, b, minus=p) for b, p in zip(basis(self.degree, t), points, strict=True)]
         lengths = [offset.double().norm() for offset in offsets]
         distances = torch.stack(lengths) if lengths else t
@@ -363,7 +374,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
     Args:
         space: a space with exp and log.
-        polygon: control points (n + 1, *space.shape), or those of each parameter, (*batch, n + 1, *space.shape).
+        polygon: control points (n + 1, *space.shape), or (*batch, n + 1, *space.shape) with one curve per parameter.
         t: parameters (*batch,).
 
     Returns:
@@ -384,14 +395,14 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, also under autocast."""
+    """Compute weighted sums of points (k, *shape) in the dtype of the points, even under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])
 
 
 def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
-    r"""Compute $\langle \varphi_{i+1} - \varphi_i,\, \varphi_{j+1} - \varphi_j \rangle$ in float64, on the CPU."""
+    r"""Compute the Gram matrix of the differences $\varphi_{i+1} - \varphi_i$ in float64, on the CPU."""
     rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
     inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
     if not bool(inner.isfinite().all()):
@@ -400,10 +411,10 @@ def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
 
 
 def check_space(space: Manifold) -> None:
-    """Check that a space supports curves: that it is flat, or has exp and log.
+    """Check that a space supports curves, that is, that the space is flat or has exp and log.
 
     Raises:
-        ArgumentError: if it does not. The message contains the missing primitive.
+        ArgumentError: if the space does not support curves. The message contains the missing primitive.
     """
     check_is_manifold(space)
     missing = sorted({"exp", "log"} - space.capabilities)

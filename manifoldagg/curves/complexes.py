@@ -1,4 +1,4 @@
-"""Simplicial complexes: simplices that share vertices, as one embedding."""
+"""Simplicial complexes: embeddings that consist of simplices with shared vertices."""
 
 import itertools
 import math
@@ -24,12 +24,14 @@ VolumeMode = Literal["face", "volume"]
 
 @dataclass(frozen=True)
 class Complex(Hull):
-    r"""A simplicial complex with the vertices $\varphi_0, \dots, \varphi_{V-1}$, which its simplices share.
+    r"""A simplicial complex: simplices (faces) with shared vertices $\varphi_0, \dots, \varphi_{V-1}$.
 
-    A point of the domain is a vector $x \in \mathbb{R}^V$ of barycentric coordinates that are 0 outside of one face.
-    Its image $\iota_\varphi(x)$ is the image under the [`Simplex`][manifoldagg.curves.simplex.Simplex] of this face.
-    Two faces have the same image on their intersection. On a curved space, the derivatives at a point of several faces
-    are those of the first of these faces.
+    A coordinate vector $x \in \mathbb{R}^V$ contains barycentric coordinates that are nonzero only for the vertices of
+    one face. Its image $\iota_\varphi(x)$ is a point of this face, as in a
+    [`Simplex`][manifoldagg.curves.simplex.Simplex].
+
+    Two faces agree on their intersection. On a curved space, a point of several faces has the derivatives of the first
+    face.
 
     Args:
         space: as for a simplex.
@@ -94,7 +96,7 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw points of the domain, (*batch, V): a face with equal probability, and a uniform point of this face."""
+        """Draw barycentric coordinates (*batch, V): a random face, and a uniform point of this face."""
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -107,12 +109,14 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        r"""Draw points of the domain, (*batch, V), whose images are uniform: faces are drawn by their volumes.
+        """Draw barycentric coordinates (*batch, V) of uniformly distributed points of the complex.
+
+        The probability of a face is proportional to its volume.
 
         Args:
             phi: the vertices (V, *space.shape).
             batch: the shape of the batch.
-            by: `"volume"` to draw faces by their volumes, or `"face"` to draw them with equal probability.
+            by: `"volume"` for probabilities proportional to the volumes, or `"face"` for equal probabilities.
             generator: the random generator.
 
         Raises:
@@ -129,12 +133,12 @@ class Complex(Hull):
         return self._sample_in_faces(faces[1:].reshape(batch), generator)
 
     def log_volumes(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, " faces"]:
-        """Compute the log-volume of each face, as for a [`Simplex`][manifoldagg.curves.simplex.Simplex]."""
+        """Compute the log-volume of each face, with `Simplex.log_volume`."""
         self._check_phi(phi)
         return torch.stack([Simplex(self.space, len(face)).log_volume(phi[list(face)]) for face in self.faces])
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        """Compute the sum of the volumes of the faces on a flat space. Overlaps count more than once.
+        """Compute the sum of the volumes of the faces on a flat space. Overlapping parts count more than once.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the faces have different dimensions.
@@ -144,9 +148,9 @@ class Complex(Hull):
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""Compute a volume regulariser: $\log \sum_f V_f$, or $\sum_f \log V_f$ with `by="face"`.
+        r"""Compute a volume regulariser from the volumes $V_f$ of the faces: $\log \sum_f V_f$.
 
-        The second form keeps every face from degenerating.
+        With `by="face"`, the regulariser is $\sum_f \log V_f$ instead, which prevents the collapse of single faces.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
@@ -156,6 +160,8 @@ class Complex(Hull):
             return self.log_volumes(phi).sum()
         self._check_equal_dimensions()
         logs = self.log_volumes(phi)
+        # Subtracting the largest logarithm avoids overflow and underflow of the volumes. If all volumes are 0, the
+        # subtraction would give NaN.
         largest = logs.detach().amax()
         is_positive = largest > -math.inf
         total = torch.where(is_positive, logs - torch.where(is_positive, largest, 0.0), 0.0).exp().sum().log()
@@ -164,9 +170,9 @@ class Complex(Hull):
     def log_volume_gradient(
         self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
     ) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`.
+        r"""Compute the gradient of `log_volume`, $\sum_f s_f\, \partial \log V_f$.
 
-        It is $\sum_f s_f\, \partial \log V_f$, where $s_f = V_f / \sum V$, or $s_f = 1$ with `by="face"`.
+        The factor is $s_f = V_f / \sum V$, or $s_f = 1$ with `by="face"`.
         """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
@@ -180,9 +186,9 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """Compute the barycentric coordinates of the nearest points over all faces, and the distances.
+        """Compute the barycentric coordinates of the nearest point of the complex, and the distance.
 
-        The first face has precedence if several are equally near.
+        If several faces are equally near, the result is on the first of these faces.
         """
         self._check_phi(phi)
         candidates = []
@@ -197,13 +203,13 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the float64 weights of the vertices at points `x` (*batch, V) of faces: `x` divided by its sum."""
+        """Return the weights of the vertices: the coordinates `x` (*batch, V) divided by their sum, in float64."""
         self._containing_face(x)
         return super().weights(x)
 
     def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
-        # The mean uses only the vertices of the face, so that vertices of other faces need no log. Shorter faces are
-        # padded with their first vertex and weight 0.
+        # The mean uses only the vertices of the face, so the other vertices need no log. Faces with fewer vertices are
+        # padded with their first vertex and the weight 0.
         face = self._containing_face(x).to(phi.device)
         longest = max(map(len, self.faces))
         table = [[*f, *[f[0]] * (longest - len(f))] for f in self.faces]
@@ -214,12 +220,13 @@ class Complex(Hull):
         return weighted_mean(self.space, phi[corners].double(), weights).to(phi.dtype)
 
     def _membership(self, device: torch.device) -> Tensor:
-        """Return whether each face contains each vertex: (faces, V)."""
+        """Return the mask (faces, V) of the vertices that belong to each face."""
         return torch.tensor([[vertex in face for vertex in range(self.size)] for face in self.faces], device=device)
 
     def _containing_face(self, x: Coordinates) -> Tensor:
         """Return the index of the first face that contains each point of the domain: (*batch,)."""
         coordinates = check_barycentric(x, self.size)
+        # The weight outside of a face is 0 for the faces that contain the point.
         outside = (coordinates.detach().double().abs().unsqueeze(-2) * ~self._membership(coordinates.device)).sum(-1)
         least, face = outside.min(-1)
         if not needs_autograd_path([least]):
@@ -231,7 +238,8 @@ class Complex(Hull):
         return face
 
     def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw uniform points of faces (*batch,): exponential variables of the vertices, divided by their sum."""
+        """Draw a uniform point of each given face by normalising exponential variables."""
+        # Normalised exponential variables are uniformly distributed on a simplex (Dirichlet distribution).
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
         spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]
         return spacings / spacings.sum(-1, keepdim=True)
@@ -239,6 +247,7 @@ class Complex(Hull):
     def _volume_fractions(self, phi: Tensor) -> Tensor:
         """Return the fraction of the total volume of each face, or zeros if the total volume is 0."""
         self._check_equal_dimensions()
+        # The softmax of log-volumes is V_f / Σ V without overflow. If all volumes are 0, it is NaN.
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:

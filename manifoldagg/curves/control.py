@@ -1,4 +1,4 @@
-"""Trainable control points of an embedding: their selection, initialisation and parametrisation."""
+"""Trainable control points of an embedding: selection, initial values and parametrisation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,17 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""The settings of the inner points of $\varphi$ in a fit.
+    r"""Settings for the inner control points of an embedding in a fit.
 
     Args:
         rate: the learning rate of the inner points. The default is the learning rate of the end points.
-        start: the initial inner points of the second phase: equally spaced on the `"chord"`, or all equal to the
-            `"base"` $\Theta^t$.
-        projection: $\gamma \in [0, 1]$, the fraction of the component along the chord that is removed from the
-            displacements of the inner points from the chord. The fit returns the points after the removal. It requires
-            a flat space.
+        start: the initial inner points of the second phase. `"chord"` spaces them equally on the chord, and `"base"`
+            sets all of them to $\Theta^t$.
+        projection: $\gamma \in [0, 1]$, how much of the motion along the chord is removed from the inner points. The
+            value 1 removes all of this motion. The option requires a flat space.
         free: the indices of the trainable points. The default is all points except the first and the last.
-        volume: $\lambda \ge 0$, the weight of the regulariser $-\lambda \log \operatorname{vol} \varphi$. It requires
-            an embedding with the method `log_volume`.
+        volume: $\lambda \ge 0$, the weight of the regulariser $-\lambda \log \operatorname{vol} \varphi$. The option
+            requires an embedding with the method `log_volume`.
 
     Raises:
         ArgumentError: if an option is invalid.
@@ -70,10 +69,14 @@ class Control:
         return trainable
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
-        """Check the settings for an embedding, and return whether the inner points are relative to the chord.
+        """Check that the settings suit an embedding.
+
+        Returns:
+            Whether the inner points are stored as displacements from the chord.
 
         Raises:
-            ArgumentError: if the settings require a curve on a flat space, other trainable points or a `log_volume`.
+            ArgumentError: if the embedding lacks a property that the settings require: a curve on a flat space, inner
+                points that are all trainable, or a method `log_volume`.
         """
         if self.volume and not hasattr(embedding, "log_volume"):
             raise ArgumentError(f"volume: expected an embedding with log_volume, got {embedding}")
@@ -90,7 +93,6 @@ class Control:
 
     @torch.no_grad()
     def initialize(self, space: Manifold, phi: Tensor) -> None:
-        """Write the initial inner points into φ."""
         last = len(phi) - 1
         for i in range(1, last):
             if self.start == "base":
@@ -102,22 +104,22 @@ class Control:
 
 
 class FreePoints:
-    r"""The tensor $\varphi$, with optimiser parameters for its last point and for the `free` points.
+    r"""The control points $\varphi$ of a fit, with optimiser parameters for the last point and the `free` points.
 
-    The parameters are views of $\varphi$, and consecutive inner points share one parameter. In the *relative* form,
-    which requires a flat space, the parameter of the inner points contains their displacements $\delta_i$ from the
-    chord:
+    By default, each parameter is a view of $\varphi$, and consecutive inner points share one parameter. With
+    `projection`, which requires a flat space, the parameter of the inner points contains their displacements $\delta_i$
+    from the chord:
 
     $$\varphi_i = c_i + \delta_i - \gamma \operatorname{proj}_\Delta \delta_i, \qquad
       c_i = \varphi_0 + \tfrac{i}{n} \Delta, \qquad \Delta = \varphi_n - \varphi_0.$$
 
-    The inner points then move together with the end point. With $\gamma = 1$ they can bend the curve, but they cannot
-    move along the chord.
+    The inner points then move together with the end point. With $\gamma = 1$, they can bend the curve but cannot move
+    along the chord.
 
     Args:
         phi: the points (size, *space.shape). The tensor is modified in place.
         free: the indices of the points that are trained in the second phase.
-        projection: $\gamma$ of the relative form, or `None` for views.
+        projection: $\gamma$, or `None` for parameters that are views of $\varphi$.
     """
 
     def __init__(self, phi: Tensor, free: set[int], projection: float | None = None) -> None:
@@ -143,9 +145,10 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        r"""Set the gradients of the free points from the derivative with respect to $\varphi$, (size, *shape)."""
+        r"""Set the gradients of the optimiser parameters, given the derivative with respect to all points $\varphi$."""
         pulled = derivative
         if self.shift is not None:
+            # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():
@@ -156,15 +159,16 @@ class FreePoints:
             self.start.grad = pulled[0]
 
     def refresh(self) -> None:
-        """Write the inner points of the relative form into φ. Views need no refresh."""
+        """Recompute the inner points of φ if the parameters contain displacements from the chord."""
         if self.shift is not None:
             with torch.no_grad():
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
 
     def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
         chord = end - start
+        # Float64 avoids overflow and underflow of the squares of float32 entries.
         square = chord.double() @ chord.double()
-        # If the chord of a closed curve is 0, the quotient is 0 / 1, and its derivative is 0 as well.
+        # The chord of a closed curve is 0. The quotient is then computed as 0 / 1, so its derivative is 0, not NaN.
         along = (shift.double() @ chord.double() / torch.where(square == 0, 1.0, square)).to(shift.dtype)
         bent = shift - (self.projection or 0.0) * torch.outer(along, chord)
         return torch.cat([start.unsqueeze(0), self._chord(start, end) + bent, end.unsqueeze(0)])
@@ -177,7 +181,7 @@ class FreePoints:
 def initial_points(
     embedding: Embedding, start: Tensor | None, end: Tensor | None, phi: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the base point, and a new tensor with the initial points of a fit.
+    """Return the base point of a fit, and a new tensor with the initial control points.
 
     Raises:
         ArgumentError: if an argument is missing or invalid.
@@ -204,7 +208,6 @@ def initial_points(
 
 
 def _index_intervals(indices: list[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive indices as half-open intervals."""
     starts = [i for i in indices if i - 1 not in indices]
     ends = [i + 1 for i in indices if i + 1 not in indices]
     return list(zip(starts, ends, strict=True))

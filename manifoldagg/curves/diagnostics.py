@@ -1,4 +1,4 @@
-"""Diagnostics of a path through a loss landscape: its barrier, its ratio to the chord, and its curvature."""
+"""Diagnostics of a curve in a loss landscape: its barrier, its curvature, and the ratio of the losses to the chord."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,21 +24,23 @@ __all__ = ["Barrier", "Curvature", "barrier", "chord_ratio", "curvature"]
 
 PARAMETRISATIONS = ("parameter", "length")
 MIN_RELATIVE_SPEED = 1e-12
-"""The speed, relative to the mean speed, below which rounding destroys the direction of a path."""
+"""The minimum ratio of the speed to the mean speed. Below this ratio, rounding destroys the direction of a curve."""
 LEFT_OFFSET = 2.0**-48
-"""The offset of the parameter before a corner: larger than its rounding error, but too small to change a direction."""
+"""The distance from a corner at which the velocity before the corner is evaluated.
+
+The distance is larger than the rounding error of the parameter, but too small to change the direction.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Barrier:
-    r"""The losses $L$ along a curve and along its chord, which have the same start and end.
+    """The losses $L$ along a curve and along its chord.
 
     Attributes:
         t: (m,), the parameters of the curve at which the losses are evaluated.
-        fraction: (m,), the fraction of the path before each of these points: `t` itself, or the fraction of the length.
-            The chord's losses are evaluated at the same fractions of the chord.
+        fraction: (m,), `t`, or the fraction of the length before each point.
         losses: (m,), the losses along the curve.
-        chord: (m,), the losses along the chord, which is a straight line or a geodesic.
+        chord: (m,), the losses at the same fractions of the chord, which is a straight line or a geodesic.
     """
 
     t: Float64[Tensor, " m"]
@@ -56,7 +58,7 @@ class Barrier:
 
     @property
     def argmax(self) -> float:
-        """The parameter `t` of the barrier of the curve."""
+        """The parameter `t` at which the barrier of the curve occurs."""
         return self.t[self._excess(self.losses).argmax()].item()
 
     @property
@@ -66,7 +68,7 @@ class Barrier:
 
     @property
     def chord_argmax(self) -> float:
-        """The position on the chord of its barrier."""
+        """The fraction of the chord at which the barrier of the chord occurs."""
         return self.fraction[self._excess(self.chord).argmax()].item()
 
     def plot(
@@ -78,7 +80,7 @@ class Barrier:
         color: str = "black",
         legend: bool = True,
     ) -> Any:
-        """Plot both profiles, and the line from which their heights are measured.
+        """Plot the losses along the curve and along its chord.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -102,7 +104,7 @@ class Barrier:
         return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
-        """Return the losses minus their linear interpolation between the ends, which is exactly 0 at the ends."""
+        """Return the losses minus the linear interpolation between both ends, which is exactly 0 at the ends."""
         excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
         excess[[0, -1]] = 0
         return excess
@@ -132,16 +134,16 @@ class Curvature:
 
     @property
     def argmax(self) -> float:
-        """The parameter of the maximum."""
+        """The parameter at which the curvature is largest."""
         return self.t[self.values.argmax()].item()
 
 
 def barrier(
     curve: CurveEmbedding, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
 ) -> Barrier:
-    r"""Compute the barrier of the loss along a curve and along its chord:
+    r"""Compute the barrier of the loss along a curve and along its chord.
 
-    $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big).$$
+    $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big)$$
 
     The maximum is taken over a grid that contains both ends, so a barrier is never negative.
 
@@ -150,13 +152,14 @@ def barrier(
         phi: the control points of the curve, (size, *space.shape).
         function: a function from a point (*space.shape) to a number, such as the loss over a data set.
         points: the number of grid points on the curve and on the chord.
-        by: `"parameter"` for a grid that is uniform in t, or `"length"` for one that is uniform in the length.
+        by: `"parameter"` for a grid that is uniform in t, or `"length"` for a grid that is uniform in the arc length.
 
     Raises:
         ArgumentError: if an argument is invalid, or `function` does not return a finite number at a grid point.
 
-    Source: Frankle et al. 2020, section 2, for two unequal ends; Garipov et al. 2018. Cost: 2 `points` - 2 calls of
-        `function`.
+    Source: Frankle et al. 2020, section 2, for two unequal ends; Garipov et al. 2018.
+
+    Cost: 2 `points` - 2 calls of `function`.
 
     Example:
         The chord crosses a ridge between two valleys, and the curve avoids its top.
@@ -176,6 +179,7 @@ def barrier(
     check_choice("by", by, PARAMETRISATIONS)
     curve._check_phi(phi)
     phi = phi.detach()
+    # The chord is evaluated at the same fractions as the curve.
     part = torch.linspace(0, 1, points, dtype=torch.float64)
     t = part if by == "parameter" else curve.parameter_at_length(phi, part).cpu()
     start = curve(phi, 0.0)
@@ -193,10 +197,11 @@ def chord_ratio(profile: Barrier) -> float:
 
     $$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda,$$
 
-    where $\gamma$ is the curve and $\hat\gamma$ the chord. The ratio estimates the quality $Q$ of a learned manifold.
-    The Report assumes that the loss at a fraction $\lambda$ of the length of the geodesic is at most $1/Q$ times the
-    loss at the same fraction of the chord. As printed, the assumption requires this for every $\lambda$. At the ends
-    the ratio is 1, so no $Q > 1$ satisfies it.
+    where $\gamma$ is the curve and $\hat\gamma$ is the chord, both at the fraction $\lambda$ of their length.
+
+    The ratio estimates the quality $Q$ of a learned manifold. The Report assumes that $L(\gamma(\lambda))$ is at most
+    $1/Q$ times $L(\hat\gamma(\lambda))$ for every $\lambda$. At the ends, both losses are equal, so no $Q > 1$
+    satisfies the assumption as printed.
 
     Args:
         profile: the result of [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, for a positive
@@ -225,21 +230,21 @@ def chord_ratio(profile: Barrier) -> float:
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
-    r"""Compute the curvature and the total turning of a path.
+    r"""Compute the curvature and the total turning of a curve.
 
     With the velocity $v$ and the covariant acceleration $a$, they are
 
     $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
 
-    where the sum is over the angles at the corners of a piecewise curve. A geodesic has $k = 0$. If $\|v\|$ is below
-    1e-12 times its mean, the curvature counts as 0.
+    where the sum is over the angles at the corners of a piecewise curve. A geodesic has the curvature 0. If $\|v\|$ is
+    below 1e-12 times its mean, the curvature counts as 0.
 
     Args:
         curve: a curve on any space.
         phi: the control points of the curve, (size, *space.shape).
-        points: the number of evenly spaced parameters. For a Bézier curve on a flat space, the parameter of the maximum
-            curvature is added. It is one of the roots of a polynomial.
+        points: the number of evenly spaced parameters. For a Bézier curve on a flat space, the exact parameter of the
+            maximum curvature is added.
 
     Returns:
         The curvature at each parameter, and the total turning by quadrature.
@@ -268,7 +273,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
     if not curve.space.flat:
         phi = phi.double()
     else:
-        # The same curve in coordinates of the span of its control points.
+        # The coordinates in the span of the control points have at most n entries instead of P.
         phi = coordinates(phi)
         curve = replace(curve, space=Flat(phi.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
         sharpest = [max_curvature(phi)[0]] if isinstance(curve, Bezier) and min_speed(phi)[1] > min_norm else []
@@ -277,8 +282,8 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
     with torch.no_grad():
         speed, turning = _turning_rate(curve, phi, parameters, min_norm)
         values = turning / torch.where(speed > min_norm, speed, 1)
-        # The integrand gets an offset of one radian. The tolerance of the quadrature is relative, so it does not try to
-        # resolve the rounding errors of an almost straight path.
+        # The tolerance of the quadrature is relative. An offset of one radian keeps it from resolving the rounding
+        # errors of an almost straight path.
         total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, min_norm)[1], curve.breaks).item() - 1
         corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)
         if len(corners):
@@ -291,7 +296,10 @@ def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> fl
 
 
 def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> tuple[Tensor, Tensor]:
-    """Compute the speed and the turning rate in radians per unit of t, which is 0 if the speed is below `min_norm`."""
+    """Compute the speed, and the turning rate in radians per unit of t.
+
+    If the speed is below `min_norm`, the turning rate is 0.
+    """
     parameters = t.flatten()
     point = curve(phi, parameters)
     v = curve.velocity(phi, parameters)
@@ -305,13 +313,16 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
 
 
 def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
-    """Compute the angles in [0, π] between the velocities before and after joints; 0 if a speed is below `min_norm`."""
+    """Compute the angles in [0, π] between the velocities before and after each joint.
+
+    If one of the speeds is below `min_norm`, the angle is 0.
+    """
     point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)
     after = curve.velocity(phi, t)
     sizes = [norm(curve.space, point, v) for v in (before, after)]
-    # Both vectors are scaled to equal length. The tangent of half the angle is then |w - u| / |w + u|, which does not
-    # cancel digits at small angles.
+    # Both vectors are scaled to equal length. The tangent of half the angle is then |w - u| / |w + u|, so no digits
+    # cancel at small angles.
     u, w = (
         size.reshape(-1, *(1 for _ in phi.shape[1:])) * v for size, v in zip(sizes[::-1], (before, after), strict=True)
     )

@@ -1,11 +1,11 @@
-r"""The parameter at which a Bézier curve reaches a given fraction of its chord length: Manifold (12), solved exactly.
+r"""The parameter at which a Bézier curve reaches a given fraction of its chord length, computed exactly.
 
-With the displacements $v_i = \varphi_i - \varphi_0$ and their Gram matrix $G$, the squared distance from the start is
+The squared distance from the start is a polynomial of degree 2n. With the displacements $v_i = \varphi_i - \varphi_0$
+and their Gram matrix $G$,
 
-$$d^2(s) = b(s)^\top G\, b(s), \qquad b_i(s) = \tbinom{n}{i} s^i (1-s)^{n-i},$$
+$$d^2(s) = b(s)^\top G\, b(s), \qquad b_i(s) = \tbinom{n}{i} s^i (1-s)^{n-i}.$$
 
-a polynomial of degree 2n. Its Bernstein coefficients follow from $G$ by the formula for products. The signs of the
-coefficients isolate the first parameter at which $d^2(s) = \rho^2\, d^2(1)$.
+The signs of its Bernstein coefficients isolate the first root of $d^2(s) = \rho^2\, d^2(1)$, which is Manifold (12).
 """
 
 import math
@@ -24,7 +24,7 @@ __all__ = ["OVERSHOOT", "parameter_at_distance", "parameter_at_distance_from_gra
 
 OVERSHOOT = ("clamp", "extend")
 NEGLIGIBLE = 1e-150
-"""The fraction of the chord below which the square underflows in float64. Smaller fractions count as 0."""
+"""The fraction of the chord whose square underflows in float64. Smaller fractions count as 0."""
 ROUNDING = 1e-14
 """The rounding error of a sum of products in float64, relative to the sum of their magnitudes."""
 
@@ -32,7 +32,9 @@ Gram = Sequence[Sequence[Any]]
 
 
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
-    r"""Find the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
+    r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
+
+    This is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$, (n, P). For a quadratic curve, these are
@@ -41,8 +43,8 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
         overshoot: `"clamp"` replaces `rho` by min(rho, 1). `"extend"` extrapolates the polynomial beyond s = 1.
 
     Returns:
-        The parameter $s$. For a straight line (n = 1), it is `rho`. For a closed curve, whose chord length is 0, and
-        for rho < 1e-150, it is 0.
+        The parameter $s$. For a straight line (n = 1), $s$ equals `rho`. For a closed curve, whose chord length is 0,
+        and for rho < 1e-150, $s$ is 0.
 
     Raises:
         ArgumentError: if `displacements` is not a finite (n, P) tensor, `rho` is not a number >= 0, or `overshoot` is
@@ -65,9 +67,9 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """Compute `parameter_at_distance` from the n x n Gram matrix of the displacements, without tensors.
+    """Compute `parameter_at_distance` from the Gram matrix (n, n) of the displacements.
 
-    This function checks that the squared norms are finite. It does not check `rho` and `overshoot`.
+    The function checks that the squared norms are finite. It does not check `rho` and `overshoot`.
     """
     for i, row in enumerate(inner):
         if not math.isfinite(row[i]):
@@ -80,10 +82,10 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
         return rho
     if chord <= 0 or rho < NEGLIGIBLE:
         return 0.0
-    # In units of the chord no product underflows or overflows, and the squared chord is exactly 1.
+    # In units of the chord, no product underflows or overflows, and the squared length of the chord is exactly 1.
     unit = [[entry / chord for entry in row] for row in inner]
-    # The polynomial ρ² - d² is positive at the start, and 0 counts as negative. A curve that only touches the distance
-    # therefore reaches it. If d' = 0 at the root, an error ε of the coefficients changes s by √ε.
+    # The polynomial ρ² - d² is positive at the start, and 0 counts as negative. A curve that only touches the
+    # distance therefore counts as reaching it. If d' = 0 at the root, an error ε of the coefficients changes s by √ε.
     square = rho * rho
     difference = [square - value for value in squared_distance(unit)]
     end = 1.0
@@ -96,25 +98,27 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
             difference = [square - value for value in _bernstein_coefficients(powers, end)]
             if not math.isfinite(difference[-1]):
                 raise DivergenceError(f"rho: expected a distance that the curve reaches in float64, got {rho:g} chords")
-    # The curve can cross the distance several times, and the first crossing is the result. If rounding hides the
-    # crossing, the result is the end.
+    # The curve can cross the distance several times. The result is the first crossing, or the end if rounding hides
+    # every crossing.
     return end * next(roots(difference), 1.0)
 
 
 def squared_distance(inner: Gram) -> list[Any]:
-    """Compute the Bernstein coefficients of d², of degree 2n, from the Gram matrix of the displacements (v_0 = 0)."""
+    """Compute the Bernstein coefficients of d² from the Gram matrix of the displacements."""
+    # The displacement v_0 of the start is 0, so its row and column of the Gram matrix are 0.
     zeros = [0.0] * (len(inner) + 1)
     return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 
 
 def _monomial_coefficients(inner: Gram) -> list[float]:
-    """Compute the coefficients of d² in powers of s, which are accurate for s > 1.
+    """Compute the coefficients of d² in powers of s, which are more accurate than Bernstein weights for s > 1.
 
     The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i.
     """
     n = len(inner)
     to_power = [[(-1) ** (k - i) * math.comb(n, k) * math.comb(k, i) for i in range(1, n + 1)] for k in range(1, n + 1)]
     coefficients = [0.0] * (2 * n + 1)
+    # By the Cauchy-Schwarz inequality, `size[k] * size[m]` bounds the sum of the magnitudes of the terms.
     size = [sum(abs(row[i]) * math.sqrt(inner[i][i]) for i in range(n)) for row in to_power]
     for k in range(n):
         for m in range(n):

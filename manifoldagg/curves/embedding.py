@@ -1,4 +1,4 @@
-"""Embeddings: low-dimensional subsets of the space of models that a few control points parameterise."""
+"""Base class of embeddings: low-dimensional subsets of the space of models, such as curves."""
 
 import abc
 from dataclasses import replace
@@ -18,13 +18,14 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""An embedding $\iota_\varphi : M \to M_\Theta$, parameterised by `size` control points $\varphi$ of $M_\Theta$.
+    r"""A low-dimensional subset of the space of models, such as a curve, that is defined by control points.
 
-    The control points are one tensor (size, *space.shape). Coordinates $x \in M$ are a tensor (*batch, *domain), where
-    `domain` is `()` for a curve and (m,) for m coordinates. All methods are differentiable with respect to $\varphi$
-    and $x$, unless they state otherwise.
+    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models. The
+    control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are a tensor
+    (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
 
-    An embedding is a frozen value. It does not contain $\varphi$, which is an argument of its methods.
+    An embedding does not store $\varphi$, which is an argument of its methods. All methods are differentiable with
+    respect to $\varphi$ and $x$, unless they state otherwise.
     """
 
     space: Manifold
@@ -37,7 +38,7 @@ class Embedding(abc.ABC):
     @property
     @abc.abstractmethod
     def domain(self) -> tuple[int, ...]:
-        """The shape of the coordinates of one point: () for a number."""
+        """The shape of the coordinates of one point: () for a curve, whose coordinate is a number."""
 
     @abc.abstractmethod
     def __call__(self, phi: Float[Tensor, "size ..."], x: Coordinates) -> Float[Tensor, "..."]:
@@ -85,11 +86,11 @@ class Embedding(abc.ABC):
         return s
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Compute the coordinates $x$ for which $\iota_\varphi(x)$ is nearest to a point, and the distance."""
+        """Compute the coordinates of the point of the embedding that is nearest to `point`, and the distance."""
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
     def contains(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) are in the image: (*batch,)."""
+        """Return whether each of the points (*batch, *space.shape) is in the image: (*batch,)."""
         raise NotImplementedError(f"{type(self).__name__} has no contains")
 
     def collapse(self, point: Float[Tensor, "..."]) -> Float[Tensor, "size ..."]:
@@ -100,14 +101,14 @@ class Embedding(abc.ABC):
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent `u` (*batch, *domain), by one jvp."""
+        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` by forward-mode differentiation."""
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], w: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
+        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` by reverse-mode differentiation.
 
         It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
         """
@@ -122,7 +123,7 @@ class Embedding(abc.ABC):
         return pulled
 
     def metric(self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."]) -> Float[Tensor, "*batch m m"]:
-        r"""Compute the positive semi-definite pullback metric $J^\top G J$ at $x$, with m = 1 for a curve."""
+        r"""Compute the pullback metric $J^\top G J$ at $x$, which is positive semi-definite. For a curve, m = 1."""
         batch = x.shape[: x.ndim - len(self.domain)]
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
@@ -147,6 +148,6 @@ class Embedding(abc.ABC):
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
-    """Return a bound on the displacement of a control point by rounding to the coarsest of the dtypes."""
+    """Return a bound on the rounding error of a control point in the least precise of the given dtypes."""
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

@@ -1,4 +1,4 @@
-"""Fitting of embeddings: two phases of stochastic gradient steps on the control points."""
+"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -32,13 +32,12 @@ STATE_KEYS = frozenset({"phi", "shift", "optimizer", "losses", "schedule", "gene
 
 @dataclass(frozen=True)
 class Training:
-    r"""The settings of a training step and of its regularisers.
+    r"""Settings for the gradient steps of a fit and for their regularisers.
 
     Args:
-        optimizer: any optimiser of `torch.optim` that steps without a closure. It is called with parameter groups and
-            `lr`. Other options can be bound with `functools.partial`, as in `partial(torch.optim.SGD, momentum=0.9)`.
-            On a curved space, it must be SGD or Adam, which is replaced by its
-            [Riemannian][manifoldagg.manifolds.RiemannianSGD] equivalent.
+        optimizer: an optimiser class of `torch.optim` whose step needs no closure. It is called with parameter groups
+            and `lr`. Other options can be bound with `partial(torch.optim.SGD, momentum=0.9)`. On a curved space, it
+            must be SGD or Adam, which is replaced by its [Riemannian][manifoldagg.manifolds.RiemannianSGD] equivalent.
         rate: the learning rate.
         proximal: $\mu \ge 0$, the weight of the proximal term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$. On a flat
             space, also another [`ProximalTerm`][manifoldagg.curves.ProximalTerm], such as
@@ -73,13 +72,13 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A learned embedding.
+    """A fitted embedding, with the losses and the state of the fit.
 
     Attributes:
         phi: the learned points (size, *space.shape).
-        losses: the loss of every step of both phases, in chronological order, without the proximal and volume terms.
-        state: the state from which `resume=` continues: a tree of tensors and numbers.
-        converged: whether every phase that had steps ended on a plateau.
+        losses: the loss of every step of both phases in chronological order, without the proximal and volume terms.
+        state: the value of `resume=` that continues this fit.
+        converged: whether every phase with at least one step ended on a plateau.
     """
 
     phi: Float[Tensor, "size ..."]
@@ -129,9 +128,10 @@ def fit(
 
     The fit has two phases:
 
-    1. $P = \delta_1$: ordinary training of the last point.
-    2. $P$ is uniform, on $[0, 1]$ for a curve. The gradient at $\iota_\varphi(S)$, with $S$ drawn for each batch, is
-       pulled back to the free points. For a Bézier curve on a flat space, it is multiplied by $b_i(S)$.
+    1. The first phase trains only the last point, as in ordinary training ($P = \delta_1$).
+    2. The second phase trains all free points. It draws $S$ uniformly for each batch, on $[0, 1]$ for a curve. The
+       gradient at $\iota_\varphi(S)$ is pulled back to the free points. For a Bézier curve on a flat space, this
+       multiplies it by $b_i(S)$.
 
     A step costs `sampling.samples` forward and backward passes of the model, independently of the size of $\varphi$.
 
@@ -147,7 +147,7 @@ def fit(
         loss: `loss(theta, batch)` to a scalar, as from
             [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
         batches: a re-iterable object, such as a list or a `DataLoader`.
-        start: $\Theta^t$ (*space.shape), such as `space.point(model)`. It is not written. The default is the first
+        start: $\Theta^t$ (*space.shape), such as `space.point(model)`. It is not modified. The default is the first
             point of `phi`.
         end: the initial last point, such as `space.point(model)`. The default is `start`.
         phi: the initial points (size, *space.shape), which replace `end` and `control.start`.
@@ -155,10 +155,10 @@ def fit(
         training: the optimiser, its learning rate, and the regularisers.
         control: the settings of the inner points.
         sampling: the sampling of $S$.
-        resume: the `state` of a fit with the same arguments, or the path of a file that `Fit.save` has written. The fit
-            continues from there. The limits of `phases` are
-            totals and may be larger than before. The state of the generator is restored, and the batches that were
-            already used are skipped. A shuffling `DataLoader` repeats its order if it uses `generator`.
+        resume: the `state` of an earlier fit with the same arguments, or the path of a file that `Fit.save` has
+            written. The new fit continues from this state. The limits of `phases` are totals and may be larger than
+            before. The fit restores the state of the generator and skips the batches that were already used. A
+            shuffling `DataLoader` repeats its order if it uses `generator`.
         generator: the generator of $S$. The default is torch's default generator, whose state is not restored.
 
     Returns:
@@ -222,7 +222,9 @@ def fit(
     except ManifoldAggError:
         raise
     except (TypeError, ValueError) as problem:
-        raise ArgumentError(f"optimizer: expected one that accepts parameter groups and lr, got: {problem}") from None
+        raise ArgumentError(
+            f"optimizer: expected a class that accepts parameter groups and lr, got an error: {problem}"
+        ) from None
     schedule = Schedule(batches, phases, generator, None if resume is None else resume["schedule"])
     losses: list[float] = []
     if resume is not None:
@@ -236,6 +238,8 @@ def fit(
         else:
             if now.steps[1] == 1 and phi is None:
                 control.initialize(curve.space, points)
+            # The end point has moved since the previous pass, so old momenta of the displacements have lost their
+            # meaning.
             if phases.alternate and now.position == 1:
                 for parameter in learner.inner.values():
                     optimizer.state.pop(parameter, None)
@@ -272,7 +276,7 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Objective:
-    """The objective of a fit. Its values exclude the proximal and volume terms, and its derivatives include them."""
+    """The objective of a fit. Only the derivatives include the proximal and volume terms."""
 
     curve: Embedding
     loss: Loss
@@ -281,13 +285,12 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """Compute the loss and the derivative at one point, for the first phase."""
         space = self.curve.space
         value, slope = sharpness_aware_gradient(space, self.loss, theta, batch, self.training.sharpness)
         if not torch.isfinite(value):
             raise DivergenceError(f"loss: expected a finite value at step {step}, got {value.item()}; reduce the rate")
         # On a flat space, NaN and infinity propagate to the points, which are checked at the end of the fit. On a
-        # curved space, exp or project would report the points instead of the gradient.
+        # curved space, exp or project would raise an error about the points, although the gradient is the cause.
         if not (space.flat or is_finite(slope)):
             raise DivergenceError(
                 f"loss: expected a finite gradient at step {step}, got NaN or infinity although the loss is finite"
@@ -297,11 +300,12 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the loss over coordinates, and its derivative with respect to all points."""
+        """Compute the weighted mean of the losses at several coordinates, and its derivative."""
         mean = 0.0
         total = torch.zeros(())
         for k, (weight, x) in enumerate(coordinates):
             value, slope = self.at(self.curve(phi, x), batch, step)
+            # A weight of 1 needs no copy of the gradient.
             pulled = self.curve.pull_phi(phi, x, slope if weight == 1 else weight * slope)
             mean = mean + weight * value
             total = total + pulled if k else pulled
@@ -323,7 +327,6 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
 def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
-    """Restore the optimiser, the displacements of the inner points, and the generator."""
     saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):

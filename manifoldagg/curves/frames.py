@@ -15,14 +15,17 @@ def rotation_minimising(
 ) -> Float64[Tensor, "*times k m"]:
     r"""Transport normal vectors along the curve from $t = 0$ without rotation about the tangent: $R' \parallel b'$.
 
-    The frame is computed on an equidistant grid by double reflection. The first reflection is in the bisecting plane of
-    the chord between two points. The second reflection maps the reflected tangent to the tangent at the new point. One
-    more double reflection leads from the previous grid point to `t`, so $R$ is continuous. The direction of the chord
-    is computed as the mean velocity, which does not cancel for small steps. The error is of fourth order in the step.
+    The method is double reflection between the points of an equidistant grid:
+
+    1. The first reflection is in the bisecting plane of the chord between two points.
+    2. The second reflection maps the reflected tangent to the tangent at the new point.
+
+    Another double reflection leads from the previous grid point to `t`. The chord is computed from the mean velocity,
+    so no digits cancel for small steps. The error is of fourth order in the step.
 
     Args:
         control: control points (n + 1, k).
-        t: parameters. Outside [0, 1] one double reflection leads from the first or the last grid point to `t`.
+        t: parameters. Outside [0, 1], one double reflection leads from the first or the last grid point to `t`.
         start: orthonormal columns orthogonal to $b'(0)$.
         steps: the number of steps of the grid.
 
@@ -43,7 +46,7 @@ def rotation_minimising(
     grid = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=control.device)
     rotations = _double_reflection(control, grid[:-1], grid[1:])
     stride = 1
-    # A parallel prefix product: after each pass an entry is the product of twice as many rotations.
+    # A parallel prefix product: after each pass, an entry is the product of twice as many rotations.
     while stride < steps:
         rotations = torch.cat([rotations[:stride], rotations[stride:] @ rotations[:-stride]])
         stride *= 2
@@ -54,7 +57,7 @@ def rotation_minimising(
 def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute the rotations (*times, k, k) of double reflections from parameters `a` to `b`."""
     degree = len(control) - 1
-    # With this number of nodes the mean of a polynomial of degree n - 1 is exact.
+    # With this number of nodes, the mean of a polynomial of degree n - 1 is exact.
     nodes, weights = np.polynomial.legendre.leggauss((degree + 1) // 2)
     chord = torch.zeros_like(derivative(control, b))
     for node, weight in zip(nodes, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Curves: the base class of embeddings of [0, 1], and `Path`, a curve with fixed control points."""
+"""Base class of curves, and `Path`, a curve with fixed control points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ Phi = Float[Tensor, "control ..."]
 Points = Float[Tensor, "..."]
 
 SEARCH_SAMPLES = 32
-"""The number of parameters per control point at which a search on a curved space evaluates the distance."""
+"""The number of parameters per control point at which `nearest` evaluates the distance on a curved space."""
 
 
 class CurveEmbedding(Embedding):
-    r"""Base class of embeddings of [0, 1]. Parameters $t$ outside of [0, 1] extrapolate the curve.
+    """Base class of curves, which are embeddings of [0, 1]. Parameters $t$ outside [0, 1] extrapolate the curve.
 
-    The methods of this class need only the primitives of the space. Subclasses have closed forms for flat spaces.
+    The methods of this class need only the primitives of the space. Subclasses implement closed forms for flat spaces.
     """
 
     @property
@@ -52,7 +52,9 @@ class CurveEmbedding(Embedding):
         r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$, (*batch, *space.shape).
 
         It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0, because the
-        Christoffel symbols of normal coordinates vanish at the centre. It costs two nested jvps.
+        Christoffel symbols of normal coordinates vanish at the centre.
+
+        Cost: two nested jvps.
         """
         self._check_phi(phi)
         parameter = as_parameter(t, phi)
@@ -67,11 +69,10 @@ class CurveEmbedding(Embedding):
         return acceleration
 
     def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ to a relative error of 1e-12 in float64.
+        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ with a relative error of 1e-12 in float64.
 
-        The length is differentiable with respect to $\varphi$, and negative for b < a. On a flat space it costs one
-        pass over $\varphi$, because the Gram matrix of the differences of control points determines the speed.
-        Differences shorter than 1e-150 then count as 0.
+        The length is differentiable with respect to $\varphi$, and negative for b < a. On a flat space, it costs one
+        pass over $\varphi$. Differences of control points below 1e-150 then count as 0.
 
         Args:
             phi: control points (size, *space.shape).
@@ -88,7 +89,7 @@ class CurveEmbedding(Embedding):
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        r"""Compute the $t$ with length(0, t) = fraction · length(0, 1), for traversal at constant speed.
+        """Compute the parameters $t$ at given fractions of the length, for traversal at constant speed.
 
         Args:
             phi: control points (size, *space.shape).
@@ -110,18 +111,18 @@ class CurveEmbedding(Embedding):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        The search evaluates 32 parameters per control point. It then computes the root of
-        $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the neighbours of the best one. The result is exact up
-        to rounding if there is only one minimum between these neighbours. The search can miss a minimum that is
-        narrower than the distance of two parameters.
+        The search evaluates 32 parameters per control point. Between the neighbours of the best parameter, it then
+        computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$. If there is only one minimum between them,
+        the result is exact up to rounding. The search can miss a minimum that is narrower than the distance between two
+        parameters.
 
         Args:
             phi: control points (size, *space.shape).
             point: points (*batch, *space.shape).
 
         Returns:
-            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The first derivatives of the
-            distances with respect to `phi` and `point` are correct. Higher derivatives are not, because the parameter
+            Parameters (*batch,) in float64, without derivatives, and distances (*batch,). The distances have correct
+            first derivatives with respect to `phi` and `point`. Higher derivatives are wrong, because the parameter
             counts as constant.
         """
         self._check_phi(phi)
@@ -133,11 +134,10 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the curve, (*batch,).
+        r"""Return whether each of the given points is within `tolerance` of the curve: (*batch,).
 
-        The default tolerance is a bound on rounding errors, with the machine epsilon $\varepsilon$ of the coarser
-        dtype. It is $\sqrt\varepsilon$ on a curved space and $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
-        space.
+        The default tolerance is a bound on rounding errors: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
+        space, and $\sqrt\varepsilon$ on a curved space. $\varepsilon$ is the machine epsilon of the less precise dtype.
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.
@@ -162,21 +162,19 @@ class CurveEmbedding(Embedding):
         raise NotImplementedError(f"{type(self).__name__} has no split")
 
     def reverse(self, phi: Phi) -> Points:
-        r"""Return the control points of $t \mapsto \iota_\varphi(1 - t)$, which are reversed."""
+        r"""Return the control points of the reversed curve $t \mapsto \iota_\varphi(1 - t)$."""
         self._check_phi(phi)
         return phi.flip(0)
 
     def _speed(self, phi: Tensor) -> Speed:
-        """Return the speed as a function of the parameter."""
         return lambda t: norm(self.space, *self._point_and_velocity(phi, t)).to(t.device)
 
     def _point_and_velocity(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
-        """Compute points and velocities in one jvp."""
         self._check_phi(phi)
         # Forward mode does not accept a tensor whose entries share memory, such as an expanded one.
         parameter = as_parameter(t, phi).contiguous()
         point, slope = torch.func.jvp(lambda s: self(phi, s), (parameter,), (torch.ones_like(parameter),))[:2]
-        # If points are equivalence classes of tensors, the representative may move within the class. The projection
+        # If points are equivalence classes of tensors, the representative can move within its class. The projection
         # removes this component of the derivative.
         tangent = self.space._project_tangent(point, slope) if "project_tangent" in self.space.capabilities else slope
         return point, tangent
@@ -190,16 +188,17 @@ class CurveEmbedding(Embedding):
         grid = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
         samples = self(phi, grid)
         shape = (len(points), len(grid), *points.shape[1:])
+        # Points beyond the cut locus have no log. Their distance is NaN and counts as infinite.
         distances = distance(self.space, points.unsqueeze(1).expand(shape), samples.expand(shape))
         k = distances.nan_to_num(torch.inf).argmin(-1)
         best = grid[k]
 
         def decrease(t: Tensor) -> Tensor:
-            """Compute half the negative derivative of the squared distance."""
             center, velocity = self._point_and_velocity(phi, t)
             return self.space._inner(center, self.space._log(center, points), velocity)
 
         t = find_sign_change(decrease, grid[(k - 1).clamp(min=0)], grid[(k + 1).clamp(max=len(grid) - 1)])
+        # If there are several minima between the neighbours, the root can be farther away than the sample.
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))
         return torch.where(closer, t, best)
 
@@ -270,14 +269,14 @@ class Path(Generic[C]):
         return Path(self.curve, self.curve.reverse(self.phi))
 
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
-        r"""Plot the path and its control polygon in the plane through its ends and its farthest control point.
+        r"""Plot the curve and its control polygon in the plane through its ends and its farthest control point.
 
-        On a curved space, the plot shows the logs at $\varphi_0$, in a plane of the tangent space at this point.
+        On a curved space, the plot shows the logarithms at $\varphi_0$, in a plane of the tangent space at this point.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
-            function: a function of a point, such as a loss. Its contours are drawn below the path.
-            resolution: the number of grid points a side, for `function`.
+            function: a function of a point, such as a loss, whose contours are drawn behind the curve.
+            resolution: the number of grid points along each side, for `function`.
 
         Returns:
             The axes.

@@ -18,7 +18,7 @@ __all__ = ["Phases", "Schedule"]
 
 @dataclass(frozen=True)
 class Phases:
-    """The lengths, the order and the early stopping of the two phases.
+    """The lengths, the order and the early stopping of the two phases of a fit.
 
     The first phase trains only the last point. The second phase trains the embedding.
 
@@ -26,16 +26,16 @@ class Phases:
         epochs: the number of passes over the batches in the first and in the second phase.
         steps: the number of optimiser steps ($K_1$, $K - K_1$), instead of `epochs`. The batches are repeated as often
             as necessary.
-        alternate: whether the phases alternate after each pass over the batches. The inner control points keep their
-            displacements from the chord when the end point moves. The optimiser state of these displacements is reset
-            before each pass of the second phase. It requires a flat space.
-        patience: the number of steps without an improvement of the running mean of the losses after which a phase ends.
-            It does not continue when the fit is resumed.
+        alternate: whether the phases alternate after each pass over the batches. The inner control points then keep
+            their displacements from the chord when the end point moves. The optimiser state of these displacements is
+            reset before each pass of the second phase. The option requires a flat space.
+        patience: a phase ends after this number of steps without an improvement of the running mean of the losses. A
+            resumed fit does not continue such a phase.
         plateau: the minimum relative improvement.
         callback: a function `callback(step, loss, phi)` that is called after every step with a copy of the points. The
             steps start at 0. If it returns `True`, the fit stops.
-        watch: a function `watch(point)` that is called after every step of the first phase. The argument is the last
-            point itself and not a copy. The function must not store or modify it.
+        watch: a function `watch(point)` that is called after every step of the first phase. `point` is the last point
+            itself and not a copy. The function must not store or modify `point`.
 
     Raises:
         ArgumentError: if an option is invalid.
@@ -75,11 +75,11 @@ class Phases:
 
 
 class Schedule:
-    """An iterable over the (phase, batch) of every step: phase 0 for the end point and phase 1 for the embedding.
+    """An iterable over the steps of a fit, which yields the phase (0 or 1) and the batch of every step.
 
     The phases run one after the other, or they alternate after each pass over the batches. A phase ends after its
-    number of steps or passes, or when its losses have reached a plateau. `state` returns the position between any two
-    steps, and a schedule can resume from it.
+    number of steps or passes, or when its losses have reached a plateau. `state` returns the position in the schedule
+    between two steps. A new schedule can resume from this position.
 
     Args:
         batches: a re-iterable object, which is iterated once for each pass.
@@ -108,11 +108,11 @@ class Schedule:
         self.generator = generator
         self.progress = _Progress(**copy.deepcopy(dict(resume or {})))
         if not phases.alternate and self.progress.steps[1] and not self._finished(0):
-            raise ArgumentError("resume: expected a first phase of the same length, got a longer one in phase two")
+            raise ArgumentError("resume: expected a first phase of the same length, got a longer one after its end")
 
     @property
     def converged(self) -> bool:
-        """Whether every phase that has steps ended on a plateau."""
+        """Whether every phase with at least one step ended on a plateau."""
         ended = [done for done, limit in zip(self.progress.done, self.phases.limits, strict=True) if limit]
         return bool(ended) and all(ended)
 
@@ -121,7 +121,7 @@ class Schedule:
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Record the loss of the latest step, and end its phase if it has reached a plateau.
+        r"""Record the loss of the latest step, and end its phase if the losses have reached a plateau.
 
         The criterion compares the running mean $a \leftarrow a + (\ell - a) / n$ with its best value, where n is the
         patience.
@@ -133,7 +133,7 @@ class Schedule:
         last = now.mean[now.phase]
         best = now.best[now.phase]
         mean = loss if last is None else last + (loss - last) / patience
-        # The first mean is always the best. The comparison would be false, because inf - inf is NaN.
+        # The first mean is always the best mean. The comparison would be false, because inf - inf is NaN.
         better = best == math.inf or mean < best - self.phases.plateau * abs(best)
         now.mean[now.phase] = mean
         now.best[now.phase] = mean if better else best
@@ -144,6 +144,7 @@ class Schedule:
         now = self.progress
         while True:
             order = [1 - now.phase, now.phase] if self.phases.alternate and now.phase >= 0 else [0, 1]
+            # A resumed schedule first finishes the pass in which it was stopped.
             if now.position and not self._finished(now.phase):
                 order = [now.phase]
             phase = next((phase for phase in order if not self._finished(phase)), None)
@@ -155,7 +156,7 @@ class Schedule:
             yield from self._remaining_batches()
 
     def _remaining_batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield the batches of one pass, except those that were already used."""
+        """Yield the batches of the current pass that are not yet used."""
         now = self.progress
         used = now.position
         current = None if self.generator is None else self.generator.get_state()
@@ -180,7 +181,7 @@ class Schedule:
             if now.done[now.phase] or (self.phases.steps is not None and self._finished(now.phase)):
                 return
         if now.position == 0:
-            raise ArgumentError("batches: expected at least one batch, got none")
+            raise ArgumentError("batches: expected at least one batch, got an empty iterable")
         now.passes[now.phase] += 1
         now.position = 0
 

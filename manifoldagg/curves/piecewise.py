@@ -1,4 +1,4 @@
-"""Piecewise Bézier curves with shared joints."""
+"""Curves of several Bézier pieces, joined end to end."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ __all__ = ["Piecewise"]
 
 @dataclass(frozen=True)
 class Piecewise(BezierSpline):
-    r"""A curve of m Bézier pieces of degree n, with shared joints. Each piece covers an interval of length 1/m.
+    """A curve of m Bézier pieces of degree n, joined end to end. Each piece covers an interval of length 1/m.
 
-    The curve has $mn + 1$ control points, and every n-th control point is a joint, so the curve is always continuous.
-    Its velocity is continuous at a joint if the neighbours of the joint are reflections of each other. `smooth` returns
-    such control points. At a joint, derivatives are those of the piece that starts there.
+    The curve has $mn + 1$ control points. Every n-th control point is a joint, which two pieces share, so the curve is
+    continuous. Its velocity is continuous at a joint if the two neighbours of the joint are reflections of each other.
+    `smooth` returns such control points. At a joint, derivatives are those of the piece that starts there.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -51,15 +51,15 @@ class Piecewise(BezierSpline):
     def smooth(self, phi: Phi) -> Points:
         r"""Return control points of a curve with continuous velocity.
 
-        The joints are processed from the start to the end. The control point after a joint $J$ becomes
-        $\exp_J(-\log_J \varphi_{-})$, the reflection of the control point before the joint. The first piece, the joints
-        and all other control points do not change. With degree 2, a reflection therefore affects all later pieces.
+        The control point after each joint $J$ is replaced by $\exp_J(-\log_J \varphi_{-})$, the reflection of the
+        control point before the joint. The joints are processed from the start to the end. All other control points do
+        not change. With degree 2, a reflection affects all later pieces.
 
         Args:
             phi: control points (size, *space.shape).
 
         Returns:
-            A tensor of the same shape. The function is idempotent.
+            A tensor of the same shape. Applying the method twice gives the same result.
 
         Raises:
             ArgumentError: if the degree is 1 and there is a joint, because a polygon has corners.
@@ -78,7 +78,7 @@ class Piecewise(BezierSpline):
         return torch.stack(points)
 
     def piece(self, phi: Phi, k: int) -> Path[Bezier]:
-        """Return the piece with the index k, from 0, as a Bézier curve over [0, 1].
+        """Return piece k, counted from 0, as a Bézier curve over [0, 1].
 
         Raises:
             ArgumentError: if the index is invalid.
@@ -89,7 +89,7 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Compute the parameters of the nearest points over all pieces, and the distances, as `Bezier.nearest`."""
+        """Compute the parameters of the points of the curve that are nearest to given points, and the distances."""
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         parameters = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(nearest)])
         distances, best = torch.stack([d for _, d in nearest]).min(0)

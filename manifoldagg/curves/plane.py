@@ -1,4 +1,4 @@
-"""The plane through a curve, and the loss landscape on it."""
+"""The plane through a curve, and the loss landscape in this plane."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,11 +22,11 @@ __all__ = ["Plane", "plane"]
 PATH_SAMPLES = 101
 """The number of points of a plotted curve."""
 MIN_ASPECT_RATIO = 0.5
-"""The minimum ratio of the shorter to the longer side of the box around the control points, without the margin."""
+"""The minimum aspect ratio of the box around the control points, without the margin."""
 
 
 RANK_TOLERANCE = 1e-7
-"""The relative distance below which a point counts as equal to the centre or as a point of the line."""
+"""The relative distance below which a point counts as equal to the centre, or as a point of the line."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Plane:
 
     Attributes:
         x: (columns,) coordinates along the chord, in units of the space.
-        y: (rows,) coordinates across it.
+        y: (rows,) coordinates orthogonal to the chord.
         values: (rows, columns), the function at each grid point.
-        control: (n + 1, 2), the control points in the plane. For degrees above 2, they are projected onto it.
+        control: (n + 1, 2), the control points. For degrees above 2, they are projected onto the plane.
         path: (m, 2), points of the curve at evenly spaced parameters.
         others: a mapping from names to the points of further curves, projected onto the plane.
     """
@@ -127,9 +127,9 @@ def plane(
         curve: a curve with at least three control points on a flat space.
         phi: the control points (n + 1, *space.shape).
         function: a function from a point (*space.shape) to a number, such as the loss over a data set.
-        resolution: the number of grid points a side.
+        resolution: the number of grid points along each side.
         margin: the width of the margin around the control points, as a fraction of their extent.
-        others: a mapping from names to pairs (curve, control points) of further curves on that space. They are
+        others: a mapping from names to pairs (curve, control points) of further curves on the same space, which are
             projected onto the plane.
 
     Raises:
@@ -172,7 +172,9 @@ def plane(
 
 @dataclass(frozen=True, eq=False)
 class View:
-    r"""A float64 coordinate system of a tangent space: the components of $\log_c x$ along unit tangents $a_i$ at $c$.
+    r"""An orthonormal coordinate system of the tangent space at a centre $c$, in float64.
+
+    The coordinates of a point $x$ are the components of $\log_c x$ along unit tangents $a_i$.
 
     Attributes:
         space: the space of the points.
@@ -189,10 +191,11 @@ class View:
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":
-        """Return the plane at the first of several points (n + 1, *space.shape) that contains or approximates them.
+        """Return a plane at the first of several points (n + 1, *space.shape) that approximates all points.
 
-        The first axis points to the last point, or to the farthest point if the first and the last are equal. The
-        second axis points to the point farthest from this line, and is zero if all points are on the line.
+        The first axis points to the last point, or to the farthest point if the first and the last point are equal. The
+        second axis points to the point farthest from the first axis. If all points are on one line, the second axis is
+        zero.
         """
         points = phi.double()
         center = points[0]
@@ -218,7 +221,7 @@ class View:
         return torch.stack([self.space._inner(center, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
     def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
-        """Compute the coordinates of points of a curve, on a flat space from those of its control points."""
+        """Compute the coordinates of points of a curve. On a flat space, they depend only on the control points."""
         if not self.space.flat:
             return self(curve(phi, t))
         flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
@@ -227,7 +230,7 @@ class View:
     def grid(
         self, function: Callable[[Tensor], float], dtype: torch.dtype, low: Tensor, high: Tensor, resolution: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluate a function of points in `dtype` on a grid of coordinates from `low` to `high`."""
+        """Evaluate a function on a grid of coordinates from `low` to `high`, at points of the given dtype."""
         ends = zip(low.tolist(), high.tolist(), strict=True)
         x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
 

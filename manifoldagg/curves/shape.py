@@ -1,4 +1,4 @@
-"""The shape of a Bézier curve on a flat space, in float64 coordinates of the span of its control points.
+"""The shape of a Bézier curve on a flat space, in coordinates of the span of its control points.
 
 The module computes the minimum speed, the maximum curvature, curvature vectors, and the feet of points on the curve.
 """
@@ -33,7 +33,7 @@ Times = Float64[Tensor, "*times"]
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
     """Compute the coordinates of control points in an orthonormal basis of their span: (n + 1, min(n, P)).
 
-    The first point is 0. Distances and angles are preserved up to rounding, also if the points are almost collinear.
+    The first point is the origin. Distances and angles are preserved up to rounding, even for almost collinear points.
     The result has no derivatives.
 
     Cost: one pass over `phi`, without temporary memory of size P.
@@ -45,7 +45,8 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
                 [5.]], dtype=torch.float64)
     """
     points = phi.detach().flatten(1)
-    # The R factor of all chunks so far. A Gram matrix would square the condition number of almost collinear points.
+    # `triangle` is the R factor of all chunks so far. A Gram matrix would square the condition number of almost
+    # collinear points.
     triangle = points.new_zeros(0, len(points) - 1, dtype=torch.float64)
     for low in range(0, points.shape[1], CHUNK_SIZE):
         piece = points[:, low : low + CHUNK_SIZE].double()
@@ -54,14 +55,14 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 
 
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
-    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and differentiable coordinates in it.
+    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and coordinates in this basis.
 
-    The Gram-Schmidt process determines the basis. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
-    therefore to $b'(0)$. The plane of the first two vectors contains $\varphi_2 - \varphi_0$, and so on.
+    The basis is the result of the Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
+    therefore to $b'(0)$. The coordinates are differentiable.
     """
     points = phi.double().flatten(1)
     columns, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
-    # The diagonal of the R factor of LAPACK can have either sign. In the Gram-Schmidt process it is positive.
+    # The diagonal of LAPACK's R factor can have either sign. In the Gram-Schmidt process, it is positive.
     sign = torch.where(triangle.detach().diagonal() < 0, -1.0, 1.0).to(triangle)
     control = (sign[:, None] * triangle).mT
     return (columns * sign).mT, torch.cat([control.new_zeros(1, control.shape[1]), control])
@@ -126,9 +127,9 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
     r"""Compute the parameters t in [0, 1] of all feet of points on the curve, $\langle y - b(t), b'(t)\rangle = 0$.
 
-    They are roots of a polynomial of degree 2n - 1. One Newton step on the inner product itself then refines them,
-    because the coefficients of the polynomial are subject to cancellation. Each row contains 2n + 1 parameters: both
-    ends, the feet, and the end again as padding.
+    The feet are roots of a polynomial of degree 2n - 1. Its coefficients lose digits to cancellation, so one Newton
+    step on the inner product refines each root. Each row of the result contains 2n + 1 parameters: both ends, the feet,
+    and the end again as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     pairs = (control @ velocity.mT).unsqueeze(-1) - velocity @ points.mT
@@ -140,7 +141,7 @@ def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64
         parameters[: len(found)] = parameters.new_tensor(found)
     offset = points[:, None] - derivative(control, t, 0)
     velocity_at_foot = derivative(control, t)
-    # A Newton step for ⟨y - b, b'⟩. At a focal point its derivative is 0, and the long step is rejected.
+    # A Newton step for ⟨y - b, b'⟩. At a focal point, the derivative is 0, and the resulting long step is rejected.
     curvature_term = offset * derivative(control, t, 2)
     step = (offset * velocity_at_foot).sum(-1) / (velocity_at_foot.square() - curvature_term).sum(-1)
     return torch.where(step.abs() < REFINEMENT_WIDTH, t + step, t).clamp(0, 1)
@@ -154,7 +155,7 @@ def nearest_normal_disk(
     *,
     fills: bool,
 ) -> tuple[Float64[Tensor, " N"], Float64[Tensor, "N k"], Float64[Tensor, " N"]]:
-    """Find the nearest of the disks normal to the curve.
+    """Find the nearest disk among the disks that are normal to the curve.
 
     Args:
         control: control points (n + 1, k).
@@ -190,16 +191,14 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
-    """Compute the Bernstein coefficients of the inner product of two curves."""
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
 
 def _multiply(p: list[float], q: list[float]) -> list[float]:
-    """Compute the Bernstein coefficients of the product of two polynomials."""
     return product_coefficients([[a * b for b in q] for a in p])
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return the sign changes of a polynomial, both ends, and a grid, which covers double roots approximately."""
+    """Return candidates for extrema: roots, both ends, and a grid that covers double roots approximately."""
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: gradients at an ascent point, which prefer flat minima."""
+"""Sharpness-aware minimisation, which evaluates gradients at an ascent point and thereby finds flat minima."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Sharpness(Protocol):
     """The protocol of methods that select an ascent point."""
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """Return the ascent point (*shape) of `theta` for the derivative (*shape) of the loss in coordinates.
+        """Return the ascent point (*shape) of `theta`, given the derivative (*shape) of the loss in coordinates.
 
         Raises:
             ArgumentError: if the method is not defined on `space`.
@@ -33,7 +33,7 @@ class SAM:
     r"""Sharpness-aware minimisation with the ascent point $\exp_\theta(\rho\, g / \|g\|_\theta)$.
 
     $g$ is the gradient of the loss. On a flat space, the ascent point is $\theta + \rho g / \|g\|$. To first order, it
-    maximises the loss within the distance $\rho$. If $g = 0$, the ascent point is $\theta$.
+    maximises the loss within the distance $\rho$ of $\theta$. If $g = 0$, the ascent point is $\theta$.
 
     Args:
         radius: $\rho > 0$, the distance of the ascent point.
@@ -94,6 +94,7 @@ class ASAM:
         if not space.flat:
             raise ArgumentError(f"sharpness: expected a flat space for ASAM, got {space}; use SAM")
         scale = theta.abs() + self.eta
+        # In the coordinates θ / scale, the derivative is `scaled`, and the ascent step has the length ρ.
         scaled = scale * derivative
         return theta + scale * _scale_to_radius(self.radius, scaled, formulas.norm(space, theta, scaled))
 
@@ -103,9 +104,8 @@ def sharpness_aware_gradient(
 ) -> tuple[Tensor, Tensor]:
     r"""Compute the loss at $\theta$, and its derivative in coordinates at the ascent point of `sharpness`.
 
-    The ascent point $\theta'$ is the result of `perturb` for the derivative at $\theta$. On a curved space, the
-    gradient at $\theta'$ is transported to $\theta$. With sharpness, the computation needs a second forward and
-    backward pass.
+    The ascent point $\theta'$ is the result of `sharpness.perturb`. On a curved space, the gradient at $\theta'$ is
+    transported to $\theta$. With sharpness, the computation needs a second forward and backward pass.
 
     Args:
         space: the space of $\theta$.
@@ -159,5 +159,5 @@ def _loss_and_derivative(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, b
 
 
 def _scale_to_radius(radius: float, u: Tensor, length: Tensor) -> Tensor:
-    """Scale a vector of the given length to the radius. The result for 0 is 0."""
+    """Scale the vector `u` of the given length to the length `radius`. A zero vector stays zero."""
     return radius * u / torch.where(length == 0, 1.0, length)

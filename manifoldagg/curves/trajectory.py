@@ -1,4 +1,4 @@
-"""Curves from a stream of points, without storing the stream: a least-squares fit, or points of the path."""
+"""Curves that are fitted to a stream of points, such as a training path, without storing all points."""
 
 import math
 
@@ -17,7 +17,7 @@ from manifoldagg.manifolds.formulas import distance, geodesic
 __all__ = ["PathFit", "PathPoints", "check_path"]
 
 MAX_DEGREE = 10
-"""The degree beyond which control points from float64 sums of powers are less accurate than float32 rounding."""
+"""The largest degree for which float64 sums of powers give control points that are accurate in float32."""
 
 SINGULAR_TOLERANCE = 1e-6
 """The tolerance for singular values of the design matrix. Normal equations square it, which leaves four digits."""
@@ -29,25 +29,27 @@ class PathFit:
     $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0, \quad \varphi_n = \theta_K,
         \qquad u_k = x_k / x_K,$$
 
-    where $x_k$ is the number of steps or the path length up to $\theta_k$. The result is that of
-    [`Bezier.through`][manifoldagg.curves.Bezier.through] for stored points with `fixed_ends=True`. With the
-    Bernstein weights $b_l$ of the free points and $G = \sum_k b\, b^\top(u_k)$,
+    where $x_k$ is the number of steps or the path length up to $\theta_k$. The result equals
+    [`Bezier.through`][manifoldagg.curves.Bezier.through] on stored points with `fixed_ends=True`. With the Bernstein
+    weights $b_l$ of the free points and $G = \sum_k b\, b^\top(u_k)$,
 
     $$\varphi_i = \theta_0 + \tfrac{i}{n} (\theta_K - \theta_0) + \sum_l G^{-1}_{il} \sum_k b_l(u_k)
         \big(\theta_k - \theta_0 - u_k (\theta_K - \theta_0)\big).$$
 
     The object stores only sums in float64:
 
-    - If K is known, the n - 1 sums $S_l = \sum_k b_l(u_k) (\theta_k - \theta_0)$.
-    - Otherwise the n sums $M_j = \sum_k (x_k / x)^j (\theta_k - \theta_0)$ for j = 1 … n, which are rescaled to the
-      latest $x$ at each step.
+    - If K is known, it stores the n - 1 sums $S_l = \sum_k b_l(u_k) (\theta_k - \theta_0)$.
+    - Otherwise, it stores the n sums $M_j = \sum_k (x_k / x)^j (\theta_k - \theta_0)$ for j = 1 … n. They are rescaled
+      to the latest $x$ at each step.
 
-    On a curved space, the differences from $\theta_0$ are logs at $\theta_0$, and the squared norms are those of the
-    tangent space at this point.
+    On a curved space, logarithms at $\theta_0$ replace the differences from $\theta_0$, and norms are those of the
+    tangent space at $\theta_0$.
 
-    If the points do not determine a curve of this degree, the result is the chord. This happens if there are too few
-    points between the ends, if they are too close to the ends or to each other, and if the path length is 0 or its
-    square overflows.
+    If the points do not determine a curve of this degree, the result is the chord. This happens in these cases:
+
+    - there are too few points between the ends;
+    - the points are too close to the ends or to each other;
+    - the path length is 0, or its square overflows.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -99,6 +101,7 @@ class PathFit:
     def observe(self, point: Float[Tensor, "..."]) -> None:
         r"""Add the next point $\theta_k$ (*space.shape). It is not stored or modified."""
         before = self._parameters[-1]
+        # Without a stored last point, the parameter counts steps.
         now = before + (1.0 if self._last is None else self._step(self._last, point))
         self._parameters.append(now)
         if not self._sums:
@@ -111,7 +114,7 @@ class PathFit:
         r"""Compute the control points $\varphi_1, \dots, \varphi_n$.
 
         Args:
-            end: $\theta_K$ (*space.shape), the last observed point. $\varphi_n$ is a copy of it.
+            end: $\theta_K$ (*space.shape), the last observed point. It is copied to $\varphi_n$.
 
         Raises:
             ArgumentError: if the number of observed points differs from `steps`.
@@ -136,7 +139,6 @@ class PathFit:
         return points
 
     def _displacement(self, point: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""Return $\log_{\theta_0} \theta_k$ as a row and an optional subtrahend."""
         if self.space.flat:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
@@ -146,7 +148,7 @@ class PathFit:
         return self.space._project(point) if "project" in self.space.capabilities else point
 
     def _step(self, last: Tensor, point: Tensor) -> float:
-        """Return the distance from the last point, and overwrite the last point."""
+        """Return the distance from `last` to `point`, and copy `point` to `last`."""
         if self.space.flat:
             length = math.sqrt(gram([point.flatten()], minus=[last.flatten()]).item())
         else:
@@ -155,8 +157,9 @@ class PathFit:
         return length
 
     def _factors(self, before: float, now: float) -> list[tuple[float, float]]:
-        """Return the factors of every sum and of the displacement that is added to it."""
+        """Return two factors for each sum: the factor of the old sum and the factor of the new displacement."""
         if self.steps is None:
+            # Rescaling (x_k / x)^j to the new x multiplies the old sum by (x_before / x)^j.
             ratio = before / now if now else 1.0
             return [(ratio**j, 1.0) for j in range(1, self.degree + 1)]
         # `points` raises an error if there were more than K points.
@@ -174,16 +177,18 @@ class PathFit:
         design = basis(n, u)[:, 1:-1]
         if int(torch.linalg.matrix_rank(design, atol=SINGULAR_TOLERANCE)) == n - 1:
             table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
+            # The first column subtracts the chord from the data. The others express the stored sums in Bernstein
+            # weights.
             right_sides = torch.cat([-(design.mT @ u).unsqueeze(1), table], dim=1)
             coefficients += torch.linalg.solve(design.mT @ design, right_sides)
         return coefficients
 
 
 class PathPoints:
-    r"""The points of a path of K steps at the fractions i/m of the steps, i = 1 … m: the vertices of a polygon.
+    """A polygon with m vertices, which are points of a path of K steps at the fractions i/m of the steps, i = 1 … m.
 
-    Between two points of the path, the vertex is interpolated along the geodesic. The last vertex is bitwise equal to
-    the end of the path. Together with the start, the vertices are the control points of
+    Between two points of the path, a vertex is interpolated along the geodesic. The last vertex is bitwise equal to the
+    end of the path. Together with the start, the vertices are the control points of
     `Piecewise(space, degree=1, pieces=m)`.
 
     Args:
@@ -217,10 +222,10 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Add the next point (*space.shape). It is copied if it is a vertex, and never modified."""
+        """Add the next point (*space.shape). The point is not modified, and it is copied if it is a vertex."""
         m = self.pieces
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
-            # The position between two points in units of 1/m, so that it is an exact integer.
+            # In units of 1/m, the position between two points is an exact integer.
             ahead = (self._found + 1) * self.steps - self._num_observed * m
             corner = point
             if self._last is not None and ahead < m:
@@ -245,7 +250,7 @@ class PathPoints:
 
 
 def check_path(degree: int, time: str) -> None:
-    """Check the degree and the time of a fit to a path.
+    """Check the arguments `degree` and `time` of a fit to a path.
 
     Raises:
         ArgumentError: if one of them is invalid.

@@ -1,11 +1,11 @@
-"""The two operations that access the parameters: `gram` reads them, and `combine` writes them.
+"""The two kernels that access the parameters of models: `gram` reads them, and `combine` writes them.
 
-All other computations are algebra on a k x k matrix. Rows are vectors, tuples of tensors, or differences of them. A
-difference is formed in float64, a few entries at a time, and never stored. A drift of relative size 1e-4 therefore
-keeps its digits.
+All other computations of the library are algebra on a k x k matrix. The rows of the kernels are vectors, tuples of
+tensors, or differences of these. A difference is formed in float64, a few entries at a time, and never stored. Small
+differences of large models therefore keep their digits.
 
-The backends `reference`, `cpu` and `triton` implement the same operations. `sharded` wraps them for rows of which every
-rank holds a shard, either as `DTensor`s or as plain tensors within `across_ranks`.
+The backends `reference`, `cpu` and `triton` implement the same operations. `sharded` extends them to rows of which
+every rank stores a shard, either as `DTensor`s or as plain tensors within `across_ranks`.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def as_operands(
     Args:
         rows: the rows, as in `gram`. An `Operands` is returned unchanged.
         minus: the subtrahends, as in `gram`.
-        others: further rows of the calls, which are not validated. If one of them is sharded, `rows` are treated as
+        others: further rows of the calls, which are not validated. If any of them is sharded, all rows are treated as
             shards.
 
     Raises:
@@ -98,21 +98,21 @@ def gram(
 
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
-            shapes. The entries of a tuple are read in place, one tensor after another. All tuples of a call must have
-            the same number of entries in each tensor. `Operands` are already validated and include their $b_i$.
+            shapes, which are read in place. All tuples of a call must have the same number of entries in each tensor.
+            `Operands` are already validated and include their $b_i$.
         minus: the $b_i$: `None`, one vector for all rows, or a sequence with one row or `None` for each row.
         segments: the lengths of S consecutive segments that add up to P; `None` means one segment.
 
     Returns:
         (S, k, k) in float64 on the CPU, exactly symmetric. Differences and products are formed in float64. The bits do
-        not depend on how a row is divided into tensors. If an entry of a row is not finite, its diagonal entry of the
-        matrix is not finite either, and the products of the other rows are not affected.
+        not depend on how a row is divided into tensors. If a row contains a value that is not finite, the diagonal
+        entry of this row is not finite either. The products of the other rows are not affected.
 
     Raises:
         ArgumentError: if the shapes of rows, `minus` or `segments` are inconsistent.
 
-    Cost: every distinct row is read once from memory; no scratch memory of size P. Noncontiguous tensors of a tuple are
-    copied first.
+    Cost: every distinct row is read once from memory. No temporary memory of size P is needed, except for copies of
+    noncontiguous tensors in tuples.
 
     Example:
         >>> import torch
@@ -128,6 +128,8 @@ def gram(
     if needs_autograd_path(operands.distinct):
         dense = operands.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, operands.size)]
+        # BLAS may round the two halves of a product with its own transpose differently. The lower half is copied to the
+        # upper.
         halves = [square.tril() + square.tril(-1).mT for square in squares]
         return torch.stack(halves).cpu() if halves else dense.new_zeros(0, len(dense), len(dense), device="cpu")
     blocks = Blocks.of(((0, operands.size),)) if segments is None else blocks_of(segments, operands.size)
@@ -135,7 +137,7 @@ def gram(
 
 
 def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
-    """Compute the Gram matrix of rows and several linear combinations in one pass, if the backend supports it.
+    """Compute a Gram matrix and several linear combinations, in one pass if the backend supports it.
 
     The results have the same bits as those of `gram` and `combine`.
 
@@ -145,10 +147,11 @@ def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> F
             in newly allocated memory.
 
     Returns:
-        The matrix of `gram` without segments. The caller checks it and discards the targets if a row is not finite.
+        The matrix of `gram` without segments. If it shows that a row is not finite, the caller must discard the
+        targets.
 
-    Cost: with the compiled backend, each row is read once from memory. With other backends, it is read once for each
-    result.
+    Cost: with the compiled backend, each row is read once from memory. With other backends, each row is read once for
+    each result.
     """
     blocks = Blocks.of(((0, rows.size),))
     return reduction.gram_matrices(selection.gram_combine(rows, blocks, combinations), rows, blocks)
@@ -207,13 +210,13 @@ def combine(
 
     Returns:
         `out`, or a new row with the type, shapes and dtypes of `base` (of the first row if `base` is `None`). The sum
-        is formed in float64 and rounded once. For bf16 and fp16, rounding goes by way of float32, as in torch.
+        is formed in float64 and rounded once. For bf16 and fp16, it is rounded to float32 first, as in torch.
 
     Raises:
         ArgumentError: if the shapes, dtypes or devices of the arguments are inconsistent.
 
-    Cost: every row used is read once and `out` is written once; no scratch memory of size P. Noncontiguous tensors of a
-    tuple are copied first.
+    Cost: every row with a nonzero coefficient is read once, and `out` is written once. No temporary memory of size P is
+    needed, except for copies of noncontiguous tensors in tuples.
 
     Example:
         >>> import torch
@@ -259,8 +262,8 @@ def _combine_autograd(
 ) -> Row:
     """Compute `combine` in plain torch, so that autograd can differentiate it.
 
-    A row is omitted if its coefficient is the number 0. If the coefficients are a tensor, all rows are needed for its
-    derivative.
+    A row is omitted if its coefficient is the number 0. If the coefficients are a tensor, no row is omitted, because
+    the derivatives of the coefficients depend on all rows.
     """
     if out is not None:
         raise ArgumentError(

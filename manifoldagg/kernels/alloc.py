@@ -1,7 +1,7 @@
-"""Allocation of results in huge pages.
+"""Allocation of large tensors in huge pages, which reduces page faults.
 
 The operating system maps new memory page by page at the first write. With pages of 4 KiB, the page faults take several
-times as long as the write itself. Linux maps 2 MiB at a time on request, if
+times as long as the write itself. On request, Linux uses pages of 2 MiB if
 `/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of most distributions) or `always`.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 __all__ = ["HUGE_PAGE_BYTES", "clone", "empty_like", "in_huge_pages", "stack"]
 
 HUGE_PAGE_BYTES = 1 << 21
-"""The size of a huge page. Smaller tensors do not contain a huge page."""
+"""The size of a huge page. Smaller tensors cannot use one."""
 
 
 def empty_like(tensor: Tensor, **options: Any) -> Tensor:
-    """Allocate like `torch.empty_like`, with huge pages for large tensors.
+    """Allocate an uninitialised tensor like `torch.empty_like`, with huge pages for large tensors.
 
     Example:
         >>> empty_like(torch.ones(2, 3), dtype=torch.float64).shape
@@ -31,7 +31,7 @@ def empty_like(tensor: Tensor, **options: Any) -> Tensor:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Copy like `torch.clone`, with huge pages for large tensors.
+    """Copy a tensor like `torch.clone`, with huge pages for large tensors.
 
     Example:
         >>> clone(torch.ones(2))
@@ -41,8 +41,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack equally shaped tensors like `torch.stack`, with huge pages for large results. A single tensor is returned
-    as a view.
+    """Stack tensors like `torch.stack`, with huge pages for large results. A single tensor is not copied.
 
     Example:
         >>> x = torch.ones(2)
@@ -69,12 +68,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages from the kernel. The request is only a hint, so failures are ignored."""
+    """Request huge pages from the operating system. The request is only a hint, so failures are ignored."""
     advise = _madvise()
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if advise is None or not plain or not tensor.is_cpu or tensor.layout is not torch.strided:
         return
-    # Only whole pages within the tensor, because the first and last page may be shared with other objects.
+    # The request covers only whole pages, because other objects may share the first and the last page.
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     advise(start, stop - start, mmap.MADV_HUGEPAGE)

@@ -1,12 +1,12 @@
-r"""Blocks: the partition of the rows that every backend uses.
+r"""Blocks: the partition of rows into short runs of entries, which all backends use.
 
-Within a block of $n \le 2^{14}$ entries, a backend may add in any order. With $u = 2^{-53}$, every entry of a Gram
+Within a block of $n \le 2^{14}$ entries, a backend may sum in any order. With $u = 2^{-53}$, every entry of a Gram
 matrix satisfies
 
 $$|\hat G_{ij} - G_{ij}| \le (n + 3)\,u \sum_p |r_i[p]\, r_j[p]| \le 1.9 \cdot 10^{-12} \sqrt{G_{ii}\, G_{jj}}.$$
 
-The bound counts one rounding for each difference, one for the product, and at most $n - 1$ for the sum. `pairwise_sum`
-adds a relative error of at most $2u$. Two backends differ by at most twice this bound.
+The bound counts two roundings of the differences, one rounding of the product, and at most $n - 1$ roundings of the
+sum. `pairwise_sum` adds a relative error of at most $2u$. Two backends therefore differ by at most twice this bound.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Index = slice | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of all segments, in order.
+    """The blocks of all segments of a row, in order.
 
     Attributes:
         segment_bounds: the start and stop of each segment.
@@ -48,23 +48,23 @@ class Blocks:
             low = np.arange(start, stop, BLOCK_SIZE, dtype=np.int64)
             parts.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
         table = np.concatenate(parts)
+        # The table is cached and shared by all callers.
         table.setflags(write=False)
         return Blocks(segment_bounds, table)
 
     @cached_property
     def table_address(self) -> int:
-        """The memory address of `table`."""
         return self.table.ctypes.data
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The reduction tree of `pairwise_sum`: for each level, the target indices and the indices of the blocks added
-        to them.
-        """
+        """The levels of the reduction tree of `pairwise_sum`, as pairs of target blocks and added blocks."""
         remaining = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]
         while len(remaining) > len(self.first_blocks):
+            # `rank` is the position of a block within its segment. Odd positions are added to the even positions before
+            # them.
             rank = np.arange(len(remaining)) - np.searchsorted(segment, segment)
             odd_positions = np.flatnonzero(rank % 2)
             levels.append((_as_slice(remaining[odd_positions - 1]), _as_slice(remaining[odd_positions])))
@@ -79,7 +79,7 @@ class Blocks:
 
 
 def _as_slice(positions: np.ndarray) -> Index:
-    """Return equally spaced indices as a slice, which indexes without a copy."""
+    """Convert equally spaced indices to a slice, which indexes an array without copying it."""
     gaps = np.diff(positions, prepend=positions[0] - 1)[1:]
     if len(gaps) and (gaps != gaps[0]).any():
         return positions

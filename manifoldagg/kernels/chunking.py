@@ -1,4 +1,4 @@
-"""Chunks: cache-sized slices of vectors, for several operations in sequence."""
+"""Iteration over vectors in chunks that fit into the cache."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,15 @@ from manifoldagg.kernels.operands import is_sharded
 __all__ = ["chunks"]
 
 CHUNK_SIZE = 1 << 18
-"""The number of entries of a chunk per thread. A dozen such vectors fit into the last-level cache. The overhead of the
-calls, about 0.1 ms in total, is small compared with their work. Chunks a quarter of this size were slower than whole
-vectors on one thread."""
+"""The number of entries of a chunk per thread.
+
+A dozen chunks of this size fit into the last-level cache. The overhead of the calls, about 0.1 ms in total, is small
+compared with their work. On one thread, chunks of a quarter of this size were slower than whole vectors.
+"""
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of vectors (P,) as views. Vectors on a GPU or on several ranks are yielded whole.
+    """Yield corresponding chunks of vectors (P,) as views. Vectors on a GPU or on several ranks are not split.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)

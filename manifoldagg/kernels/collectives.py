@@ -1,8 +1,9 @@
-"""Collective communication: exchange of numbers between ranks, without deadlock if a rank fails.
+"""Exchange of numbers between ranks, without a deadlock if one rank fails.
 
-The first message has a fixed length. It contains the sender, the operation, and as many of the numbers as fit. All
-ranks therefore detect if the ranks disagree or if one rank rejects its arguments. The remaining numbers follow in a
-second message after all ranks agree. On a device mesh, the exchange runs once for each mesh dimension.
+The first message has a fixed length. It contains the sender, the operation, and as many of the numbers as fit. From
+this message, all ranks detect whether the ranks disagree and whether one rank rejects its arguments. If all ranks
+agree, a second message contains the remaining numbers. On a device mesh, the exchange runs once for each mesh
+dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,18 +20,18 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["Ranks"]
 
 PACKET_SIZE = 1 << 10
-"""The length of the first message, in float64 numbers."""
+"""The length of the first message, as a number of float64 values."""
 
 PACKET_HEADER = ("accepted", "position", "rank")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The communicating ranks, and the position of this rank among them.
+    """The ranks that communicate with one another, and the position of this rank among them.
 
     Attributes:
-        groups: the process groups over which messages are gathered, one after another. On a mesh, one for each
-            dimension, the last dimension first.
+        groups: the process groups over which messages are gathered, one after another. A mesh has one group for each
+            dimension, beginning with the last dimension.
         position: the index of this rank, in row-major order on a mesh.
         device: the device of the messages, if a group does not support the CPU.
     """
@@ -59,10 +60,11 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Propagate an exception raised within this context, before an exchange, to the other ranks."""
+        """Notify the other ranks of an exception within this context. The context must precede an exchange."""
         try:
             yield
         except Exception:
+            # The other ranks wait for the first packet. A packet that starts with 0 reports the failure.
             self._gather(_make_packet([0, self.position, dist.get_rank()]))
             raise
 
@@ -71,10 +73,10 @@ class Ranks:
 
         Args:
             invariants: values that must be equal on every rank: at most `PACKET_SIZE - 3` small integers by name.
-            numbers: float64. Their shape must be determined by the invariants.
+            numbers: float64 numbers. The invariants must determine their shape.
 
         Returns:
-            (W, *shape): the numbers of the W ranks, bit for bit.
+            (W, *shape): the numbers of the W ranks, unchanged.
 
         Raises:
             ArgumentError: on every rank, if the invariants differ between ranks, or if a rank raised an exception
@@ -83,17 +85,21 @@ class Ranks:
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)
         packets = self._gather(_make_packet([*head, *flat[: PACKET_SIZE - len(head)]]))
+        # On a mesh, the packets arrive in the order of the process groups. Sorting by position restores row-major
+        # order.
         order = np.argsort(packets[:, 1])
         rest = flat[PACKET_SIZE - len(head) :]
         _check_agreement(packets[order], tuple(invariants))
         parts = [packets[order, len(head) : len(head) + flat.size]]
         if rest.size:
+            # The second message starts with the position, so that it can be sorted in the same way.
             more = self._gather(np.array([self.position, *rest])[None])
             parts.append(more[np.argsort(more[:, 0]), 1:])
         return np.concatenate(parts, axis=1).reshape(len(packets), *numbers.shape)
 
     def _gather(self, parts: np.ndarray) -> np.ndarray:
         for group in self.groups:
+            # A group without CPU support, such as NCCL, exchanges device tensors.
             on_host = "cpu:" in dist.distributed_c10d.get_backend_config(group)
             local = torch.from_numpy(parts).to("cpu" if on_host else self.device)
             gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

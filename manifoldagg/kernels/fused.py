@@ -1,4 +1,4 @@
-"""Fused linear combinations: several outputs, all computed from the operands as they were before the first write."""
+"""Linear combinations that are computed together. All of them read the operands before the first write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ __all__ = ["LinearCombination", "must_defer"]
 
 @dataclass(frozen=True, eq=False)
 class LinearCombination:
-    """A base row plus a linear combination of rows, and its target; see [`combine`][manifoldagg.kernels.combine].
+    """A deferred call of [`combine`][manifoldagg.kernels.combine]: a base row plus a linear combination of rows.
 
     Attributes:
         base: a row, or `None` for zero.
         rows: the operands.
         coefficients: the coefficients of the operands: one list for all tensors, or one list for each tensor.
-        out: the target. Several combinations are computed at once only into tensor lists of equal lengths, or into new
-            memory.
+        out: the row that receives the result. Combinations that are computed together need tensor lists of equal
+            lengths, or rows in new memory.
     """
 
     base: Operand | None
@@ -36,13 +36,15 @@ class LinearCombination:
         minus: Sequence[Row | None] | None,
         out: Operand,
     ) -> "LinearCombination":
-        """Build a linear combination, and omit the rows whose coefficients are 0. `minus` must be `None` if `rows` are
-        `Operands`.
+        """Build a linear combination without the rows whose coefficients are 0.
+
+        If `rows` are `Operands`, `minus` must be `None`.
 
         Raises:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
         """
         if len(coefficients) == 1:
+            # At least one row remains, because the operands determine sizes and devices.
             used = [j for j, c in enumerate(coefficients[0]) if c != 0] or [0]
         else:
             used = [j for j in range(len(coefficients[0])) if any(line[j] != 0 for line in coefficients)] or [0]
@@ -59,7 +61,7 @@ class LinearCombination:
 
     @property
     def target(self) -> TensorList:
-        """The target as a tensor list, which in-place computation of several combinations requires."""
+        """The target, which must be a tensor list if several combinations are computed in place."""
         assert isinstance(self.out, TensorList)
         return self.out
 
@@ -70,9 +72,10 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return for each combination whether a later one reads its target, so that its write must be deferred."""
+    """Return which combinations must defer their write, because a later combination reads their target."""
     later: set[int] = set()
     deferred = []
+    # Backwards, `later` contains all addresses that the following combinations read.
     for combination in reversed(combinations):
         deferred.append(not later.isdisjoint(combination.target.addresses))
         for row in combination.inputs:

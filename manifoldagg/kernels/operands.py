@@ -1,4 +1,4 @@
-"""Operands: validated rows, which are vectors or unevaluated differences of vectors."""
+"""Validation of rows, which are vectors or unevaluated differences of vectors."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -46,34 +46,34 @@ Operand = Tensor | TensorList
 SHARD_GROUP: ContextVar["tuple[dist.ProcessGroup | None, tuple[int, ...]] | None"] = ContextVar(
     "shard_group", default=None
 )
-"""The process group of the active `across_ranks` context and its replicated segments."""
+"""The process group of the active `across_ranks` context, and the indices of its replicated segments."""
 
 _requires_grad = attrgetter("requires_grad")
 
 NON_DTENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
-"""Types that are not `DTensor`s. They allow a fast check of tuples with hundreds of tensors."""
+"""Types that are not `DTensor`s. Comparing types is a fast check for tuples with hundreds of tensors."""
 PLAIN_ROW_TYPES = NON_DTENSOR_TYPES | {TensorList}
 NUMBER_TYPES = frozenset({float, int})
 NO_DEVICE = torch.device("meta")
-"""A placeholder for an unknown device. A row cannot be on the meta device, because rows have values."""
+"""A placeholder for an unknown device. No row is on the meta device, because rows have values."""
 
 
 class Operands:
-    """k validated rows of P entries: row i is `plus[i] - minus[i]`, or `plus[i]` if `minus[i]` is `None`.
+    """Validated rows for the kernels: row i is `plus[i] - minus[i]`, or `plus[i]` if `minus[i]` is `None`.
 
     [`gram`][manifoldagg.kernels.gram] and [`combine`][manifoldagg.kernels.combine] accept operands in place of rows and
-    do not validate them again. Operands are valid for one step, during which the shape, dtype and storage of every
-    tensor stay fixed.
+    do not validate them again. Operands are valid during one step. The shape, dtype and storage of their tensors must
+    not change in that time.
 
     Attributes:
-        plus: the minuends: vectors, or tensor lists of equal lengths.
+        plus: the minuends: k vectors, or k tensor lists of equal lengths.
         minus: the subtrahends: one row or `None` for each minuend.
         distinct: all distinct rows.
-        size: P; -1 before the first row.
+        size: the number P of entries of a row; -1 before the first row.
         device: the common device.
         lengths: the lengths of the tensors in tensor lists; `None` if all rows are vectors.
-        described: rows by their `id`, with their descriptors for the native library. The dict holds references, so that
-            the ids stay valid.
+        described: a mapping from the `id` of each row to the row and its descriptors for the native library. The
+            references keep the ids valid.
         tables: the arguments of the native library: the number of pieces, their edges, and the descriptors of `plus`
             and `minus`. `None` before `prepare`, and for rows that the library cannot read.
     """
@@ -89,7 +89,9 @@ class Operands:
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
-        """Validate `rows`, and pair them with `minus`: one vector for all rows, or one row (or `None`) for each.
+        """Validate `rows` and their subtrahends.
+
+        `minus` is one vector for all rows, or a sequence with one row or `None` for each row.
 
         Raises:
             ArgumentError: if a row is neither a floating vector nor a tuple of floating tensors, or if lengths or
@@ -104,11 +106,12 @@ class Operands:
         else:
             subtrahends = minus if type(minus) is tuple else _as_tuple("minus", minus)
         if not plus:
-            raise ArgumentError("rows: expected at least one row, got none")
+            raise ArgumentError("rows: expected at least one row, got an empty sequence")
         if len(subtrahends) != len(plus):
             raise ArgumentError(f"minus: expected one entry for each of {len(plus)} rows, got {len(subtrahends)}")
         operands = Operands()
         operands.described = {}
+        # A row that occurs several times is validated once. Identity also tells the backends to read it once.
         validated: dict[int, Operand] = {}
         for i, row in enumerate(plus):
             if id(row) not in validated:
@@ -129,7 +132,6 @@ class Operands:
         return self._paired(self.plus, minus)
 
     def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
-        """Pair rows that were validated together with these."""
         operands = Operands()
         operands.size = self.size
         operands.device = self.device
@@ -140,8 +142,8 @@ class Operands:
         return operands
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Validate a base and a target, and return the rows, the base and the target, divided into the same pieces."""
-        # A copy, so that the caller's operands remain vectors in one piece.
+        """Validate a base and a target, and return rows, base and target, all divided into the same pieces."""
+        # If vectors are divided into pieces, this must not change the caller's operands.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
         rows = self._paired(self.plus, self.minus) if cut else self
         start = next((row for row in self.distinct if row is base), None)
@@ -150,7 +152,7 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Validate a row against the first one.
+        """Check that a row has the length and device of the first row, and return it in validated form.
 
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
@@ -178,7 +180,6 @@ class Operands:
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
     def _describe_error(self, row: Any) -> str:
-        """Describe what is wrong with a row, or with its first invalid tensor."""
         if not isinstance(row, tuple):
             error = _tensor_error(row, self.device)
             is_float = isinstance(row, Tensor) and row.dtype.is_floating_point
@@ -207,7 +208,7 @@ class Operands:
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
     def prepare(self) -> "Operands":
-        """Return these rows in the form that backends read: contiguous, and on the CPU with `tables`."""
+        """Return these rows in the form that backends read: contiguous, with `tables` for rows on the CPU."""
         if self.tables is not None:
             return self
         if self.device == CPU:
@@ -252,15 +253,16 @@ OVERLAP_ERROR = "out: expected base, a row, or memory disjoint from theirs, got 
 
 
 def bump_version(out: Operand) -> None:
-    """Increment the autograd version of `out` after a write that torch did not see."""
+    """Increment the autograd version of `out` after a write that torch did not register."""
     tensors: Sequence[Tensor] = (out,) if isinstance(out, Tensor) else out
     if any(map(Tensor.is_inference, tensors)):
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    # Without this, a backward pass would use overwritten values without an error. Inference tensors have no version.
     torch.autograd.graph.increment_version(tensors)
 
 
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
-    """Check that `out` is disjoint from each operand or identical to it.
+    """Check that `out` does not partially overlap the operands. It may be identical to an operand.
 
     Raises:
         ArgumentError: if `out` partially overlaps an operand or itself.
@@ -271,6 +273,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
         return
     assert isinstance(out, Tensor)
     size = out.shape[0]
+    # Several entries of an expanded tensor have the same address, so they cannot be written independently.
     if size > 1 and out.stride(0) == 0:
         raise ArgumentError("out: expected entries with memory of their own, got an expanded tensor")
     if size == 0:
@@ -285,6 +288,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
             continue
         step = row.stride(0) * row.itemsize if size > 1 else row.itemsize
         stop = start + (size - 1) * step + row.itemsize
+        # An operand at exactly the addresses of `out` is safe, because each entry is read before it is written.
         if low >= stop or (start, step, row.dtype) == (low, stride, out.dtype):
             continue
         gap = (start - low) % stride
@@ -294,7 +298,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
 
 
 def blocks_of(segments: Sequence[int], size: int) -> Blocks:
-    """Return the blocks of `segments`, lengths that sum to `size`.
+    """Return the blocks of segments with the given lengths.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -306,12 +310,12 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Build cached blocks. Validating a few hundred segments would take longer than the step of a small model."""
+    """Build and cache the blocks. Validating hundreds of segments would take longer than a step of a small model."""
     return Blocks.of(segment_bounds(segments, size))
 
 
 def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ...]) -> None:
-    """Check that a target with several tensors is disjoint from each operand or identical to it.
+    """Check that a target with several tensors does not partially overlap the operands.
 
     Raises:
         ArgumentError: if a tensor of the target partially overlaps itself, another tensor of the target, or an operand.
@@ -330,26 +334,31 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     self_overlaps = (
         _self_overlaps(out) if isinstance(out, Tensor) else not out.is_contiguous and any(map(_self_overlaps, out))
     )
+    # If any two tensors overlap, two neighbours in the order of addresses overlap.
     if self_overlaps or (high[:-1] > low[1:]).any():
         raise ArgumentError("out: expected tensors with memory of their own, got some that share it")
     others = [row for row in read if row is not out]
     if len(order) == 0 or not others:
         return
     start, stop = np.stack([address_ranges(row, lengths) for row in others], axis=1)
-    # For each operand tensor, find the first tensor of `out` by address that ends after the operand tensor begins. If
-    # any tensor of `out` overlaps it, this one does.
+    # For each operand tensor, find the first tensor of `out`, ordered by address, that ends after the operand tensor
+    # begins. If this tensor does not overlap the operand tensor, no tensor of `out` does.
     first = np.minimum(np.searchsorted(high, start, side="right"), len(order) - 1)
     overlapping = (low[first] < stop) & (high[first] > start) & (stop > start)
     identical = (order[first] == np.arange(len(starts))) & (starts == start) & (stops == stop)
     if (overlapping & ~identical).any():
         raise ArgumentError(OVERLAP_ERROR)
     for row, pieces in zip(others, overlapping, strict=True):
+        # With equal addresses but different dtypes, a write would change entries that are read later.
         if pieces.any() and not _have_same_dtypes(out, row, np.flatnonzero(pieces)):
             raise ArgumentError(OVERLAP_ERROR)
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
-    """Return whether entries may share an address: a stride does not exceed the extent of the smaller strides."""
+    """Return whether entries of a tensor may share an address.
+
+    This is the case if a stride is within the extent of the smaller strides.
+    """
     if tensor.is_contiguous():
         return False
     extent = 0
@@ -373,7 +382,6 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
-    """Return whether the given pieces of two rows have the same dtypes."""
     kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
     if len(kinds) == 1 and kinds == others:
         return True
@@ -382,8 +390,7 @@ def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the start and the stop of each segment. `segments` are lengths that sum to `size`; `None` means one
-    segment.
+    """Return the start and the stop of each segment, given the lengths of the segments. `None` means one segment.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -405,10 +412,12 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Return coefficients of shape (s, k), as lists of floats, or as a tensor if tensors were passed.
+    """Check coefficients, and return them with the shape (s, k).
+
+    The result is a tensor if `coefficients` contains tensors, and nested lists of floats otherwise.
 
     Raises:
-        ArgumentError: if they are not numbers, or if their shape is neither (k,) nor (s, k).
+        ArgumentError: if the coefficients are not numbers, or if their shape is neither (k,) nor (s, k).
     """
     try:
         if isinstance(coefficients, np.ndarray):
@@ -416,7 +425,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
         if isinstance(coefficients, Tensor):
             factors = _check_real(coefficients)
         else:
-            # Tuples instead of union types, which torch.compile in torch 2.6 does not support.
+            # `isinstance` gets tuples, because torch.compile in torch 2.6 does not support union types.
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
             listed: list[Any] = list(coefficients)
@@ -436,10 +445,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 
 
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
-    """Return whether autograd or a functorch transform tracks any of `tensors`, which are vectors or tuples of tensors.
+    """Return whether autograd or a functorch transform tracks any of the given tensors.
 
-    The fused kernels are inference-only. A custom operator would silently return zero derivatives to a transform, so
-    such calls use plain torch. Calls traced by `torch.compile` do so too, because it can trace nothing else.
+    The fused kernels have no derivatives, and a transform would silently use zeros instead. Tracked calls therefore use
+    plain torch. Calls that `torch.compile` traces also use plain torch.
     """
     if torch.compiler.is_compiling():
         return True
@@ -456,7 +465,7 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether this rank has only shards: of a `DTensor`, or of the rows within `across_ranks`."""
+    """Return whether the rows are distributed: `DTensor`s, or any rows within `across_ranks`."""
     if torch.compiler.is_compiling():
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
@@ -466,7 +475,7 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
 
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:
-    """Return the `DTensor`s among tensors, sequences of them, and operands."""
+    """Return the `DTensor`s among tensors, sequences of tensors, and operands."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
@@ -482,7 +491,7 @@ def dtensors_in(groups: Iterable[Any]) -> list[Any]:
 
 
 def iter_tensors(groups: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over tensors, including those in nested sequences."""
+    """Iterate over the tensors in nested sequences."""
     for group in groups:
         if isinstance(group, Tensor) or not isinstance(group, Sequence):
             yield group
@@ -498,7 +507,7 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
 
 
 def _stack_numbers(numbers: Any) -> Tensor:
-    """Stack nested numbers and tensors into one float64 tensor that preserves their derivatives."""
+    """Stack nested numbers and tensors into one float64 tensor, and preserve their derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
     if isinstance(numbers, (str, bytes, bool, np.bool_)):

@@ -1,12 +1,12 @@
-"""Reduction of the block sums to a Gram matrix.
+"""Addition of the sums over blocks to a Gram matrix, with a reproducible result.
 
 The blocks are added in a fixed order, with compensation of the rounding errors. The result therefore does not depend on
-which thread computed which block, or on the number of threads.
+the number of threads, or on which thread computed which block.
 
-Squares of float32, bf16 and fp16 differences never overflow or underflow, even for subnormal numbers. A float64 row can
-be below $2^{-450}$ or above $2^{500}$ in a segment. It is then multiplied by $2^{-e}$ in this segment, where $2^e$ is
-close to its largest entry, which is exact. The products are multiplied by $2^{e_i + e_j}$ at the end. Every entry of a
-Gram matrix that float64 can represent is therefore accurate to the last digits, in each segment.
+Squares of float32, bf16 and fp16 differences never overflow or underflow. For float64 rows, the norm in a segment can
+be below $2^{-450}$ or above $2^{500}$, where squares lose digits or overflow. Such a row is multiplied by $2^{-e}$ in
+this segment, where $2^e$ is close to its largest entry. The products are multiplied by $2^{e_i + e_j}$ at the end. Both
+operations are exact, so every entry of the Gram matrix that float64 can represent is accurate.
 """
 
 import math
@@ -33,8 +33,8 @@ __all__ = [
 
 CompensatedSum = tuple[np.ndarray, np.ndarray] | np.ndarray
 
-# Between these bounds, no sum of products of two rows overflows, by the Cauchy-Schwarz inequality. The error of
-# subnormal squares, 2^-1075 each, is negligible relative to 2^-900.
+# Between these bounds, no sum of products of two rows overflows, by the Cauchy-Schwarz inequality. Each subnormal
+# square has an error of 2^-1075, which is negligible relative to 2^-900.
 MIN_SQUARED_NORM = 2.0**-900
 MAX_SQUARED_NORM = 2.0**1000
 
@@ -43,10 +43,11 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
     """Return the Gram matrix of the rows for each segment: (S, k, k).
 
     Args:
-        block_sums: (B, k(k+1)/2), the products over each block. They may be overwritten.
+        block_sums: (B, k(k+1)/2), the products over each block. The function may overwrite them.
         rows: the rows.
         blocks: the blocks of the sums.
     """
+    # A single block needs no addition.
     whole = len(block_sums) == len(blocks.segment_bounds) == 1
     high = block_sums if whole else _sum_over_blocks(block_sums, rows, blocks)
     outside = out_of_range(rows, high)
@@ -59,22 +60,22 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the first component of `pairwise_sum`. The compiled backend computes it with the same bits."""
+    """Return the sums $h$ of `pairwise_sum`. If the compiled backend is available, it computes the same bits."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""Sum over the blocks of each segment, as unevaluated pairs $h + l$.
+    r"""Sum over the blocks of each segment, with compensation of rounding errors.
 
-    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each addition
-    exactly, and the errors are added up. The error of $h + l$ is therefore of order $u^2 \sum |x|$. Except for ties
-    closer than that, $h$ is the exact sum rounded once.
+    Each sum is an unevaluated pair $h + l$. Neighbouring blocks are added pairwise, level by level. Knuth's two-sum
+    computes the rounding error of each addition, and $l$ is the sum of these errors. The error of $h + l$ is therefore
+    of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
-        blocks: the blocks, with the segment of each.
+        blocks: the blocks, with the segment of each block.
 
     Returns:
         (2, S, n): $h$ and $l$.
@@ -84,6 +85,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
         total[0, blocks.table[:, 2]] = block_sums
         return total
     parts = np.zeros((2, *block_sums.T.shape))  # blocks are the last axis, which NumPy traverses fastest
+    # The sums are the high parts. The low parts, which collect the rounding errors, start at 0.
     parts[0] = block_sums.T
     with np.errstate(invalid="ignore", over="ignore"):
         for left, right in blocks.reduction_levels:
@@ -93,7 +95,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """Add two pairs $h + l$. If $h$ is not finite, $l$ is 0. The function may emit warnings about infinities."""
+    """Add two pairs $h + l$. If $h$ is not finite, $l$ is 0, and NumPy may emit warnings."""
     high = a[0] + b[0]
     # Knuth 1969: the exact error of a[0] + b[0], whichever is larger, in six operations without a comparison.
     other = high - a[0]
@@ -108,11 +110,11 @@ def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
 
 
 def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
-    """Return where a squared norm may be outside the range of float64, (S, k), or `None` if all are within it.
+    """Return a mask (S, k) of the squared norms that may be outside the range of float64, or `None` if none is.
 
     Args:
         rows: the rows.
-        sums: (S, k(k+1)/2), their unscaled products.
+        sums: (S, k(k+1)/2), the unscaled products of the rows.
     """
     k = len(rows.plus)
     # Magnitudes of float32 and narrower dtypes are between 2^-149 and 2^128, so all their squares are within range.
@@ -133,19 +135,18 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Return the exponents $e$ (S, k) of out-of-range rows; 0 elsewhere and for zero or nonfinite segments."""
+    """Return the scaling exponents (S, k) of out-of-range rows, and 0 for other, zero or nonfinite rows."""
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])
-        # Only powers of two: multiplication by one is exact, and so is its inverse as long as the result is a normal
-        # number.
+        # Multiplication by a power of two is exact. So is its inverse, as long as the result is a normal number.
         powers[s, i] = math.frexp(largest)[1] if 0 < largest < math.inf else 0
     return powers
 
 
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
-    """Return `sums` (S, k(k+1)/2) with the out-of-range products replaced by those of rows multiplied by $2^{-e}$."""
-    # A product with an out-of-range row may be out of range too, for any other row.
+    """Return the products `sums`, in which the products of scaled rows replace those outside the float64 range."""
+    # The product of an out-of-range row with any other row may be out of range too.
     i, j = np.tril_indices(powers.shape[1])
     exponents = powers[:, i] + powers[:, j]
     is_scaled = (powers[:, i] != 0) | (powers[:, j] != 0)
@@ -162,14 +163,14 @@ def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _triangle_indices(k: int) -> np.ndarray:
-    """Return the position of each entry of a symmetric k x k matrix in its lower half, row by row."""
+    """Return the index of each entry of a symmetric k x k matrix in its lower triangle, which is stored row by row."""
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
 
 
 @torch.no_grad()
 def _max_abs(rows: Operands, i: int, start: int, stop: int) -> float:
-    """Return the largest magnitude among the entries from `start` to `stop` of row i, or NaN if one is NaN."""
+    """Return the largest magnitude among the entries from `start` to `stop` of row i, or NaN if an entry is NaN."""
     maxima = [0.0]
     minus = rows.minus[i]
     for low in range(start, stop, BLOCK_SIZE):

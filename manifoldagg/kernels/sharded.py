@@ -1,17 +1,17 @@
-r"""Sharded kernels: every rank holds a shard of the rows, and only sums for the Gram matrix are communicated.
+r"""Kernels for sharded rows. Every rank stores a shard of the rows, and only sums for the Gram matrix are communicated.
 
 Each rank computes the sums of its own shard. The sums of all ranks are then added:
 
 $$G^{(s)} = \sum_{r} G^{(s, r)}, \qquad G^{(s, r)}_{ij} = \sum_{p \in s \cap r} r_i[p]\, r_j[p]$$
 
-The exchange is an all-gather instead of an all-reduce. An all-reduce rounds each addition, in an order that depends on
-the library, its algorithm and the number of ranks. With the all-gather, every rank receives the sums of all ranks as
-unevaluated pairs $h + l$. It adds them in the order of the ranks, with the same compensated sum that adds blocks.
+The exchange is an all-gather, because the rounding errors of an all-reduce depend on the library, its algorithm and the
+number of ranks. After the all-gather, every rank has the sums of all ranks as unevaluated pairs $h + l$. It adds these
+pairs in the order of the ranks, with the compensated sum that also adds blocks.
 
 - All ranks therefore compute the same bits.
-- If the shards are split at block boundaries, these are the bits of a single rank (except for the rare ties of
-  `pairwise_sum`).
-- If they are split elsewhere, the blocks differ. To first order, the two results differ by at most
+- If the shards are split at block boundaries, these are the bits of a single rank, except for the rare ties of
+  `pairwise_sum`.
+- If the shards are split elsewhere, the blocks differ. To first order, the two results differ by at most
   $2 (n + 1)\, u \sum_p |r_i[p]\, r_j[p]|$, where $n$ is the length of a block and $u = 2^{-53}$.
 """
 
@@ -35,12 +35,12 @@ GRAM, RESCALED, COMBINE = range(3)
 
 
 def gram(rows: Operands, segments: SegmentBounds, backend: Any) -> Tensor:
-    """Compute the Gram matrices (S, k, k) of sharded rows, with equal bits on every rank.
+    """Compute the Gram matrices (S, k, k) of sharded rows. All ranks obtain the same bits.
 
     Args:
         rows: shards, or vectors that are `DTensor`s. All must have the same placements, `Shard(0)` or replicated, in
             each dimension of a mesh.
-        segments: the start and stop of each segment, in the shard. For `DTensor`s, in the whole vector.
+        segments: the start and stop of each segment, in the shard. For `DTensor`s, they refer to the whole vector.
         backend: an object with `block_products` and `combine` for local rows.
 
     Raises:
@@ -57,8 +57,8 @@ def gram(rows: Operands, segments: SegmentBounds, backend: Any) -> Tensor:
     with ranks.propagate_errors():
         local = reduction.scaling_exponents(operands, shard.blocks, outside).astype(np.float64)
     gathered = ranks.all_gather_checked(shard.invariants(RESCALED, k), local)
-    # The exponent is 0 if a shard is zero, or if its largest entry is close to 1. In the second case, the entry of
-    # another rank is out of range.
+    # The exponent of a shard is 0 if the shard is zero, or if its largest entry is close to 1. In the second case,
+    # the entry of another rank is out of range.
     powers = np.where(gathered != 0, gathered, -np.inf).max(axis=0)
     powers = np.where(np.isfinite(powers), powers, 0).astype(int)
     scaled = _sum_over_ranks(
@@ -75,15 +75,15 @@ def combine(
     out: Operand | None,
     backend: Any,
 ) -> Operand:
-    """Compute the linear combination with the coefficients of rank 0 into the local shard of `out`.
+    """Compute a linear combination of sharded rows, and write the local shard of the result to `out`.
 
     Args:
-        base: sharded like the rows, or `None`.
+        base: a row that is sharded like the others, or `None`.
         rows: as in `gram`.
-        coefficients: (S, k). Every rank uses those of rank 0, or of the first rank of a mesh.
+        coefficients: (S, k). Every rank uses the coefficients of rank 0, or of the first rank of a mesh.
         segments: as in `gram`.
-        out: sharded like the rows. `None` allocates a new row with the type and dtypes of `base`, or else of the first
-            row.
+        out: the target, sharded like the rows. `None` allocates a new row with the type and dtypes of `base`, or of the
+            first row if `base` is `None`.
         backend: as in `gram`.
 
     Returns:
@@ -100,9 +100,12 @@ def combine(
         operands = shard.local_operands(rows)
         target = shard.local(out)
         start = None if base is None else shard.local(base)
+        # All errors must be raised before the exchange, while the guard can still notify the other ranks.
         check_target(target, operands, start)
         listed = coefficients.tolist() if isinstance(coefficients, Tensor) else coefficients
         local = np.array(listed, np.float64).reshape(len(segments), k)
+    # All ranks use the coefficients of rank 0, so replicas stay equal even if the ranks computed different
+    # coefficients.
     shared = ranks.all_gather_checked(shard.invariants(COMBINE, k), local)[0].tolist()
     if len(shard.blocks.table) > 0:
         with torch.no_grad():
@@ -114,14 +117,15 @@ def combine(
 def _sum_over_ranks(
     ranks: Ranks, shard: LocalShard, k: int, call: int, compute_products: Callable[[], np.ndarray]
 ) -> np.ndarray:
-    """Compute the sums over all ranks: (S, k(k+1)/2)."""
     with ranks.propagate_errors():
         pairs = np.zeros((2, len(shard.is_counted), k * (k + 1) // 2))
         if len(shard.blocks.table) > 0 and any(shard.is_counted):
             with torch.no_grad():
                 pairs = reduction.pairwise_sum(compute_products(), shard.blocks)
+            # A replicated segment is added only once.
             pairs[:, ~np.array(shard.is_counted)] = 0
     gathered = ranks.all_gather_checked(shard.invariants(call, k), pairs)
     with np.errstate(invalid="ignore", over="ignore"):
+        # `reduce` adds in the order of the ranks, so every rank computes the same bits.
         high: np.ndarray = reduce(reduction.two_sum, gathered)[0]
     return high

@@ -1,4 +1,4 @@
-"""Shards: the entries of vectors that this rank holds, and the ranks that hold the other entries.
+"""Shards: the entries of vectors that this rank stores, and the ranks that store the other entries.
 
 The vectors are either `DTensor`s, which know their placement, or plain tensors within
 [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
@@ -39,28 +39,28 @@ SegmentBounds = Sequence[tuple[int, int]]
 def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collection[int] = ()) -> Iterator[None]:
     """Treat plain tensors in this context as the shards of this rank, so that `gram` and `combine` cover all ranks.
 
-    - `segments` are the lengths of the local pieces. Every rank passes the same number of segments, with length 0 for a
-      tensor of which it holds nothing.
+    - `segments` are the lengths of the local pieces. Every rank passes the same number of segments. If a rank stores no
+      entry of a tensor, the length is 0.
     - `gram` returns the same bits on every rank.
     - `combine` uses the coefficients of rank 0 and writes only the local shard.
 
     A model sharded by FSDP2 is such a set of shards, with one segment for each parameter:
-    `torch.cat([p.to_local().flatten() for p in model.parameters()])`, with the lengths `p.to_local().numel()`. A vector
-    that is a `DTensor` knows its ranks. It needs no context and ignores one.
+    `torch.cat([p.to_local().flatten() for p in model.parameters()])`, with the lengths `p.to_local().numel()`.
+    `DTensor`s know their ranks, so they do not need this context and ignore it.
 
-    Every rank of the group must make the same calls in the same order, including ranks that hold nothing. If one rank
-    rejects its arguments, or if the calls differ between ranks, all ranks raise an exception. Replicas with different
-    values are not detected.
+    Every rank of the group must make the same calls in the same order, even if it stores no entries. If one rank
+    rejects its arguments, or if the calls differ between ranks, all ranks raise an exception. Replicated segments are
+    not compared between ranks.
 
     Args:
         group: the ranks; `None` selects the default group.
-        replicated: the indices of the segments that every rank holds completely. They are counted once, from rank 0.
+        replicated: the indices of the segments that every rank stores completely. Only rank 0 counts them.
 
     Raises:
         ArgumentError: if there is no process group, or if this rank is not in it.
 
-    Cost: one all-gather per call, of 8 KiB per rank. More than 500 sums (four rows in fifty segments) need a second
-    all-gather, of 16 bytes per sum. Rows whose squares exceed the range of float64 need two more.
+    Cost: one all-gather of 8 KiB per rank for each call. More than 500 sums (four rows in fifty segments) need a second
+    all-gather of 16 bytes per sum. Rows whose squares exceed the range of float64 need two more all-gathers.
 
     Example:
         >>> from manifoldagg.kernels import gram
@@ -86,11 +86,11 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 @contextmanager
 def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
-    """Propagate an exception within this context to all ranks, so that no rank waits forever in a collective operation.
+    """Propagate an exception within this context to all ranks, so that no rank waits for the others forever.
 
     The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. Use the guard for
-    checks before `sharded.gram` and `sharded.combine`. These have their own guards, so they must not be called within
-    one.
+    checks before `sharded.gram` and `sharded.combine`. Do not call these functions within a guard, because they contain
+    guards themselves.
 
     Raises:
         ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
@@ -110,13 +110,13 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """The shard of some vectors that this rank holds.
+    """The shard of several vectors that is stored on this rank.
 
     Attributes:
         blocks: the blocks of the shard.
         is_counted: for each segment, whether this rank counts its entries. Only one rank counts a replicated segment.
-        segments_checksum: a checksum of the segment data that must be equal on every rank.
-        dtypes_checksum: a checksum of the names and dtypes of the vectors.
+        segments_checksum: a checksum of the segments, which must be equal on every rank.
+        dtypes_checksum: a checksum of the names and dtypes of the vectors, which must also be equal.
         local_tensors: the local part of each vector, by its `id`.
     """
 
@@ -128,7 +128,7 @@ class LocalShard:
 
     @staticmethod
     def of(rows: Operands, segments: SegmentBounds, **others: Operand | None) -> "LocalShard":
-        """Return the shard of these vectors, ignoring those that are `None`.
+        """Return the local shard of the given vectors. Vectors that are `None` are ignored.
 
         Raises:
             ArgumentError: if the placements of the vectors differ or are not supported.
@@ -143,11 +143,9 @@ class LocalShard:
         return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
     def local(self, vector: Operand) -> Operand:
-        """Return the local part of a vector."""
         return self.local_tensors[id(vector)]
 
     def local_operands(self, rows: Operands) -> Operands:
-        """Return the local rows."""
         minus = tuple(row if row is None else self.local(row) for row in rows.minus)
         local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
         local.lengths = rows.lengths  # also if only the base or the target is a tuple
@@ -163,6 +161,7 @@ def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> Loc
     group, replicated_segments = SHARD_GROUP.get() or (None, ())
     if replicated_segments and replicated_segments[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
+    # Rank 0 counts the replicated segments.
     first = dist.get_rank(group) == 0
     counted = tuple(first or s not in replicated_segments for s in range(len(segments)))
     tensors = {id(vector): vector for vector in vectors.values()}
@@ -186,6 +185,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
             start = min(stop, begin + index * width)
             stop = min(stop, begin + (index + 1) * width)
         else:
+            # A replicated vector is counted by the first rank of the mesh dimension.
             original = original and index == 0
     tensors: dict[int, Operand] = {}
     for name, vector in vectors.items():
@@ -193,6 +193,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
             raise ArgumentError(f"{name}: expected {expected}, as split by torch.chunk, got {local.shape[0]}")
+    # The segments of the whole vector, cut to the range of this shard.
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
     return LocalShard(Blocks.of(cuts), (original,) * len(cuts), _checksum(segments), _dtypes_checksum(vectors), tensors)
 

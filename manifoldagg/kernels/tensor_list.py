@@ -1,4 +1,4 @@
-"""Tensor lists: a row whose entries are stored in several tensors, as in a model."""
+"""Rows whose entries are stored in several tensors, such as the parameters of a model."""
 
 from array import array
 from bisect import bisect_right
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 NATIVE_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The dtypes that `native.cpp` reads, with their numbers there."""
+"""The dtypes that `native.cpp` reads, with the numbers that it uses for them."""
 EMPTY_ADDRESS = 64
 """The address of an empty tensor, which is never read. The address 0 marks a missing tensor."""
 _pack_descriptor = Struct("3q").pack
@@ -56,12 +56,12 @@ KINDS = {
     )
     for bits in range(1, 1 << len(NATIVE_DTYPES))
 }
-"""The dtypes of a list by the second number of its table. Lists with other dtypes have other numbers."""
+"""The dtypes of a list for each value of the second number of its table, a bit mask of native dtypes."""
 CPU_ONLY = frozenset({CPU})
 
 
 def set_reader(reader: Reader | None) -> Reader | None:
-    """Set the native reader of tensor lists, and return the previous one; `None` reads each attribute in Python."""
+    """Set the native reader of tensor lists, and return the previous reader. `None` disables native reading."""
     global _reader
     before, _reader = _reader, reader
     return before
@@ -69,16 +69,14 @@ def set_reader(reader: Reader | None) -> Reader | None:
 
 @lru_cache(maxsize=64)
 def _unpack(numbers: bytes) -> tuple[int, ...]:
-    """Return the numbers as a tuple. The cache returns one object for equal lengths, which is fast to compare with
-    itself.
-    """
+    """Return the numbers as a tuple. Equal results are one cached object, which is fast to compare."""
     return tuple(array("q", numbers))
 
 
 class _lazy(Generic[T]):
     """A property of a tensor list that is computed once. The first access starts the native reader.
 
-    It is a `cached_property` without the lock, which would take longer than computing the values.
+    This class is a `cached_property` without a lock, which would take longer than computing the values.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -96,14 +94,13 @@ class _lazy(Generic[T]):
 
 
 class TensorList(tuple[Tensor, ...]):
-    """A row whose P entries are those of several tensors, of any shapes and dtypes, one tensor after another.
+    """A row that consists of the entries of several tensors of any shapes and dtypes, one tensor after another.
 
-    A tensor list is the tuple of these tensors. The kernels accept a plain tuple in its place and convert it
-    themselves. A caller that converts it once saves time: the first call reads the attributes of every tensor, and
-    later calls reuse them.
+    A tensor list is a tuple of tensors. The kernels also accept a plain tuple and convert it on each call. Convert a
+    tuple once to save time: the first call then reads the attributes of every tensor, and later calls reuse them.
 
-    A tensor list is valid for one step, during which the shape, dtype and storage of every tensor stay fixed. The
-    values of the entries may change.
+    A tensor list is valid during one step. In that time, the values of its tensors may change, but not their shape,
+    dtype and storage.
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
@@ -119,7 +116,7 @@ class TensorList(tuple[Tensor, ...]):
     """An upper bound on the norm of the row, if the creator knows one."""
 
     disjoint_from: tuple[Any, ...] = ()
-    """Rows that may be read while these tensors are written, as `operands.check_no_alias` has verified."""
+    """Rows that do not overlap these tensors, as `operands.check_no_alias` has verified."""
 
     table: bytes
     """The table of the native reader, or `b""` if the attributes are read in Python; see `tensor_reader.cpp`."""
@@ -140,9 +137,9 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """Bytes that are equal for lists whose tensors have equal shapes and dtypes; `b""` if they are unknown.
+        """A key that is equal for lists whose tensors have equal shapes and dtypes; `b""` if it is unknown.
 
-        Tensors with a form are dense, have memory, are on the CPU, and are not negative views.
+        Tensors with a form are dense, allocated, on the CPU, and not negative views.
         """
         if "table" not in self.__dict__:
             self.read()
@@ -160,19 +157,17 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The distinct dtypes."""
         return frozenset(map(_dtype, self))
 
     @_lazy
     def devices(self) -> frozenset[torch.device]:
-        """The distinct devices."""
         # Reading the device of every tensor takes as long as all other checks together.
         return CPU_ONLY if all(map(_is_cpu, self)) else frozenset(map(_device, self))
 
     @_lazy
     def device(self) -> torch.device | None:
         """The common device if all tensors are dense, allocated and floating; else `None`."""
-        # Read all attributes that a check needs at once. Separate properties would cost two more calls each.
+        # Read all attributes that a check needs at once. Each separate property would cost two more calls.
         lengths = tuple(map(Tensor.numel, self))
         dtypes = frozenset(map(_dtype, self))
         self.__dict__.update(lengths=lengths, size=sum(lengths), dtypes=dtypes)
@@ -184,7 +179,6 @@ class TensorList(tuple[Tensor, ...]):
 
     @_lazy
     def is_contiguous(self) -> bool:
-        """Whether each tensor is contiguous."""
         return all(map(Tensor.is_contiguous, self))
 
     @_lazy
@@ -211,10 +205,10 @@ class TensorList(tuple[Tensor, ...]):
         return result
 
     def describe(self) -> bytes:
-        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` if it cannot read one."""
+        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` for unsupported tensors."""
         known = self.__dict__
         if "descriptors" not in known:
-            # This function reads everything that a kernel needs. Separate properties would cost two more calls each.
+            # This function reads everything that a kernel needs. Each separate property would cost two more calls.
             if "table" not in known:
                 self.read()
             if "is_contiguous" not in known:
@@ -235,8 +229,8 @@ class TensorList(tuple[Tensor, ...]):
     def new_empty(self) -> "TensorList":
         """Allocate contiguous tensors like these."""
         if self.is_contiguous:
-            # If all tensors are small, their sizes need no check. Every result needs its own memory. Neither
-            # `torch._foreach_*` nor the DLPack allocator is faster than this loop.
+            # `torch.empty_like` is sufficient for tensors that are smaller than a huge page. Neither `torch._foreach_*`
+            # nor the DLPack allocator is faster than this loop.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
             result = TensorList(map(torch.empty_like if small else empty_like, self))
             result.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
@@ -261,8 +255,9 @@ def _descriptors(row: TensorList) -> bytes:
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
-    """Return the address, stride and dtype of each piece of a vector for `native.cpp`, or `b""` if it cannot read the
-    vector.
+    """Return the address, stride and dtype of each piece of a vector for `native.cpp`.
+
+    The result is `b""` if `native.cpp` cannot read the vector.
 
     Args:
         vector: a vector on the CPU.
@@ -283,7 +278,7 @@ def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
 
 
 def _byte_extent(tensor: Tensor) -> int:
-    """Return the number of bytes from the first entry to the end of the last one."""
+    """Return the number of bytes from the start of the first entry to the end of the last entry."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -296,7 +291,7 @@ Row = Tensor | tuple[Tensor, ...]
 
 @lru_cache(maxsize=64)
 def edges(lengths: tuple[int, ...]) -> np.ndarray:
-    """Return the cumulative start offsets of pieces, and the final end.
+    """Return the start offset of each piece, followed by the end of the last piece.
 
     Example:
         >>> edges((2, 0, 3)).tolist()
@@ -308,7 +303,7 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the pieces with entries between `start` and `stop`, and the range within each.
+    """Return the pieces between `start` and `stop`, each with the range of its entries that is covered.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)

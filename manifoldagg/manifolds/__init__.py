@@ -1,4 +1,4 @@
-"""Manifolds whose points are tensors, and parameter spaces of models."""
+"""Riemannian manifolds whose points are tensors, and spaces of the parameters of models."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `from_geoopt` on first access, because importing geoopt takes longer than importing this package."""
+    """Import `from_geoopt` on first access, because importing geoopt is slow."""
     if name == "from_geoopt":
         from manifoldagg.manifolds.geoopt import from_geoopt
 

@@ -1,4 +1,7 @@
-"""Ambient spaces: linear combinations of points of flat and low-rank leaves, and the projection to the leaves."""
+"""Linear algebra on spaces with flat and low-rank leaves.
+
+A linear combination of points is computed in the ambient vector space and then projected back to the leaves.
+"""
 
 import math
 import sys
@@ -22,28 +25,28 @@ __all__ = ["FLAT_AMBIENT", "AmbientSpace", "copied_space"]
 STATE_RANK_FACTOR = 4
 """The ratio of the rank of stored rows to the rank of the leaf, if the leaf has no `state_rank`."""
 UNCHANGED_ROUNDINGS = 16
-"""The relative change, in units of machine epsilon, up to which a matrix counts as unchanged."""
+"""The maximum relative change of a matrix that counts as unchanged, in units of machine epsilon."""
 LeafCoefficients = Sequence[Any]
 """k numbers, or k numbers for each leaf."""
 
 
 @dataclass(frozen=True, eq=False)
 class AmbientSpace:
-    r"""The ambient vector space of a manifold: flat leaves are unchanged, and `LowRank` leaves become m x n matrices.
+    """The vector space that contains a manifold: low-rank leaves become m x n matrices, and flat leaves are unchanged.
 
-    The class computes inner products and linear combinations of *rows*, like the kernels. Differences of rows are never
-    materialised. On a flat space it calls the kernels directly.
+    The class computes inner products and linear combinations of *rows*, like the kernels, without materialising
+    differences of rows. On a flat space, it calls the kernels directly.
 
-    If the space has low-rank leaves, a row is a point or a tuple with one tensor for each leaf. The tensor of a
+    If the space has low-rank leaves, a row is a point, or a tuple with one tensor for each leaf. The tensor of a
     low-rank leaf is a stack (*batch, m + n, any) of factors. Inner products are computed from small cores in a joint
-    basis of all stacks. A linear combination concatenates the columns of the stacks, and one truncation projects it to
-    the leaf.
+    basis of all stacks. A linear combination concatenates the columns of the stacks, and one truncation projects the
+    result to the leaf.
 
     Attributes:
         leaves: the leaves of the space, or an empty tuple for a flat space.
-        diagnostics: the effect of all truncations so far, or an empty dict for a flat space. `truncated` and
-            `state_truncated` are the sums of the Frobenius norms of the truncated parts of points and of stored rows.
-            `tied` is the number of truncations at which the retained and the truncated singular values are equal.
+        diagnostics: the effect of all truncations so far; empty for a flat space. `truncated` and `state_truncated`
+            are the total Frobenius norms of the truncated parts of points and of stored rows. `tied` is the number of
+            truncations at which a retained and a truncated singular value are equal.
 
     Example:
         >>> from manifoldagg.manifolds import LowRank
@@ -62,7 +65,7 @@ class AmbientSpace:
 
     @staticmethod
     def of(space: Manifold, point: Tensor) -> "AmbientSpace":
-        """Return the ambient space of a `flat` or `ambient` space, whose points have the shape of `point`.
+        """Return the ambient space of a `flat` or `ambient` space. `point` is any point of the space.
 
         Raises:
             ArgumentError: if a low-rank leaf is nested in another kind of leaf.
@@ -83,7 +86,7 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products (S, k, k) of rows as [`gram`][manifoldagg.kernels.gram] does. Segments are leaves."""
+        """Compute inner products of rows, like [`gram`][manifoldagg.kernels.gram]. The segments are the leaves."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
@@ -137,7 +140,7 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of rows, with low-rank leaves truncated to their `state_rank`."""
+        """Compute a linear combination of rows. Low-rank leaves are truncated to their `state_rank`."""
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         truncations = []
         for i in self._low_rank_leaves:
@@ -155,7 +158,7 @@ class AmbientSpace:
         return point
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """Compute two norms on the low-rank leaves, for a linear combination of rows and a point.
+        """Compute two norms over the low-rank leaves, for a linear combination of rows and a point.
 
         Returns:
             The norm of the tangent component of the combination minus the point, and the norm of the combination.
@@ -172,10 +175,10 @@ class AmbientSpace:
         return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
-        """Check that a row is finite and has one tensor for each leaf of points like `like`, of any rank.
+        """Check that a row is finite and has one tensor for each leaf. Low-rank leaves can have any rank.
 
         Raises:
-            ArgumentError: if it does not.
+            ArgumentError: if the row is invalid.
         """
         if isinstance(row, Tensor):
             return check_finite(name, check_shape(name, row, *like.shape))
@@ -212,21 +215,19 @@ class AmbientSpace:
         return len(range(*self.leaves[i].part.indices(sys.maxsize)))
 
     def _piece(self, row: Row, i: int) -> Tensor:
-        """Return the part of a row that belongs to a leaf."""
         if isinstance(row, tuple):
             return row[i]
         leaf = self.leaves[i]
         return row.reshape(-1)[leaf.part].view(leaf.space.shape)
 
     def _leaf_coefficients(self, i: int, coefficients: LeafCoefficients) -> Sequence[float]:
-        """Return the coefficients of a leaf."""
         first = coefficients[0] if len(coefficients) else 0.0
         return coefficients[i] if isinstance(first, list | tuple) else coefficients
 
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """Return the flat leaves of rows as operands of the kernels. Equal rows share one object."""
+        """Return the flat leaves of rows as operands of the kernels. Equal rows share one operand."""
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
             if row is not None and id(row) not in lists:
@@ -254,36 +255,34 @@ class AmbientSpace:
         return dict(zip(flat, result, strict=True))
 
     def _low_rank_gram(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Compute inner products (k, k) of rows at a low-rank leaf."""
         joint, combinations = self._joint(i, rows, minus)
         return joint.gram(combinations).reshape(-1, len(rows), len(rows)).sum(0).cpu()
 
     def _combine_low_rank(
         self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[Tensor, TruncatedSVD | None]:
-        """Compute a low-rank leaf of `base` plus a linear combination of rows, and its truncation if there was one."""
+        """Compute one low-rank leaf of `base` plus a linear combination of rows, and the truncation, if any."""
         space = copied_space(self.leaves[i].space)
         start = self._piece(base, i)
         stacks, weights = self._distinct_stacks(i, (base, *rows), (None, *minus), (1.0, *coefficients))
         is_single_stack = len(stacks) == 1 and weights == [1.0] and stacks[0].shape[-1] <= space.rank
         if is_single_stack or self._is_unchanged(i, start, stacks, weights):
-            # An unchanged leaf, or a client's leaf with coefficient 1, keeps its factors bit for bit.
+            # An unchanged leaf, or a client's leaf with coefficient 1, is returned without new rounding errors.
             return space._project(stacks[0] if is_single_stack else start).to(start.dtype), None
-        # Balanced factors are square roots of singular values. Without `drops_rounding`, a cancelled part with rounding
-        # error ε would leave factors of size √ε.
+        # Balanced factors contain square roots of singular values. Without `drops_rounding`, a rounding error ε that
+        # remains after a cancellation would leave factors of size √ε.
         svd = self._truncate_sum(i, stacks, weights, space.rank, drops_rounding=True)
         return svd.point.to(start.dtype), svd
 
     def _weighted_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Express a linear combination of rows at a low-rank leaf by its stacks and their coefficients."""
         return self._distinct_stacks(i, rows, minus, coefficients)
 
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return the distinct stacks of a leaf that have nonzero coefficients, with these coefficients."""
+        """Return the distinct stacks of a leaf with nonzero coefficients, and these coefficients."""
         stacks: list[Tensor] = []
         weights: list[float] = []
         index_of_row: dict[int, int] = {}
@@ -295,13 +294,14 @@ class AmbientSpace:
                     index_of_row[id(row)] = _index_or_append(stacks, self._piece(row, i))
                 index = index_of_row[id(row)]
                 weights += [0.0] * (len(stacks) - len(weights))
+                # Coefficients of equal stacks are added, so that a point that is added and subtracted cancels exactly.
                 weights[index] += sign * float(c)
-        # If all coefficients are 0, the result is one stack with weight 0, so that shapes are known.
+        # If all coefficients are 0, the result is one stack with weight 0, which determines the shapes.
         used = [j for j, weight in enumerate(weights) if weight != 0] or [0]
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return the joint basis of the stacks of a leaf, and the rows as combinations (k, any) of its cores."""
+        """Return a joint basis of the stacks of a leaf, and the coefficients of the rows in terms of its cores."""
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -318,9 +318,9 @@ class AmbientSpace:
         return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """Return a joint basis of stacks of a leaf, and the indices of their cores.
+        """Return a joint basis of the stacks of a leaf, and the indices of their cores.
 
-        The last basis of the leaf is reused if it contains all stacks.
+        The previous basis of the leaf is reused if it contains all stacks.
         """
         known, joint = self._joints.get(i, ([], None))
         indices = [_index_of(known, stack) for stack in stacks]
@@ -331,7 +331,6 @@ class AmbientSpace:
         return joint, [index for index in indices if index is not None]
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
-        """Return whether a linear combination is equal to `start` up to rounding."""
         all_stacks = [*stacks]
         start_index = _index_or_append(all_stacks, start)
         joint, cores = self._basis(i, all_stacks)
@@ -340,6 +339,7 @@ class AmbientSpace:
             combinations[0, core] = weight
         combinations[0, cores[start_index]] -= 1.0
         combinations[1, cores[start_index]] = 1.0
+        # The squared norms of the change and of the start, from the same cores.
         step, square = joint.gram(combinations).reshape(-1, 2, 2).sum(0).diagonal().tolist()
         return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * square)
 
@@ -348,7 +348,7 @@ class AmbientSpace:
     ) -> TruncatedSVD:
         """Compute the truncated sum of stacks.
 
-        `drops_rounding` sets the singular values to 0 that can be rounding errors of the factors.
+        With `drops_rounding`, singular values that may be rounding errors are set to 0.
         """
         joint, cores = self._basis(i, stacks)
         combination = torch.zeros(len(joint.cores), dtype=torch.float64)
@@ -365,6 +365,7 @@ class AmbientSpace:
         for svd in truncations:
             errors += svd.error.flatten().tolist()
             self.diagnostics["tied"] += float(svd.is_tied.sum())
+        # The truncated parts of different leaves are orthogonal, so their squared norms add up.
         self.diagnostics[key] += math.hypot(*errors)
 
 
@@ -373,14 +374,14 @@ FLAT_AMBIENT = AmbientSpace()
 
 
 def copied_space(space: Any) -> Any:
-    """Return the space of one copy in a power, or the space itself."""
+    """Return the space of one copy of a power, or the space itself if it is not a power."""
     while isinstance(space, Power):
         space = space.space
     return space
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal stack, or `None`. Equal stacks share a core, so their difference is exactly 0."""
+    """Return the index of an equal stack, or `None`. Equal stacks share a core, so that they cancel exactly."""
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index
@@ -388,7 +389,6 @@ def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
 
 
 def _index_or_append(stacks: list[Tensor], stack: Tensor) -> int:
-    """Return the index of an equal stack. If there is no equal stack, append this one."""
     index = _index_of(stacks, stack)
     if index is None:
         index = len(stacks)

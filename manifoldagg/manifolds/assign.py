@@ -16,11 +16,11 @@ from manifoldagg.manifolds.power import Power
 __all__ = ["Assignment", "assign_manifolds", "declared_manifolds"]
 
 Assignment = Mapping[str, Any]
-"""A mapping from names or glob patterns of leaves to manifolds of this package or of geoopt."""
+"""A mapping from names or glob patterns of leaves to manifolds, which may be geoopt manifolds."""
 
 
 def declared_manifolds(model: nn.Module) -> dict[str, Any]:
-    """Return the manifolds that a module's parameters declare, by name."""
+    """Return the manifolds that the parameters of a module declare, by the name of the parameter."""
     declared = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
     return {name: manifold for name, manifold in declared.items() if manifold is not None}
 
@@ -28,11 +28,12 @@ def declared_manifolds(model: nn.Module) -> dict[str, Any]:
 def assign_manifolds(
     layout: Layout, manifolds: Assignment | None, defaults: Assignment | None = None
 ) -> tuple[tuple[str, Manifold], ...]:
-    """Return the pair (name, space) of each curved leaf.
+    """Return the pair (name, space) of each leaf that has a manifold.
 
     Args:
         layout: the layout of the model.
-        manifolds: spaces by the name of a leaf, by a name tied to it, or by a pattern. The first match applies.
+        manifolds: a mapping to spaces from the names of leaves, from tied names, or from patterns. The first match
+            applies.
         defaults: the spaces of leaves that `manifolds` does not contain.
 
     Raises:
@@ -65,11 +66,11 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the space of a whole leaf: `space` itself, or a power with copies along the leading axes of the leaf."""
+    """Return the space of a whole leaf: `space`, or a power of `space` with copies along the leading axes."""
     if space is None:
         return Flat(leaf.size)
     if not isinstance(space, Manifold):
-        # geoopt is imported only if a manifold is not one of this package, because its import is slow.
+        # geoopt is imported only if a manifold does not belong to this package, because the import is slow.
         from manifoldagg.manifolds.geoopt import from_geoopt, is_geoopt
 
         if not is_geoopt(space):

@@ -1,4 +1,4 @@
-"""Buffer policies: how a server updates the tensors of a model that are not trained."""
+"""Buffer policies, which determine how a server updates the tensors of a model that are not trained."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ __all__ = ["BufferPolicy", "check_buffer_policy", "is_batch_counter", "named_pol
 POLICIES = ("average", "latest", "leave")
 COUNTER = "num_batches_tracked"
 BufferPolicy = Mapping[str, str] | Sequence[str]
-"""A mapping from names or glob patterns to policies, or a sequence of patterns, whose policy is `"average"`."""
+"""A mapping from names or glob patterns to policies, or a sequence of patterns with the policy `"average"`."""
 
 
 def check_buffer_policy(patterns: Any) -> BufferPolicy:
-    """Validate buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
+    """Check the type of buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
 
     Raises:
-        ArgumentError: if they are neither. A single string is not a sequence of patterns.
+        ArgumentError: if `patterns` has another type. A single string is not a sequence of patterns.
     """
     is_valid = isinstance(patterns, Iterable) and not isinstance(patterns, str)
     if not is_valid or not all(isinstance(pattern, str) for pattern in patterns):
@@ -35,10 +35,14 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
 def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
     """Return the policy of each entry: `"average"`, `"latest"` or `"leave"`.
 
-    A name has precedence over a pattern, and an earlier pattern over a later one. The policy of an entry that no
-    pattern matches is `"average"`. An entry whose dtype is not a floating dtype of 16 bits or more cannot be averaged.
-    Its policy is `"leave"` instead, because a client could otherwise replace the indices or masks of all others. The
-    policy of a counter, an integer named `num_batches_tracked`, is `"latest"` instead; the server never decreases it.
+    A name has precedence over a pattern, and an earlier pattern over a later pattern. The default is `"average"`.
+
+    Only floating dtypes of at least 16 bits can be averaged. For other dtypes, the policy `"average"` is replaced:
+
+    - A counter, which is an integer named `num_batches_tracked`, gets the policy `"latest"`. The server never decreases
+      it.
+    - All other entries get the policy `"leave"`. Otherwise, one client could replace the indices or masks of all
+      clients.
 
     Raises:
         ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches no entry.
@@ -80,7 +84,7 @@ def is_batch_counter(name: str, dtype: torch.dtype) -> bool:
 
 
 def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tuple[str, str], ...]:
-    """Return (name, policy) of each entry that a pattern matches.
+    """Return the pairs (name, policy) of the entries that a pattern matches.
 
     Raises:
         ArgumentError: as `resolve_policies`.

@@ -1,4 +1,4 @@
-"""Composite and delegating spaces: base classes for spaces that are built from other spaces."""
+"""Base classes for spaces that are built from other spaces."""
 
 import abc
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["Composite", "Delegate"]
 
 
 class Composite(Manifold):
-    """Base class of spaces composed of `spaces`, with their common capabilities."""
+    """Base class of spaces composed of several `spaces`. It has the capabilities that all of them have."""
 
     @property
     @abc.abstractmethod
@@ -20,12 +20,10 @@ class Composite(Manifold):
 
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # a property of the space, not of the class
-        """The capabilities that all component spaces have."""
         return frozenset.intersection(*(space.capabilities for space in self.spaces))
 
     @property
     def flat(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every component space is flat."""
         return all(space.flat for space in self.spaces)
 
     @property
@@ -35,7 +33,6 @@ class Composite(Manifold):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether every component space is symmetric."""
         return all(space.symmetric for space in self.spaces)
 
 
@@ -45,7 +42,7 @@ class Delegate(Composite):
     @property
     @abc.abstractmethod
     def base_space(self) -> Manifold:
-        """The space to which this one delegates."""
+        """The space to which this space delegates."""
 
     @property
     def spaces(self) -> tuple[Manifold, ...]:

@@ -1,7 +1,6 @@
-"""Unchecked formulas that follow from the primitives of a space.
+"""Operations that follow from the primitives of a space, without argument checks.
 
-The functions of the module `operations` check their arguments and then call these functions, just as `space.exp` checks
-its arguments and calls `space._exp`.
+The functions of the module `operations` check their arguments and then call these functions.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 def norm(space: Manifold, x: Tensor, u: Tensor) -> Tensor:
     r"""Compute the norm $\|u\|_x$, (*batch,)."""
     square = space._inner(x, u, u)
-    # Negative rounding errors become 0, and NaN remains NaN. The root is avoided at 0, where its derivative is
+    # Negative rounding errors become 0, and NaN remains NaN. The root is not evaluated at 0, where its derivative is
     # infinite.
     is_zero = square <= 0
     return torch.where(is_zero, torch.zeros_like(square), torch.where(is_zero, torch.ones_like(square), square).sqrt())
@@ -60,7 +59,6 @@ Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _transport_by_ladder(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: int) -> Tensor:
-    """Apply `rungs` ladder steps along the geodesic from `x` to `y`."""
     start = x
     for i in range(1, rungs + 1):
         end = y if i == rungs else geodesic(space, x, y, i / rungs)

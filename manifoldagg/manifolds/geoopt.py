@@ -1,4 +1,4 @@
-"""Conversion of geoopt manifolds to equivalent spaces of this package, or to wrappers of geoopt's formulas."""
+"""Conversion of geoopt manifolds to spaces of this package."""
 
 import copy
 import math
@@ -51,7 +51,7 @@ METHODS |= {"project": "projx", "project_tangent": "proju", "gradient": "egrad2r
 """The names of geoopt's methods for the primitives."""
 
 GEOOPT_PRIMITIVES = PRIMITIVES - {"inverse_retract"}
-"""The primitives for which geoopt has a method or a number."""
+"""The primitives that geoopt provides."""
 
 ASSUMED_PRIMITIVES = frozenset({"inner", "project", "project_tangent", "random_tangent"})
 
@@ -63,7 +63,7 @@ def from_geoopt(
     capabilities: Collection[str] | None = None,
     injectivity_radius: float | None = None,
 ) -> Manifold:
-    r"""Convert a geoopt manifold, or the manifold of a geoopt tensor, to a space.
+    r"""Convert a geoopt manifold, or the manifold of a geoopt tensor, to a space of this package.
 
     If this package has an equivalent space, the result is this space, whose formulas are exact to rounding:
 
@@ -77,25 +77,26 @@ def from_geoopt(
     | `SymmetricPositiveDefinite`, affine-invariant | `SymmetricPositiveDefinite(n)` |
     | `ProductManifold` | `Product`, with factors "0", "1", ... |
 
-    Otherwise the result is a `GeooptManifold`, which declares the primitives whose laws geoopt's formulas satisfy:
+    Otherwise, the result is a `GeooptManifold`, which calls geoopt's formulas. It declares only the primitives that
+    satisfy the laws of a manifold:
 
     - `SphereProjection`, and `Stereographic` with $k \ge 0$: all primitives of geoopt. `retract` is exp.
-    - A `Sphere` in a subspace: all but exp, log and transport. geoopt's gradients at 0 are NaN, and its transp is a
+    - A `Sphere` in a subspace: all except exp, log and transport. geoopt's gradients at 0 are NaN, and its transp is a
       projection.
-    - Other classes: inner, projx, proju, egrad2rgrad and random. The expmap of such a class may be a retraction, and
-      its transp may be a projection. The argument `capabilities` declares more.
+    - Other classes: inner, projx, proju, egrad2rgrad and random. Their expmap may be a retraction, and their transp may
+      be a projection. The argument `capabilities` declares more primitives.
 
     The space is a copy. A learned curvature is read once and has no gradient.
 
     Args:
         manifold: a geoopt manifold, or a `ManifoldTensor` or `ManifoldParameter` with a manifold and a shape.
         shape: the shape of a whole leaf. Axes before those of the manifold are axes of copies. The shape () of a single
-            number is that of a point of `Flat(1)`. If it is `None`, the sizes are not fixed. The shape of the space
-            then contains -1, and `random_point` is not available.
-        capabilities: for a class that is not part of geoopt, the primitives whose laws it satisfies. They are not
-            verified here. [`check_manifold`][manifoldagg.testing.check_manifold] checks them.
-        injectivity_radius: for a class that is not part of geoopt, the injectivity radius. It is the same at every
-            point and may be infinite.
+            number stands for a point of `Flat(1)`. With `None`, the sizes are not fixed. The shape of the space then
+            contains -1, and `random_point` is not available.
+        capabilities: for a class that is not part of geoopt, the primitives that satisfy the laws. Use
+            [`check_manifold`][manifoldagg.testing.check_manifold] to verify them.
+        injectivity_radius: for a class that is not part of geoopt, the injectivity radius, which must be the same at
+            every point. It may be infinite.
 
     Raises:
         ArgumentError: if `manifold` is not a geoopt manifold, has several curvatures, or violates the laws of a space,
@@ -136,7 +137,7 @@ class FrozenGeooptManifold:
 
     Attributes:
         module: the copy.
-        declared: the primitives whose laws geoopt's formulas satisfy; `None` if this package has an equivalent space.
+        declared: the primitives of geoopt that satisfy the laws; `None` if this package has an equivalent space.
         radius: the injectivity radius, if it is known.
         symmetric: whether geodesic reflections are isometries.
     """
@@ -157,7 +158,7 @@ class FrozenGeooptManifold:
         return f"geoopt.{type(self.module).__name__}({', '.join(numbers)})"
 
     def space(self, sizes: tuple[int, ...]) -> Manifold:
-        """Return the space of points of this shape."""
+        """Return the space of points with this shape."""
         if self.declared is None:
             return NATIVE_SPACES[type(self.module)](self.module, *sizes)
         return GeooptManifold(self, sizes)
@@ -168,12 +169,12 @@ class GeooptManifold(Manifold):
     """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
 
     All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
-    `random_tangent` is standard normal in the metric, and calls proju and inner once for each coordinate.
+    `random_tangent` draws standard normal tangents. It calls proju and inner once for each coordinate.
 
     Args:
         manifold: the geoopt manifold with its declared properties.
-        sizes: the shape of a point. If it contains -1, each call is delegated to the space for the size of its
-            arguments, which is a space of this package if there is an equivalent one. `random_point` is then missing.
+        sizes: the shape of a point. If it contains -1, each call is delegated to a space with the size of its
+            arguments, if possible an equivalent space of this package. `random_point` is then missing.
 
     Example:
         >>> sphere = from_geoopt(geoopt.Sphere())
@@ -190,14 +191,13 @@ class GeooptManifold(Manifold):
 
     @property
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]  # of the manifold, not of the class
-        """The capabilities that are known or declared for geoopt's formulas."""
+        """The primitives of geoopt that are known or declared to satisfy the laws."""
         if self._has_open_sizes:
             return self.manifold.space((2,) * len(self.sizes)).capabilities - {"random_point"}
         return self.manifold.declared or frozenset()
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # as above
-        """Whether the manifold is known to be symmetric."""
         return self.manifold.symmetric
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
@@ -213,10 +213,11 @@ class GeooptManifold(Manifold):
         self._require("random_point")
         module = self.manifold.module
         radius = self.manifold.radius or math.inf
-        # At the centre of projection of the sphere, coordinates are infinite. A standard deviation of a twelfth of the
-        # injectivity radius keeps the points away from it.
+        # Coordinates are infinite at the centre of projection of the sphere. A standard deviation of a twelfth of the
+        # injectivity radius keeps the points away from this centre.
         is_projected_sphere = type(module) is geoopt.StereographicExact and radius < math.inf
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        # geoopt draws from torch's global generator, whose state must not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             options = {"std": radius / 12} if is_projected_sphere else {}
@@ -236,6 +237,7 @@ class GeooptManifold(Manifold):
         tangents = self._project_tangent(a, units.expand(size, *x.shape))
         gram = torch.stack([self._inner(a, tangent, tangents) for tangent in tangents], -1).movedim(0, -1)
         values, basis = torch.linalg.eigh(gram)
+        # Directions in the null space of the projection have eigenvalues that are only rounding errors.
         is_positive = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
         weights = torch.where(is_positive, values, math.inf).rsqrt()
         noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)
@@ -248,7 +250,7 @@ class GeooptManifold(Manifold):
     ) -> None:
         super()._check(points, tangents=tangents, vectors=vectors)
         if self._has_open_sizes:
-            # The space for the size of the first tensor checks that all tensors have this size.
+            # A space with the size of the first tensor checks that all tensors have this size.
             first = next(iter((points | (vectors or {})).values()))
             self._sized_space(first)._check(points, tangents=tangents, vectors=vectors)
 
@@ -257,11 +259,10 @@ class GeooptManifold(Manifold):
         return -1 in self.sizes
 
     def _sized_space(self, x: Tensor) -> Manifold:
-        """Return the space for the size of these points."""
         return self.manifold.space(_check_sizes("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """Compute a formula by the corresponding method of geoopt."""
+        """Compute a formula with the corresponding method of geoopt."""
         self._require("project_tangent" if formula == "gradient" else formula)
         x, *others = arguments
         if self._has_open_sizes:
@@ -311,7 +312,7 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a manifold of geoopt with its known properties, in one canonical form for each geometry."""
+    """Return a frozen copy of a manifold of geoopt with its known properties, in one form for each geometry."""
     kind = type(manifold)
     if kind in BALLS:
         k = _curvature(manifold)
@@ -322,7 +323,7 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
     if kind is geoopt.Lorentz:
         k = _curvature(manifold)
         if k.item() != 1:
-            # Its expmap with velocity 0 displaces a point by 1e-8, and its logmap has no correct digits below 1e-4.
+            # geoopt's expmap with velocity 0 moves a point by 1e-8, and its logmap has no correct digits below 1e-4.
             raise ArgumentError(f"manifold: expected geoopt.Lorentz with k = 1, got {k:g}; use a PoincareBall")
         return FrozenGeooptManifold(geoopt.Lorentz(k))
     if isinstance(manifold, geoopt.Sphere) and manifold.projector is not None:
@@ -334,7 +335,7 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 
 
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
-    """Return a manifold of a class outside of geoopt, with its declared properties."""
+    """Return a frozen copy of a manifold whose class is not part of geoopt, with its declared properties."""
     if not isinstance(manifold.ndim, int):
         raise ArgumentError(f"manifold: expected an integer ndim, got {short_repr(manifold.ndim)}")
     if not isinstance(capabilities, Collection | None):
@@ -352,12 +353,13 @@ def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius
             f"capabilities: expected some of {', '.join(sorted(GEOOPT_PRIMITIVES))}; got {', '.join(unknown)}"
         )
     if "random_tangent" in declared and not {"inner", "project_tangent"} <= declared:
-        raise ArgumentError("capabilities: expected inner and project_tangent with random_tangent, got only the latter")
+        raise ArgumentError(
+            "capabilities: expected inner and project_tangent with random_tangent, got random_tangent alone"
+        )
     return FrozenGeooptManifold(manifold, declared, radius)
 
 
 def _curvature(manifold: Any) -> Tensor:
-    """Return the curvature k of a manifold as geoopt computes it."""
     if manifold.k.numel() != 1:
         raise ArgumentError(f"manifold: expected one curvature, got {manifold.k.tolist()}")
     return torch.tensor(check_number("manifold: k", manifold.k.item()), dtype=torch.float64)
@@ -381,7 +383,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that points of the manifold, or copies of them, can have this shape, and return it."""
+    """Check that points of the manifold, or copies of them, can have the given shape, and return it."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)
@@ -397,7 +399,7 @@ def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int,
 
 
 def _content_key(value: Any) -> Hashable:
-    """Return a hashable key of the content of a value: its classes, numbers and tensors."""
+    """Return a hashable key that contains the classes, numbers and tensors of a value."""
     match value:
         case nn.Module():
             own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}

@@ -1,4 +1,4 @@
-"""The Grassmann manifold of subspaces, which are equivalence classes of orthonormal bases."""
+"""The Grassmann manifold of subspaces of fixed dimension."""
 
 import math
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ __all__ = ["Grassmann"]
 class Grassmann(Embedded):
     r"""The $p$-dimensional subspaces of $\mathbb{R}^n$, with $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
-    A point is an equivalence class of $n \times p$ matrices with orthonormal columns. The matrices $x$ and $x q$ with
-    $q \in O(p)$ span the same subspace and have the same projector $x x^\top$. All methods accept any representative. A
-    tangent at the representative $x$ is horizontal, $x^\top u = 0$. The matrix $u q$ at $x q$ is the same tangent.
+    A subspace is represented by any $n \times p$ matrix $x$ whose orthonormal columns span it. For $q \in O(p)$, the
+    matrix $x q$ represents the same subspace. All methods accept any representative. A tangent at $x$ is a matrix $u$
+    with $x^\top u = 0$. The matrix $u q$ at $x q$ represents the same tangent.
 
     Let $y^\top x = A \cos\Theta\, R^\top$ be an SVD with the principal angles $\Theta$. The representative of $y$
     nearest to $x$ is $\hat y = y q$ with $q = A R^\top$. With $S = u^\top u$ and $m = x + \hat y$,
@@ -32,23 +32,24 @@ class Grassmann(Embedded):
       \log_x y = (1 - x x^\top)(\hat y - x)\, R \tfrac{\Theta}{\sin\Theta} R^\top, \qquad
       P_{x \to y} u = (u - 2 m (m^\top m)^{-1} m^\top u)\, q^\top.$$
 
-    Both functions of $\sqrt{S}$ are entire functions of $S$. For $u = U \Sigma V^\top$, the exponential is
-    $x V \cos\Sigma V^\top + U \sin\Sigma V^\top$. The transport is the formula of
-    [`Sphere`][manifoldagg.manifolds.Sphere] with a matrix instead of the cosine.
+    Both functions of $\sqrt{S}$ are entire functions of $S$. For an SVD $u = U \Sigma V^\top$, the exponential is
+    $x V \cos\Sigma V^\top + U \sin\Sigma V^\top$. The transport generalises the formula of
+    [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Numerical properties:
 
     - All primitives are computed in float64 and cast back. $\sin\Theta$ is computed from $\hat y - x$, so small angles
       have a small relative error.
-    - `log` depends only on the class of $y$.
-    - `exp` has correct derivatives of all orders. For `log`, `transport`, `project` and `retract`, the first and second
-      derivatives are correct, also at $y = x$ and for repeated angles or singular values. Higher ones are not.
+    - `log` depends only on the subspace of $y$, not on its representative.
+    - `exp` has correct derivatives of all orders. `log`, `transport`, `project` and `retract` have correct first and
+      second derivatives, also at $y = x$ and for repeated angles or singular values. Their higher derivatives are not
+      correct.
     - If an angle is $\pi/2$ (the cut locus), `log` and `transport` are undefined and return NaN. If rounding hides the
       right angle, they return the values of one of the shortest geodesics.
-    - The injectivity radius is $\pi/2$. For $p = n$ the manifold is a single point, and the radius is infinite.
-    - `project` is the polar factor, the nearest orthonormal basis. If the columns of $x$ are linearly dependent, it is
-      undefined and returns NaN, or one of several nearest bases if rounding hides the dependence.
-    - `retract` is $(x + u)(1 + u^\top u)^{-1/2}$, the polar factor of $x + u$. `inverse_retract` is
+    - The injectivity radius is $\pi/2$. For $p = n$, the manifold is a single point, and the radius is infinite.
+    - `project` is the polar factor, the nearest orthonormal basis. If the columns of $x$ are linearly dependent,
+      `project` returns NaN, or one of several nearest bases if rounding hides the dependence.
+    - `retract` is the polar factor of $x + u$, $(x + u)(1 + u^\top u)^{-1/2}$. `inverse_retract` is
       $y (x^\top y)^{-1} - x$.
     - `random_point` is uniform.
 
@@ -133,7 +134,7 @@ class Grassmann(Embedded):
         return x.new_full(x.shape[:-2], math.inf if self.p == self.n else math.pi / 2)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        # The draw is in float64 and then cast, so a seed gives the same point in both precisions.
+        # Drawing in float64 and casting gives the same point in both precisions for equal seeds.
         return super()._random_point(batch, generator, torch.float64).to(dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
@@ -146,7 +147,7 @@ class Grassmann(Embedded):
 
 
 def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cos √S and sin(√S)/√S for a symmetric S >= 0, as the upper blocks of exp [[0, 1], [-S, 0]]."""
+    """Compute cos √S and sin(√S)/√S for a symmetric S >= 0, the upper blocks of exp [[0, 1], [-S, 0]]."""
     # Scaling both off-diagonal blocks to the norm √‖S‖ reduces the norm of the matrix and the cancellation.
     scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
     zero = torch.zeros_like(s)
@@ -157,9 +158,10 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
-    """Compute the S with cos √S = `cosine` from its angles and eigenvectors, with its first two derivatives.
+    r"""Compute the matrix $S$ with $\cos\sqrt{S}$ = `cosine`, with correct first and second derivatives.
 
-    At the solution, a Newton step does not change the value. Each step makes the derivatives of one more order correct.
+    $S$ follows from the angles and eigenvectors of `cosine`. Two Newton steps make the derivatives correct without
+    changing the value.
     """
     mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2

@@ -1,4 +1,4 @@
-"""Two models of hyperbolic space, with closed forms that are stable at very small and very large distances."""
+"""Two models of hyperbolic space, with formulas that are accurate at very small and very large distances."""
 
 import math
 from collections.abc import Callable
@@ -22,10 +22,10 @@ MAX_SAMPLE_RADIUS = 0.6
 
 @dataclass(frozen=True)
 class PoincareBall(Manifold):
-    r"""The Poincaré ball $\{x \in \mathbb{R}^n : k|x|^2 < 1\}$ of curvature $-k$, conformal to $\mathbb{R}^n$.
+    r"""The Poincaré ball $\{x \in \mathbb{R}^n : k|x|^2 < 1\}$ of curvature $-k$.
 
-    The metric is $\langle u, v\rangle_x = \lambda_x^2\, u \cdot v$ with $\lambda_x = 2 / (1 - k|x|^2)$. The formulas
-    are for $k = 1$, and a scaling by $\sqrt{k}$ gives those for other curvatures. With $\alpha = 1 - |x|^2$,
+    The metric is $\langle u, v\rangle_x = \lambda_x^2\, u \cdot v$ with $\lambda_x = 2 / (1 - k|x|^2)$. The following
+    formulas are for $k = 1$. For other curvatures, coordinates are scaled by $\sqrt{k}$. With $\alpha = 1 - |x|^2$,
     $\beta = 1 - |y|^2$, $d = y - x$, $q = |d|^2 / \alpha\beta$ and $p = \tanh(|u|/\alpha)\, u/|u|$:
 
     $$\exp_x u = x + \alpha\,\frac{p + |p|^2 x}{1 + 2\,x \cdot p + |x|^2|p|^2}, \qquad
@@ -34,16 +34,18 @@ class PoincareBall(Manifold):
     $$P_{x \to y} v = \frac{\beta}{\alpha}\Bigl(v + 2\,\frac{(\alpha\, d \cdot v - |d|^2\, x \cdot v)\,x
       - ((\beta + |d|^2)\, x \cdot v + |x|^2\, d \cdot v)\,d}{|d|^2 + \alpha\beta}\Bigr).$$
 
-    They are the Möbius addition $x \oplus p$, its inverse, and the gyration $\operatorname{gyr}[y, -x]$, expressed by
-    $d$, so that they are accurate for small distances. All primitives are computed in float64 and cast back. They are
-    smooth at $u = 0$ and $y = x$. `retract` uses $p = v / \sqrt{1 + |v|^2}$ with $v = u / \alpha$ instead of the
-    hyperbolic tangent.
+    These are the Möbius addition $x \oplus p$, its inverse, and the gyration $\operatorname{gyr}[y, -x]$. They are
+    written in terms of $d$, so that they are accurate for small distances. `retract` uses $p = v / \sqrt{1 + |v|^2}$
+    with $v = u / \alpha$ instead of the hyperbolic tangent. All primitives are computed in float64 and cast back. They
+    are smooth at $u = 0$ and $y = x$.
 
-    Coordinates limit the accuracy far from the centre. A point at distance $r$ from the centre has the distance
-    $1 - \sqrt{k}|x| \approx 2e^{-\sqrt{k}r}$ from the boundary, in units of the radius. Rounding its coordinates
-    displaces it by about $\varepsilon e^{\sqrt{k}r}/4$. At $\sqrt{k}r \approx 38$ (float32: 18) a point is rounded to
-    the boundary, where results are infinite or NaN. `project` moves points outside of the ball to the distance
-    $4\varepsilon$ inside the boundary, because an open ball has no nearest point.
+    Coordinates limit the accuracy far from the centre:
+
+    - A point at distance $r$ from the centre has the distance $1 - \sqrt{k}|x| \approx 2e^{-\sqrt{k}r}$ from the
+      boundary, in units of the radius. Rounding its coordinates displaces it by about $\varepsilon e^{\sqrt{k}r}/4$.
+    - At $\sqrt{k}r \approx 38$ (in float32: 18), a point is rounded to the boundary, where results are infinite or NaN.
+    - `project` moves points outside of the ball to the distance $4\varepsilon$ inside the boundary, because an open
+      ball has no nearest point.
 
     Args:
         n: the dimension, at least 1.
@@ -136,7 +138,7 @@ class PoincareBall(Manifold):
         return x.new_full(x.shape[:-1], math.inf)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        """Draw uniform coordinates from the ball with 0.6 times the radius."""
+        """Draw points with uniform coordinates in the ball with 0.6 times the radius."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         level = torch.rand(*batch, 1, generator=generator, dtype=torch.float64, device=generator.device)
         a = noise.double()
@@ -154,7 +156,7 @@ class PoincareBall(Manifold):
     ) -> Tensor:
         """Compute the Möbius sum of x and p.
 
-        p is v = u / (1 - |x|²) times `shorten`(|v|²), so that |p| < 1. `rest`(|v|²) is 1 - |p|² in closed form.
+        p is v = u / (1 - |x|²), multiplied by `shorten`(|v|²) so that |p| < 1. `rest`(|v|²) is 1 - |p|² in closed form.
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)
@@ -192,17 +194,17 @@ class Lorentz(Manifold):
     $$\exp_x u = \cosh t\; x + \tfrac{\sinh t}{t}\, u, \qquad
       P_{x \to y} u = u + \tfrac{\langle y, u\rangle}{1 - \langle x, y\rangle}\,(x + y).$$
 
-    $\log$ is computed at the origin and transported. The boost that maps $x$ to the origin maps $y$ to the space
-    coordinates $\vec z = \vec d - (d_0 - \vec x \cdot \vec d / (1 + x_0))\,\vec x$ with $d = y - x$. At the origin the
-    log is $\vec z \operatorname{arsinh}|\vec z| / |\vec z|$.
+    The log is computed at the origin and then transported to $x$. The boost that maps $x$ to the origin maps $y$ to the
+    space coordinates $\vec z = \vec d - (d_0 - \vec x \cdot \vec d / (1 + x_0))\,\vec x$ with $d = y - x$. The log at
+    the origin is $\vec z \operatorname{arsinh}|\vec z| / |\vec z|$.
 
     Numerical properties:
 
     - All primitives are computed in float64 and cast back. They are smooth at $u = 0$ and $y = x$.
     - The time coordinate is recomputed from the space coordinates: $x_0 = \sqrt{1 + |\vec x|^2}$ and
-      $u_0 = \vec x \cdot \vec u / x_0$. Only `inner` and `project_tangent` read it, because they accept vectors that
-      are not tangent.
-    - `project` keeps the space coordinates. `retract` is $\sqrt{1 + t^2}\; x + u$.
+      $u_0 = \vec x \cdot \vec u / x_0$. Only `inner` and `project_tangent` read the time coordinate, because they
+      accept vectors that are not tangent.
+    - `project` does not change the space coordinates. `retract` is $\sqrt{1 + t^2}\; x + u$.
     - Coordinates limit the accuracy at a distance $r$ from the origin, where $x_0 = \cosh r$. Rounding a tangent at $x$
       with relative error $\varepsilon$ changes $\langle u, u\rangle$ by $\varepsilon x_0^2$, and the result of
       `project_tangent` by $\varepsilon x_0^3$.
@@ -271,7 +273,7 @@ class Lorentz(Manifold):
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = torch.cat(_time_and_space(x), -1)
         v = u.double()
-        # The first pass leaves a component ε|u| along x. After the second pass it is ε times the projected length.
+        # The first pass leaves a component ε|u| along x. The second pass reduces it to ε times the projected length.
         for _ in range(2):
             v = v + _minkowski(a, v) * a
         return v.to(u.dtype)
@@ -292,7 +294,7 @@ class Lorentz(Manifold):
         return x.new_full(x.shape[:-1], math.inf)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        """Draw exp at the origin of a normal tangent whose mean squared length is 1."""
+        """Draw points as exponentials of normal tangents at the origin, whose mean squared length is 1."""
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
         # The space coordinates of exp at the origin are sinh|v| v/|v|.
@@ -322,12 +324,11 @@ def _squared_norm(a0: Tensor, a: Tensor, v: Tensor, v0: Tensor) -> Tensor:
 
 
 def _point(a: Tensor) -> Tensor:
-    """Return the point of the hyperboloid with the given space coordinates."""
     return torch.cat([(1 + dot(a, a)).sqrt(), a], -1)
 
 
 def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
-    """Transport a tangent at the origin, given by its space coordinates, to a point."""
+    """Transport a tangent from the origin to a point. `v` are the space coordinates of the tangent."""
     av = dot(a, v)
     return torch.cat([av, torch.addcmul(v, av / (1 + a0), a)], -1)
 

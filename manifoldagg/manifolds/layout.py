@@ -1,4 +1,4 @@
-"""Layouts: the position of each tensor of a model in one contiguous point, and the exact inverse mapping."""
+"""Layouts, which map the tensors of a model to one contiguous point and back."""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -50,7 +50,7 @@ CPU_ONLY = frozenset({CPU})
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, shape and dtype of one tensor of a state dict."""
+    """The name, shape and dtype of one tensor of a state dict."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,13 +90,14 @@ class ModelSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    r"""The bijection between the tensors of a model and a point together with buffers.
+    """The layout of a model: the position of each of its tensors in a point, or among the buffers.
 
-    Two layouts are equal if their names, shapes, dtypes and orders are equal.
+    A layout converts models to points and back without loss. Two layouts are equal if their names, shapes, dtypes and
+    orders are equal.
 
     Args:
         leaves: the parameters that form the point, in the order of the point.
-        buffers: frozen parameters, buffers and counters, which are stored with a model and are not part of the point.
+        buffers: frozen parameters, buffers and counters, which belong to a model but are not part of the point.
         aliases: a pair (name, leaf) for each additional name of a tied parameter.
         dtype: the dtype of the point: float32, or float64 if a leaf requires it.
     """
@@ -131,6 +132,7 @@ class Layout:
         tensors = tensors_of(model)
         entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
         layout = _classify_entries(entries, {name: owner.get(id(tensor)) for name, tensor in tensors.items()}, dtype)
+        # A state dict hook can replace a parameter by another tensor. Updates of the parameter would then be lost.
         mismatched = trainable.keys() ^ {leaf.name for leaf in layout.leaves}
         if mismatched:
             raise StateDictError(
@@ -142,12 +144,12 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """Return the layout of a state dict. Its leaves are the floating tensors except statistics and pattern matches.
+        """Return the layout of a state dict. Floating tensors are leaves, except statistics and pattern matches.
 
         Args:
             state: the state dict.
             buffer_patterns: glob patterns of floating tensors that are buffers.
-            dtype: the dtype of the point; `None` selects the narrower one that represents every leaf exactly.
+            dtype: the dtype of the point; `None` selects the narrower dtype that represents every leaf exactly.
         """
         if dtype is not None:
             check_choice("dtype", dtype, MASTER_DTYPES)
@@ -160,12 +162,11 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of the leaves in a point, which are the segments of a per-tensor kernel."""
+        """The lengths of the leaves in a point."""
         return tuple(leaf.size for leaf in self.leaves)
 
     @cached_property
     def _list_attributes(self) -> dict[str, Any]:
-        """The attributes that the `TensorList` of every model of this layout has in common."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property
@@ -183,7 +184,6 @@ class Layout:
 
     @cached_property
     def _expected(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
-        """The names, shapes and dtypes of all entries, as lists for fast comparison."""
         named = self.entries
         shapes = [torch.Size(entry.shape) for entry in named.values()]
         return [*named], shapes, [entry.dtype for entry in named.values()]
@@ -192,14 +192,14 @@ class Layout:
         """Check that the layout has parameters.
 
         Raises:
-            ArgumentError: if it does not. The message contains the dtype of the first buffer.
+            ArgumentError: if there are no parameters. The message contains the dtype of the first buffer.
         """
         if self.size == 0:
             first = next((f"; {entry.name} is {entry.dtype}" for entry in self.buffers), "")
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
     def check(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Check that the names, shapes and dtypes of `tensors` match the layout, and that tied tensors are equal.
+        """Check that `tensors` have the names, shapes and dtypes of the layout, and that tied tensors are equal.
 
         Raises:
             StateDictError: if a tensor is missing, superfluous or untied, or has another shape or dtype. The message
@@ -215,7 +215,9 @@ class Layout:
             if not _are_equal(other, own):
                 if not is_finite(other):
                     raise StateDictError(f"{prefix}{alias}: expected finite values, got NaN or infinity")
-                raise StateDictError(f"{prefix}{alias}: expected the values of {name}, to which it is tied, got others")
+                raise StateDictError(
+                    f"{prefix}{alias}: expected the values of {name}, to which it is tied, got different values"
+                )
 
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """Check the names, shapes, dtypes and memory of `tensors` against the layout, without reading their values.
@@ -227,9 +229,11 @@ class Layout:
         check_memory(tensors, prefix)
 
     def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
-        """Check tensors and return them in the order of the entries, and whether all are on the CPU."""
+        """Check tensors. Return them in the order of the entries, and whether all are on the CPU."""
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
+        # These comparisons of whole lists are much faster than `check_tensors`, which only runs to find the first
+        # error.
         is_on_cpu = all(map(_is_cpu, given))
         if (
             len(given) < max(len(names), len(tensors))
@@ -256,8 +260,8 @@ class Layout:
         """Return the points (P,) of several models.
 
         Args:
-            models: a mapping from labels, with which error messages start, to models.
-            device: the device of the points; `None` selects that of the first leaf.
+            models: a mapping from labels to models. Error messages start with the label.
+            device: the device of the points; `None` selects the device of the first leaf.
 
         Raises:
             StateDictError: as `check`, or if a leaf is not finite.
@@ -281,9 +285,8 @@ class Layout:
         """Return the leaves of several models on the device of the first model.
 
         Args:
-            models: a mapping from labels, with which error messages start, to models.
-            reference: the label of the model from which this layout was created. Its names, shapes, dtypes and storage
-                are not checked again.
+            models: a mapping from labels to models. Error messages start with the label.
+            reference: the label of the model from which this layout was created. Only its values are read.
 
         Raises:
             StateDictError: as `check`.
@@ -299,7 +302,7 @@ class Layout:
     ) -> TensorList:
         """Check a model, and return its leaves with the attributes that the kernels read.
 
-        `device` is the device of the result; `None` selects that of the first leaf.
+        `device` is the device of the result. `None` selects the device of the first leaf.
         """
         entries = [tensors[name] for name in self._expected[0] if name in tensors]
         every = TensorList(entries)
@@ -336,7 +339,7 @@ class Layout:
         return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Check that the leaves of models are finite. The keys of `models` are the starts of error messages.
+        """Check that the leaves of models are finite. Error messages start with the keys of `models`.
 
         Raises:
             StateDictError: if a leaf is not finite. The message contains its name.
@@ -347,13 +350,13 @@ class Layout:
                     raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
 
     def to_state_dict(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict of leaves and buffers. Tied names share one tensor."""
+        """Return the state dict of given leaves and buffers. Tied names share one tensor."""
         leaves = {leaf.name: tensor for leaf, tensor in zip(self.leaves, tensors, strict=True)}
         leaves |= {alias: leaves[name] for alias, name in self.aliases}
         return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
-        """Return each leaf in its shape and dtype under all its names: a view of `point` (P,) if the dtypes agree."""
+        """Return each leaf under all its names, in its shape and dtype. Leaves in the dtype of `point` are views."""
         pieces = point.split(self.sizes)
         views = {
             leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)
@@ -401,14 +404,14 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> di
                 f"{prefix}{name}: expected an initialised parameter, got a lazy one; run the model once"
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
-            given = "on the meta device" if tensor.is_meta else tensor.layout
-            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {given}")
+            given = "on the meta device" if tensor.is_meta else f"with the layout {tensor.layout}"
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {given}")
         tensors[name] = tensor
     return tensors
 
 
 def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
-    """Check that the names are exactly the expected ones.
+    """Check that the given names are exactly the expected names.
 
     Raises:
         StateDictError: if a name is missing or superfluous. The message starts with `prefix` and contains the first
@@ -433,21 +436,16 @@ def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], p
         if given.dtype != entry.dtype:
             raise StateDictError(f"{prefix}{name}: expected {entry.dtype}, got {given.dtype}")
         if _storage(given) != DENSE_STORAGE:
-            what = "on the meta device" if given.is_meta else given.layout
-            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {what}")
+            what = "on the meta device" if given.is_meta else f"with the layout {given.layout}"
+            raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {what}")
 
 
 def _are_dense(tensors: Collection[Tensor]) -> bool:
-    """Return whether all tensors are dense and not on the meta device.
-
-    `map` over one attribute of all tensors takes half the time of a loop with two checks for each tensor.
-    """
     dense = set(map(_layout, tensors)) <= {torch.strided}
     return dense and (all(map(_is_cpu, tensors)) or set(map(_storage, tensors)) <= {DENSE_STORAGE})
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors of the same shape and dtype share memory or have equal values."""
     if x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.device == y.device):
         return True
     if x.dtype.itemsize == 1:  # `torch.equal` does not support the float8 dtypes
@@ -456,7 +454,9 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Check that no tensor has lost its memory, as in sharded training. Reading such a tensor would end the process.
+    """Check that the memory of each tensor is allocated.
+
+    Sharded training can free the memory of a tensor. Reading the tensor would then crash the process.
 
     Raises:
         StateDictError: if the memory of a tensor was freed. The message contains its name.
@@ -467,7 +467,7 @@ def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
     except RuntimeError:  # tensors inside functorch transforms have no addresses
         return
     for name, tensor in tensors.items():
-        # Empty tensors and lazily allocated zero tensors (ZeroTensor) have a null data pointer as well.
+        # Empty tensors and lazily allocated zero tensors (ZeroTensor) also have a null data pointer.
         if tensor.numel() and not tensor.data_ptr() and not torch._is_zerotensor(tensor):
             raise StateDictError(f"{prefix}{name}: expected a tensor with memory, got one whose memory was freed")
 
@@ -486,7 +486,7 @@ def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignatur
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
-    """Return a pair (name, first name) for each floating tensor whose memory an earlier tensor has as well."""
+    """Return a pair (name, first name) for each floating tensor that shares the memory of an earlier tensor."""
     first: dict[tuple[object, ...], str] = {}
     tied = []
     for name, tensor in tensors.items():
@@ -497,12 +497,12 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     return tuple(tied)
 
 
-# The result is cached because a caller that aggregates state dicts passes the same signature in every round.
+# The result is cached, because a caller that aggregates state dicts passes the same signature in every round.
 @lru_cache(maxsize=64)
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """Return the layout of the state dicts with a signature, as `Layout.of_state_dict`."""
+    """Return the layout of all state dicts with the given signature. See `Layout.of_state_dict`."""
     names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]
     owners: dict[str, str | None] = {}
@@ -511,13 +511,13 @@ def layout_of(
         is_buffer = not entry.dtype.is_floating_point or entry.is_statistic
         is_buffer = is_buffer or matches_any(entry.name, buffer_patterns)
         tied_to = dict(tied).get(entry.name, entry.name)
-        # The first of several tied tensors that is not a buffer is the leaf. An earlier one may match a pattern.
+        # The leaf is the first of several tied tensors that is not a buffer. Earlier tensors may match a pattern.
         owners[entry.name] = None if is_buffer else first.setdefault(tied_to, entry.name)
     return _classify_entries(entries, owners, dtype)
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Split entries into leaves, which own themselves, buffers without an owner, and aliases with another owner."""
+    """Split entries into leaves, buffers and aliases. A leaf is its own owner, and a buffer has no owner."""
     leaves = []
     buffers = []
     aliases = []

@@ -1,4 +1,4 @@
-"""The loss at a point: a forward pass of a module whose parameters are views of the point."""
+"""The loss of a model as a function of a point of its parameter space."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,22 +13,21 @@ from manifoldagg.manifolds.layout import Layout, tensors_of
 __all__ = ["Loss", "ModelLoss"]
 
 Loss = Callable[[Tensor, Any], Tensor]
-"""A function `loss(theta, batch)` from a point of parameters and a batch to a scalar."""
+"""A function `loss(theta, batch)` that maps a point and a batch to a scalar."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelLoss:
-    r"""The loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$, as returned by `ParameterSpace.loss`.
+    r"""The loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of a module.
 
-    The forward pass uses the code and the mode of the module, which is never modified. It writes batch statistics into
-    `replacements`.
+    The forward pass uses the code and the mode of the module, but never modifies the module. It writes batch statistics
+    to `replacements` instead.
 
     Args:
         layout: the layout of the module.
         model: the module.
         criterion: a function from (output, target) to a scalar.
-        replacements: the tensors that replace the buffers and frozen parameters of the module, by the names of the
-            module.
+        replacements: the tensors that replace the buffers and frozen parameters of the module, by name.
 
     Example:
         >>> from manifoldagg.manifolds import ParameterSpace
@@ -51,7 +50,7 @@ class ModelLoss:
         return self.criterion(self.output(theta, inputs), targets)
 
     def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
-        r"""Compute the output of $f_\theta$ for the inputs of the module."""
+        r"""Compute $f_\theta$ for the given inputs of the module."""
         return torch.func.functional_call(self.model, self.layout.views(theta) | self.replacements, args, options)
 
     @property
@@ -61,12 +60,12 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the replacement of a buffer or a frozen parameter of the module, or the tensor itself."""
+        """Return the tensor that replaces a buffer or a frozen parameter, or `tensor` itself if there is none."""
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with separate buffers, so that training with one loss does not affect the other.
+        """Return the same loss with separate buffers. Training with one loss then does not affect the other loss.
 
         Args:
             buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the
@@ -92,9 +91,6 @@ class ModelLoss:
         return replace(self, replacements=copies)
 
     def _names(self) -> dict[int, str]:
-        """Return the name under which `functional_call` replaces each tensor, by the id of the tensor.
-
-        A tied tensor has one name.
-        """
+        """Return the name by which `functional_call` replaces each tensor, by the id of the tensor."""
         named = (*self.model.named_buffers(), *self.model.named_parameters())
         return {id(tensor): name for name, tensor in named}

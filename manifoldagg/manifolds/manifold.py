@@ -1,4 +1,4 @@
-"""The base class of manifolds: a shape, several primitives, and the declaration of the supported primitives."""
+"""Base class of manifolds, and the named parts (leaves) of their points."""
 
 import abc
 from collections.abc import Mapping
@@ -34,15 +34,15 @@ PRIMITIVES = frozenset(
         "random_tangent",
     }
 )
-"""The names that a space can declare in its `capabilities`."""
+"""The primitives that a space can list in its `capabilities`."""
 
 CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
-"""The methods that check their tensors and then call the formula of the same name with an underscore."""
+"""The methods that check their arguments and then call the formula of the same name with an underscore."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A named part of the points of a space, with its own space.
+    """A named part of the points of a space, with a space of its own.
 
     Attributes:
         name: the name, which is empty if the part is the whole point.
@@ -60,25 +60,24 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of points or tangents (*batch, *shape) as a view (*batch, *leaf.space.shape)."""
+        """Return the part of points or tangents (*batch, *shape) that belongs to the leaf, as a view."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
 class Manifold(abc.ABC):
     r"""Base class of Riemannian manifolds whose points are tensors of shape `(*batch, *shape)`.
 
-    A method without an underscore checks shapes, dtypes and devices, and then calls the formula of the same name with
-    an underscore: `exp` calls `_exp`. A subclass implements formulas and lists them in `capabilities`. A missing
-    formula raises `NotImplementedError` with its name. Code whose tensors are already checked calls the formulas
-    directly.
+    Each public method checks shapes, dtypes and devices, and then calls the formula of the same name with an
+    underscore: `exp` calls `_exp`. A subclass implements formulas and lists them in `capabilities`. Calling a missing
+    formula raises `NotImplementedError`. Code whose tensors are already checked calls the formulas directly.
 
     The primitives satisfy these laws:
 
-    - `exp` is geodesic with $d\exp_x|_0 = \mathrm{id}$.
+    - `exp` follows geodesics, and $d\exp_x|_0 = \mathrm{id}$.
     - `log` is the inverse of `exp` inside the injectivity radius.
     - `transport` is an isometry.
     - `project_tangent` is idempotent and orthogonal in the metric.
-    - `retract` agrees with `exp` only to second order, and `inverse_retract` inverts it.
+    - `retract` agrees with `exp` to second order, and `inverse_retract` inverts `retract`.
 
     Class attributes declare further properties:
 
@@ -87,7 +86,7 @@ class Manifold(abc.ABC):
     - `symmetric`: geodesic reflections are isometries.
     - `open`: the points are an open set of coordinates.
 
-    A manifold is a frozen, hashable value that compares by content.
+    A manifold is a frozen, hashable value. Two manifolds with equal attributes are equal.
 
     Raises:
         ArgumentError: if a subclass overrides a method without an underscore instead of its formula.
@@ -114,17 +113,17 @@ class Manifold(abc.ABC):
 
     @property
     def axes(self) -> list[int | None]:
-        """The shape of one point for `check_shape`, with `None` for an axis of any length."""
+        """The shape of one point as `check_shape` expects it, with `None` for an axis of any length."""
         shape = self.shape
         return [None if n < 0 else n for n in shape] if -1 in shape else [*shape]
 
     def inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
-        r"""Compute $\langle u, v \rangle_x$, one number for each point, (*batch,)."""
+        r"""Compute the inner product $\langle u, v \rangle_x$ for each point, (*batch,)."""
         self._check({"x": x}, vectors={"u": u, "v": v})
         return self._inner(x, u, v)
 
     def exp(self, x: Point, u: Tangent) -> Point:
-        r"""Compute $\exp_x u$, the point at time 1 of the geodesic from `x` with the velocity `u`."""
+        r"""Compute $\exp_x u$, the point at time 1 of the geodesic that starts at `x` with the velocity `u`."""
         self._check({"x": x}, tangents={"u": u})
         return self._exp(x, u)
 
@@ -139,22 +138,22 @@ class Manifold(abc.ABC):
         return self._transport(x, y, u)
 
     def project_tangent(self, x: Point, u: Tangent) -> Tangent:
-        """Return the tangent at `x` nearest to `u`."""
+        """Return the tangent at `x` that is nearest to `u`."""
         self._check({"x": x}, vectors={"u": u})
         return self._project_tangent(x, u)
 
     def project(self, x: Point) -> Point:
-        """Return the point of the manifold nearest to `x`."""
+        """Return the point of the manifold that is nearest to `x`."""
         self._check({}, vectors={"x": x})
         return self._project(x)
 
     def retract(self, x: Point, u: Tangent) -> Point:
-        r"""Compute a cheaper approximation of $\exp_x u$, with an error of third order in the length of `u`."""
+        r"""Compute a cheap approximation of $\exp_x u$ with an error of third order in the length of `u`."""
         self._check({"x": x}, tangents={"u": u})
         return self._retract(x, u)
 
     def inverse_retract(self, x: Point, y: Point) -> Tangent:
-        """Compute the tangent at `x` that `retract` maps to a nearby `y`. It is cheaper than the log."""
+        """Compute the tangent at `x` that `retract` maps to the nearby point `y`. This is cheaper than `log`."""
         self._check({"x": x, "y": y})
         return self._inverse_retract(x, y)
 
@@ -175,8 +174,8 @@ class Manifold(abc.ABC):
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
         r"""Convert a derivative with respect to coordinates to the Riemannian gradient.
 
-        The gradient of the derivative $e$ is the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every tangent
-        $v$.
+        For the derivative $e$, the gradient is the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every
+        tangent $v$.
         """
         self._check({"x": x}, vectors={"derivative": derivative})
         return self._gradient(x, derivative)
@@ -187,10 +186,10 @@ class Manifold(abc.ABC):
         return self._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
-        """Return the named parts of points like `x` (*batch, *shape), in the order of storage.
+        """Return the named parts (leaves) of points like `x` (*batch, *shape), in the order of storage.
 
-        The leaves of a parameter space are its tensors. The leaves of a product are those of its factors. Other spaces
-        have themselves as the only leaf, without a name.
+        The leaves of a parameter space are its tensors. The leaves of a product are the leaves of its factors. Any
+        other space is itself the only leaf, which has no name.
         """
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
@@ -228,7 +227,7 @@ class Manifold(abc.ABC):
         return self._missing("random_tangent", x, generator)
 
     def _gradient(self, x: Tensor, derivative: Tensor) -> Tensor:
-        """Compute the gradient for a metric that is the dot product of coordinates."""
+        """Compute the gradient for a metric that equals the dot product of coordinates."""
         return self._project_tangent(x, derivative)
 
     def _invariant(self, x: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ class Manifold(abc.ABC):
     def _check(
         self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
     ) -> None:
-        """Check trailing shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
+        """Check the shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
         # The compiler of torch 2.6 does not support the union operator of dicts.
         tensors = {**points, **(tangents or {}), **(vectors or {})}
         first = next(iter(tensors.values()))
@@ -258,14 +257,14 @@ class Manifold(abc.ABC):
 
 
 def check_not_model(name: str, point: object) -> None:
-    """Check that an argument that expects a point is not a module or a state dict.
+    """Check that an argument is not a module or a state dict, where a point is expected.
 
     Args:
         name: the name of the argument.
         point: the value of the argument.
 
     Raises:
-        ArgumentError: if it is a model, with its type and size and the call that returns its point.
+        ArgumentError: if the argument is a model. The message suggests the call that returns its point.
 
     Example:
         >>> check_not_model("end", torch.nn.Linear(2, 3))
@@ -282,10 +281,11 @@ def check_is_manifold(space: object, hint: str = "") -> None:
 
     Args:
         space: the value to check.
-        hint: code that the message suggests for a module or a state dict; by default a call that returns its space.
+        hint: the code that the message suggests for a module or a state dict. The default is a call that returns its
+            space.
 
     Raises:
-        ArgumentError: if it is not a manifold.
+        ArgumentError: if `space` is not a manifold.
     """
     if isinstance(space, Manifold):
         return

@@ -1,4 +1,4 @@
-"""Matrix functions that are exact to rounding, and differentiable also for repeated eigenvalues."""
+"""Matrix functions that are accurate to rounding, and differentiable even for repeated eigenvalues."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 
 
 def matrix_exp(a: Tensor) -> Tensor:
-    """Compute $e^A$ (*batch, n, n) to rounding.
+    """Compute the matrix exponential $e^A$ (*batch, n, n), accurate to rounding.
 
-    `torch.matrix_exp` in float64 has an error of 1e-11 for a single matrix with a norm near 0.05 (torch 2.13). It is
-    exact to rounding for two or more matrices, so a zero matrix is added to a single matrix.
+    `torch.matrix_exp` in float64 has an error of 1e-11 for a single matrix with a norm near 0.05 (torch 2.13), but is
+    accurate for two or more matrices. A zero matrix is therefore added to a single matrix.
     """
     if a.shape[:-2].numel() > 1:
         return torch.matrix_exp(a)
@@ -23,11 +23,11 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Return the known value of $\log M$ with first and second derivatives by implicit differentiation.
+    r"""Add correct first and second derivatives to a known value of $\log M$, by implicit differentiation.
 
-    At the solution of $e^X = M$, the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. Each step
-    makes the derivatives of one more order correct, and two steps are applied. There is no division by a difference of
-    eigenvalues. Without autograd, the function returns `value`.
+    At the solution of $e^X = M$, the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. The first
+    step makes first derivatives correct, and the second step makes second derivatives correct. There is no division by
+    a difference of eigenvalues. Without autograd, the function returns `value`.
 
     Args:
         value: $\log M$ (*batch, n, n), without derivatives.
@@ -44,21 +44,21 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the polar factor of z, the nearest matrix with orthonormal columns.
 
-    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹. The skew matrix Ω solves
-    Ω h + h Ω = qᵀ e - eᵀ q. For the residual z - q h, which is 0, this change is a Newton step. Two Newton steps make
-    the first and second derivatives correct.
+    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹, where the skew matrix Ω solves
+    Ω h + h Ω = qᵀ e - eᵀ q. Applied to the residual z - q h, which is 0, this change is a Newton step. Two Newton steps
+    make the first and second derivatives correct.
 
     Args:
         z: matrices (*batch, n, p).
-        proper: whether to compute the nearest matrix with determinant 1 of square matrices. If det z < 0, h then has a
-            negative eigenvalue.
+        proper: whether the result must have determinant 1, for square matrices. If det z < 0, h then has a negative
+            eigenvalue.
 
     Returns:
-        The polar factor with two correct derivatives, the singular values, and the right singular vectors.
+        The polar factor with correct first and second derivatives, the singular values, and the right singular vectors.
     """
     with torch.no_grad():
-        # An SVD raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced here, and
-        # the residual makes its result NaN.
+        # An SVD raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced here. The
+        # residual later makes its result NaN.
         left, values, right = torch.linalg.svd(torch.where(z.isfinite(), z, 0.0).detach(), full_matrices=False)
         if proper:
             sign = torch.linalg.det(left @ right).sign()[..., None]
@@ -68,8 +68,8 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     inverse = 1 / values.unsqueeze(-2)
     # The denominators are sums of singular values and not differences, so repeated values cause no division by 0.
     pairs = values.unsqueeze(-1) + values.unsqueeze(-2)
-    # The product of the SVD factors has an error of some tens of ε. For well-conditioned matrices the Newton step also
-    # corrects the value. Otherwise it would increase the error, so only derivatives are corrected.
+    # The product of the SVD factors has an error of some tens of ε. For well-conditioned matrices, the Newton step also
+    # corrects the value. For other matrices, it would increase the error, so only derivatives are corrected.
     well_conditioned = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
     start = q = left @ right
     for _ in range(2):
@@ -83,7 +83,7 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """Compute the part of `u` orthogonal to the columns of `x`, in two passes for accuracy."""
+    """Compute the part of `u` that is orthogonal to the columns of `x`, in two passes for accuracy."""
     once = u - x @ (x.mT @ u)
     return once - x @ (x.mT @ once)
 
@@ -99,5 +99,5 @@ def skew(u: Tensor) -> Tensor:
 
 
 def eye(like: Tensor, size: int | None = None) -> Tensor:
-    """Return the identity matrix of the given size, by default with as many columns as `like`."""
+    """Return an identity matrix with the dtype and device of `like`, and by default as many columns as `like`."""
     return torch.eye(like.shape[-1] if size is None else size, dtype=like.dtype, device=like.device)

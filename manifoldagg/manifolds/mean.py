@@ -20,15 +20,15 @@ __all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 @dataclass(frozen=True)
 class KarcherMean:
-    r"""A Karcher mean and its certificate.
+    r"""A Karcher mean with a certificate of its accuracy.
 
     Attributes:
         point: the mean $m$ (*batch, *shape).
         residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64. It is 0 at a stationary point of the objective, and
             NaN if a point has no log at $m$ (an antipode).
         steps: the number of steps.
-        converged: whether every residual is within the tolerance, so that the objective is stationary. It is also
-            minimal if the points are as close to each other as `karcher_mean` requires.
+        converged: whether every residual is within the tolerance, so that $m$ is a stationary point. If the points are
+            as close together as `karcher_mean` requires, $m$ is then the minimiser.
     """
 
     point: Point
@@ -50,22 +50,20 @@ def karcher_mean(
 ) -> KarcherMean:
     r"""Compute Karcher means, the minimisers of $\sum_i w_i\, d(m, x_i)^2$.
 
-    The fixed-point iteration is $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$. The step size $s$ starts at 1 and is
-    halved if the norm of the sum does not decrease. The iteration starts at the point with the largest weight, runs in
-    float64, and the result is cast back.
+    The method is the fixed-point iteration $m \leftarrow \exp_m s \sum_i w_i \log_m x_i$ in float64, starting at the
+    point with the largest weight. The step size $s$ starts at 1 and is halved if the norm of the sum does not decrease.
 
     - Let $K > 0$ be the largest curvature. If all points are in a ball of radius $\frac14 \pi/\sqrt{K}$, the minimiser
       is unique and the iteration finds it. Without positive curvature, this is always the case. The number of steps
       increases with the distances of the points.
-    - Otherwise, the result may be a saddle point and depend on the order of the points. `converged` and `residual`
-      report whether it is stationary.
+    - Otherwise, the result can be a saddle point and depend on the order of the points. `converged` and `residual`
+      report whether it is a stationary point.
     - On a flat space, one step returns the weighted arithmetic mean.
-    - The mean of k points of a product of spheres and flat leaves is in the span of the points. If k does not exceed
-      the number of coordinates of a sphere, a single mean is computed by its k coefficients. This reads the points
-      twice and needs no other memory of their size. On flat leaves the coefficients are the weights, and the residual
-      is 0.
-    - If leaves are flat or of low rank, distances are those of the matrices. The mean is the matrix of the given rank
-      nearest to the weighted sum. The residual is the tangent component of the difference.
+    - On products of spheres and flat leaves, the mean is in the span of the points. If k does not exceed the number of
+      coordinates of a sphere, a single mean is computed from k coefficients. This reads the points twice and needs no
+      other memory of their size. On flat leaves, the coefficients are the weights, and the residual is 0.
+    - If leaves are flat or of low rank, distances are distances of the matrices. The mean is the matrix of the given
+      rank nearest to the weighted sum. The residual is the tangent component of the difference.
 
     Args:
         space: a space with exp, log, inner and project, or a space whose leaves are flat or of low rank.
@@ -105,8 +103,7 @@ def karcher_mean(
             return mean_in_span(space, span, w, tolerance=tolerance, max_steps=max_steps)
     # Points of a narrower dtype are on the manifold only up to the rounding of this dtype, so they are projected.
     x = space._project(points.double())
-    # A starting point among the points is in every ball that contains them. If one point has all the weight, it is the
-    # mean.
+    # A point of the sample is in every ball that contains the sample. If it has all the weight, it is the mean.
     heaviest = w.argmax(-1).reshape(*w.shape[:-1], *(1 for _ in range(len(space.shape) + 1)))
     m = x.take_along_dim(heaviest, spread - 1)
     factor = w.reshape(*w.shape, *(1 for _ in space.shape))
@@ -118,6 +115,7 @@ def karcher_mean(
         step = logs.sum(spread - 1, keepdim=True)
         return step, formulas.norm(space, m, step)
 
+    # The rounding error of a log is proportional to the coordinates of the points.
     allowed = tolerance * x.detach().abs().flatten(spread - 1).amax(-1).clamp(min=1).unsqueeze(-1)
     step, residual = weighted_log(m)
     steps = 0
@@ -128,6 +126,7 @@ def karcher_mean(
         steps = steps + 1
         # Curvature can make a full step overshoot. A rejected step is halved.
         better = (trial_residual < residual) | (trial_residual <= allowed) | residual.isnan()
+        # After an accepted step, the step size grows again, up to 1.
         step_size = torch.where(better, (1.5 * step_size).clamp(max=1), step_size / 2)
         accept = better.reshape(*better.shape, *(1 for _ in space.shape))
         m = torch.where(accept, trial, m)
@@ -140,7 +139,7 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the mean of the points of a span as a linear combination, for weights with the sum 1."""
+    """Compute the Karcher mean of points as a linear combination of these points. The weights must sum to 1."""
     w = weights.detach().cpu()
     corners = span.point_coefficients
     mean = KarcherMean(corners[0], w.new_zeros(()), 1, True)
@@ -151,9 +150,9 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute the points nearest to weighted sums in the ambient space, with the tangent residuals."""
+    """Compute weighted means of matrices of a given rank, and the tangent components of the errors."""
     if needs_autograd_path([points, weights]):
-        raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got some with")
+        raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
     means = []
     lengths = []
     k = weights.shape[-1]
@@ -175,11 +174,11 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 
 @dataclass(frozen=True)
 class RunningMean:
-    r"""A streaming mean, which does not store the points.
+    r"""A streaming mean that does not store the points.
 
     The update is $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where $W$ is the total weight so far. On a flat
-    space it is the weighted arithmetic mean. On a curved space it depends on the order of the points. It then differs
-    from the Karcher mean by a term of third order in the distances of the points.
+    space, the result is the weighted arithmetic mean. On a curved space, the result depends on the order of the points.
+    It differs from the Karcher mean by a term of third order in the distances of the points.
 
     Attributes:
         space: a space with exp and log.
@@ -223,9 +222,8 @@ class RunningMean:
 
 
 def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """Return one weight for each point, in float64 and with the sum 1."""
     if shape[-1] == 0:
-        raise ArgumentError("points: expected at least one point for each mean, got none")
+        raise ArgumentError("points: expected at least one point for each mean, got 0")
     if weights is None:
         return torch.full(shape, 1 / shape[-1], dtype=torch.float64, device=like.device)
     check_shape("weights", weights, shape[-1], batch=True)

@@ -1,4 +1,4 @@
-"""Reading and writing of models as state dicts or lists of arrays, in place or in their original container type."""
+"""Conversion between models, which are state dicts or lists of arrays, and tensors that share their memory."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ Array = Tensor | np.ndarray | np.generic
 Model = Mapping[Any, Array] | Sequence[Array]
 """A state dict, or a list of arrays."""
 ModelsByPrefix = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of several models. The keys are the prefixes of error messages about these models."""
+"""The tensors of several models. Error messages about a model start with its key."""
 
 
 def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Te
 
 
 def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
-    """Return a tensor that shares the memory of an array, or a copy if torch does not support its strides or bytes."""
+    """Return a tensor that shares the memory of an array. If torch does not support the array, return a copy."""
     needs_copy = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
     if writable and (needs_copy or not array.flags.writeable):
         raise ArgumentError(f"{name}: expected a writable array in native byte order with nonnegative strides")
@@ -81,10 +81,10 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the writable tensors of a model. After this check, a write can fail only because of overlapping memory.
+    """Check that the tensors of a model are writable, and return them. Only overlaps are not checked.
 
     Raises:
-        ArgumentError: if the tensors do not match the layout, the devices of `current`, or are not writable.
+        ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.
     """
     target = as_tensors("out", out, writable=True)
     layout.check_entries(target, "out: ")
@@ -111,7 +111,7 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
 
 
 def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: ModelsByPrefix) -> None:
-    """Check that the tensors of a model do not share memory with each other or with other entries of `models`.
+    """Check that the tensors of `target` do not share memory with each other or with other entries of `models`.
 
     Raises:
         ArgumentError: if they share memory.
@@ -125,7 +125,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """Return the leaves of a model for writing, or temporary tensors if the kernels cannot write into these leaves."""
+    """Return the leaves of a model. If the kernels cannot write to the leaves, return temporary tensors."""
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
@@ -133,7 +133,7 @@ def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
 
 
 def copy_into(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy the values that were not written in place. This function cannot fail."""
+    """Copy the tensors that were not written in place."""
     names = [name for name, tensor in target.items() if new[name] is not tensor]
     if names:  # one call for hundreds of tensors takes half the time
         torch._foreach_copy_([target[name] for name in names], [new[name] for name in names])
@@ -165,7 +165,6 @@ def convert_like(current: Model, new: Mapping[str, Tensor], current_tensors: Map
 
 
 def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the pairs of key and array of a model."""
     if isinstance(model, Mapping):
         return model.items()
     if isinstance(model, Sequence) and not isinstance(model, str):
@@ -175,9 +174,9 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class _ReadOnlyArray:
-    """A wrapper that exports the memory of a read-only array as writable, for code that does not write into it.
+    """A wrapper that exports a read-only array as writable memory, for code that does not write to the array.
 
-    Arrays created from it keep a reference to the wrapper and therefore to the original array.
+    Arrays created from the wrapper keep the original array alive.
     """
 
     def __init__(self, array: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Checked operations that follow from the primitives of any space. The module `formulas` computes them."""
+"""Operations that follow from the primitives of a space, with argument checks."""
 
 from torch import Tensor
 
@@ -23,9 +23,9 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
-    r"""Compute the distance $d(x, y) = \|\log_x y\|_x$, (*batch,), for points within the injectivity radius.
+    r"""Compute the distance $d(x, y) = \|\log_x y\|_x$ of points within the injectivity radius, (*batch,).
 
-    Its gradient at $y = x$ is 0.
+    The gradient at $y = x$ is 0.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
     geodesic is divided into segments of equal length.
 
     On other spaces, the error of a rung is of third order in the lengths of $u$ and of the segment together. To reduce
-    it, scale $u$ with the segments: the error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to
+    the error, scale $u$ as well: the error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to
     $1/k^2$.
 
     Raises:

@@ -17,13 +17,13 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["RiemannianAdam", "RiemannianSGD", "lower", "optimizer_on", "transport_momentum"]
 
 MAX_RUNG_LENGTH = 0.1
-"""The maximum length of a tangent that a pole ladder transports. Longer tangents are scaled for the transport."""
+"""The maximum length of a tangent that a pole ladder transports. Longer tangents are scaled down first."""
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Base class of optimisers that step along `_direction` by `exp` and then transport the momentum."""
+    """Base class of Riemannian optimisers. A step follows `_direction` by `exp`, and then transports the momentum."""
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)
@@ -37,7 +37,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. If `closure` is given, it is evaluated first.
+        """Update every parameter that has a gradient. If `closure` is given, it is called first.
 
         Returns:
             The value of `closure`, or `None`.
@@ -57,6 +57,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
         if self.space.flat:
+            # On a flat space, this is the arithmetic of torch.optim, so the results are bitwise equal.
             x.add_(direction, alpha=-rate)
             return
         step = self.space._retract if self.retract else self.space._exp
@@ -76,8 +77,8 @@ class RiemannianSGD(_RiemannianOptimizer):
 
     $$m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x), \qquad x \leftarrow \exp_x(-\eta m).$$
 
-    $\tau$ is `transport_momentum` along each step. New points are projected, so that rounding errors do not accumulate.
-    On a flat space the result is bitwise equal to that of `torch.optim.SGD`.
+    $\tau$ is `transport_momentum` along the previous step. New points are projected, so that rounding errors do not
+    accumulate. On a flat space, the result is bitwise equal to `torch.optim.SGD`.
 
     Args:
         params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are
@@ -127,6 +128,7 @@ class RiemannianSGD(_RiemannianOptimizer):
         if beta == 0:
             return gradient
         if "momentum" not in state:
+            # Like torch.optim.SGD, the first momentum is the gradient itself.
             state["momentum"] = gradient.clone()
         else:
             state["momentum"].mul_(beta).add_(gradient)
@@ -140,9 +142,12 @@ class RiemannianAdam(_RiemannianOptimizer):
     $$m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
       x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right),$$
 
-    where $g = \operatorname{grad} \ell(x)$ and $\tau$ is `transport_momentum`. A product has one $v$ for each factor,
-    and a power has one $v$ for each copy. A flat factor has one $v$ for each coordinate. For flat factors and flat
-    spaces, the result is that of `torch.optim.Adam` up to rounding.
+    where $g = \operatorname{grad} \ell(x)$ and $\tau$ is `transport_momentum`. The number of second moments depends on
+    the space:
+
+    - A product has one $v$ for each factor, and a power has one $v$ for each copy.
+    - A flat space or factor has one $v$ for each coordinate. The result is then that of `torch.optim.Adam` up to
+      rounding.
 
     Args:
         params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are
@@ -196,6 +201,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         state["step"] += 1
         state["momentum"].lerp_(gradient, 1 - first)
         first_correction = 1 - first ** state["step"]
+        # The root of the correction is applied to the root of the mean, in the same order as in torch.optim.Adam.
         second_correction = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / first_correction).contiguous()
         # The parts are views of `direction` and are scaled in place.
@@ -213,7 +219,9 @@ class RiemannianAdam(_RiemannianOptimizer):
 
 
 def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
-    r"""Transport a tangent `u` at `x` to `y` by the most accurate method that the space supports.
+    """Transport a tangent `u` from `x` to `y` by the most accurate method that the space supports.
+
+    The methods, from the most to the least accurate, are:
 
     1. Parallel transport.
     2. A pole ladder with one rung, if the space has exp and log. Its error is of third order. Long tangents are scaled,
@@ -239,15 +247,17 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
     if not {"exp", "log", "inner"} <= space.capabilities:
         return projected
     length = formulas.norm(space, x, u)[(..., *(None for _ in space.shape))]
+    # The ladder is accurate only for short tangents. Longer tangents are shortened, and the result is scaled back.
     scale = (length / MAX_RUNG_LENGTH).clamp(min=1)
     transported = scale * space._project_tangent(y, formulas.pole_ladder(space, x, y, u / scale))
+    # Beyond the cut locus, the logs of the ladder are NaN.
     return torch.where(transported.isfinite(), transported, projected)
 
 
 def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
     r"""Convert a Riemannian gradient to a derivative in coordinates. This is the inverse of `space.gradient`.
 
-    The derivative $e$ of the gradient $g$ satisfies $e \cdot v = \langle g, v\rangle_x$ for every $v$.
+    For the gradient $g$, the derivative $e$ satisfies $e \cdot v = \langle g, v\rangle_x$ for every $v$.
 
     Args:
         space: a space with inner.
@@ -273,10 +283,10 @@ RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
 
 
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
-    """Return the Riemannian optimiser on `space` that corresponds to `optimizer`.
+    """Return the Riemannian equivalent of an optimiser on `space`.
 
     On a flat space, the result is `optimizer` itself. On a curved space, `torch.optim.SGD` and `torch.optim.Adam` are
-    replaced by their Riemannian equivalents. Options that `functools.partial` binds are preserved.
+    replaced by `RiemannianSGD` and `RiemannianAdam`. Options that `functools.partial` binds are preserved.
 
     Args:
         space: the space of the parameters.

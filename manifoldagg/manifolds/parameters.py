@@ -1,4 +1,4 @@
-"""Parameter spaces: the trainable parameters of a model as one point of a manifold."""
+"""Parameter spaces, which represent the trainable parameters of a model as one point of a manifold."""
 
 import glob
 from collections.abc import Callable, Mapping
@@ -37,27 +37,28 @@ __all__ = ["ParameterSpace", "check_unscaled"]
 
 FLAT_PREFIX_SUFFIX = "..before"
 FLAT_TAIL = "..after"
-"""Parts of the names of flat segments in the product space. No parameter has such a name."""
+"""A part of the names of flat segments in the product space. No parameter has such a name."""
 
 
 @dataclass(frozen=True)
 class ParameterSpace(Delegate):
-    r"""The space $M_\Theta$ of the trainable parameters of a model, as one contiguous point (P,).
+    r"""The space of the trainable parameters of a model. A point is one contiguous tensor (P,).
 
-    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is the product of
-    these manifolds and of flat segments for the other parameters.
+    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is a product: one
+    factor for each of these manifolds, and flat segments for the other parameters.
 
-    - Parameters that do not require a gradient, buffers and counters are not part of a point. They are *buffers*.
+    - Parameters that do not require a gradient, buffers and counters are not part of a point. They are called
+      *buffers*.
     - Tied parameters are one leaf.
     - The point of bf16 and fp16 parameters is in float32. A model with a float64 parameter has a float64 point.
-    - The conversion of a model to a point and back is the identity, bit for bit.
+    - Converting a model to a point and back returns the same bits.
 
     Args:
         layout: the names, shapes, order and dtypes of the tensors of the model.
         manifolds: the pair (leaf, space) of each curved leaf, in the order of the layout.
-        adapters: the pairs of factors that state dicts contain instead of a leaf, or `None`.
+        adapters: the adapters whose pairs of factors are leaves, or `None`.
         buffer_policies: the pair (name, policy) of each buffer that has a policy, for servers. Equality, hashes and
-            `spec` ignore them.
+            `spec` ignore these policies.
 
     Example:
         >>> import torch
@@ -91,17 +92,15 @@ class ParameterSpace(Delegate):
     ) -> "ParameterSpace":
         """Return the space of the parameters of a module that require a gradient.
 
-        A `geoopt.ManifoldParameter` declares its own manifold.
-
         Args:
-            model: any module.
-            manifolds: a mapping from names or glob patterns of leaves to spaces. A name has precedence over a pattern,
-                an earlier pattern over a later one, and all of them over the manifolds of parameters. The trailing axes
-                of a leaf must have the shape of the space. The leading axes are axes of copies. A geoopt manifold
-                adapts its sizes to the leaf.
+            model: any module. A `geoopt.ManifoldParameter` declares its own manifold.
+            manifolds: a mapping from names or glob patterns of leaves to spaces. Names have precedence over patterns,
+                earlier patterns over later patterns, and this mapping over manifolds that parameters declare. The
+                trailing axes of a leaf must have the shape of the space, and the leading axes are axes of copies. A
+                geoopt manifold adapts its sizes to the leaf.
             buffer_policy: the policies of the buffers, as in `of_state_dict`. The policy of a frozen parameter is
                 `"leave"` unless a pattern matches its name.
-            dtype: the dtype of points, float32 or float64. The default is the narrower one that represents every leaf
+            dtype: the dtype of points, float32 or float64. The default is the narrower dtype that represents every leaf
                 exactly.
 
         Raises:
@@ -117,6 +116,7 @@ class ParameterSpace(Delegate):
         """
         layout = Layout.of(model, dtype)
         curved = assign_manifolds(layout, manifolds, declared_manifolds(model))
+        # A frozen parameter must not move towards the values of clients.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
@@ -134,17 +134,17 @@ class ParameterSpace(Delegate):
     ) -> "ParameterSpace":
         r"""Return the space of a state dict, for servers without the module.
 
-        With `adapters=True`, each pair of factors of a low-rank adapter is one leaf, the matrix $X = s B A$ on
-        [`LowRank`][manifoldagg.manifolds.LowRank]:
+        With `adapters=True`, each pair of LoRA factors is one leaf: the matrix $X = s B A$ on
+        [`LowRank`][manifoldagg.manifolds.LowRank].
 
         - PEFT's names identify the pairs. The leaf `q.lora.weight` represents `q.lora_A.weight` and `q.lora_B.weight`.
-        - The leaf does not depend on the gauge of the factors.
-        - Biases of second factors are scaled like the product. Other tensors are ordinary leaves.
-        - State dicts with other ranks are accepted. A lower rank is exact. A higher rank is truncated to the nearest
-          matrix of the rank of the space.
+        - The leaf represents only the matrix $X$, whatever its factors.
+        - Biases of `lora_B` are scaled like the product. Other tensors are ordinary leaves.
+        - State dicts with other ranks are accepted. A lower rank is exact, and a higher rank is truncated to the
+          nearest matrix of the rank of the space.
         - `state_dict` returns balanced factors, $B^\top B = A A^\top$, in the ranks, shapes and dtypes of the space. If
-          the matrix has a lower rank than its factors, the remaining columns of B are 0, and the remaining rows of A
-          are initialised as in PEFT, so that they can be trained.
+          the matrix has a lower rank, the remaining columns of B are 0, and the remaining rows of A are initialised as
+          in PEFT. All factors can therefore be trained.
 
         Args:
             state: a state dict, or a list of tensors or NumPy arrays, whose names are "0", "1" and so on. Tensors that
@@ -152,15 +152,15 @@ class ParameterSpace(Delegate):
             manifolds: as in `of`.
             buffer_policy: glob patterns of floating tensors that are not parameters, such as `"*mask"`, or a mapping
                 from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
-                `num_batches_tracked`, and integer and boolean tensors, are always buffers. A server moves a buffer with
-                the default policy `"average"` linearly by the step of the rule towards the client's value. Integer and
-                boolean tensors keep the server's values, except with `"latest"`. A counter named `num_batches_tracked`
-                becomes the client's if that is larger.
+                `num_batches_tracked`, and integer and boolean tensors, are always buffers. With the default policy
+                `"average"`, a server moves a buffer towards the client's value by the step of the rule. Integer and
+                boolean tensors keep the server's values, unless their policy is `"latest"`. A counter named
+                `num_batches_tracked` is replaced if the client's value is larger.
             dtype: the dtype of points, as in `of`.
-            adapters: whether pairs of factors are combined to one leaf each. Otherwise the factors are ordinary leaves,
-                and the average of factors is not a factorisation of the average.
-            scaling: the factor that the model applies to $B A$: a number, a mapping from patterns to numbers as PEFT's
-                `alpha_pattern`, or the config of the adapter, as a `LoraConfig` or its dict.
+            adapters: whether each pair of factors is combined to one leaf. Otherwise, the factors are ordinary leaves
+                and are averaged separately, which does not average their product.
+            scaling: the factor by which the model multiplies $B A$: a number, a mapping from patterns to numbers like
+                PEFT's `alpha_pattern`, or the config of the adapter, as a `LoraConfig` or its dict.
 
         Raises:
             StateDictError: if an entry is not a tensor or is too wide for `dtype`. With `adapters=True`, also if a
@@ -196,7 +196,7 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """Return the space of a spec. It is equal to the original space, and the module is not necessary.
+        """Return the space that a spec describes. It equals the original space. The module is not needed.
 
         Args:
             spec: a result of [`spec`][manifoldagg.manifolds.ParameterSpace.spec], possibly from another machine.
@@ -213,7 +213,7 @@ class ParameterSpace(Delegate):
         return ParameterSpace(*read_spec(spec))
 
     def spec(self) -> dict[str, Any]:
-        """Describe the names, shapes, order, dtypes, ties and spaces of all tensors by a JSON-compatible value.
+        """Return a JSON-compatible description of the names, shapes, order, dtypes, ties and spaces of all tensors.
 
         Raises:
             ArgumentError: if the space of a leaf is not a class of this package, for example a space of geoopt.
@@ -232,12 +232,12 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def policies(self) -> dict[str, str]:
-        """The policy of each buffer by name, including default policies."""
+        """The policy of each buffer by name. Buffers without a given policy have the default policy."""
         return resolve_policies(self.layout.buffers, ()) | dict(self.buffer_policies)
 
     @cached_property
     def base_space(self) -> Manifold:
-        """The geometry: a flat space, or the product of the curved leaves and of the flat segments between them."""
+        """The geometry of the space: flat, or a product of curved leaves and flat segments."""
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
         run = 0
@@ -257,12 +257,11 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The entries of a state dict by name. In other state dicts, factors of adapters may have other ranks."""
+        """The entries of a state dict by name. In other state dicts, factors of adapters can have other ranks."""
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
     @cached_property
     def flat(self) -> bool:  # type: ignore[override]  # of the leaves, not of the class
-        """Whether every leaf is flat."""
         return not self.manifolds or self.base_space.flat
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
@@ -287,15 +286,15 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def is_narrow(self) -> bool:
-        """Whether a leaf has a narrower dtype than points."""
+        """Whether a leaf has a narrower dtype than the points."""
         return any(leaf.dtype.itemsize < self.dtype.itemsize for leaf in self.layout.leaves)
 
     def check_receivable(self, point: Float[Tensor, " P"]) -> None:
-        """Check that a point remains finite, and on its manifolds, in the dtypes of the leaves.
+        """Check that a point remains finite and on its manifolds after it is rounded to the dtypes of the leaves.
 
         Raises:
-            StateDictError: naming a leaf whose dtype overflows.
-            ArgumentError: naming a leaf that leaves its manifold.
+            StateDictError: if the dtype of a leaf overflows. The message contains its name.
+            ArgumentError: if a leaf is not on its manifold. The message contains its name.
         """
         self._views(point)
 
@@ -314,7 +313,7 @@ class ParameterSpace(Delegate):
             device: the device of the point. The default is the device of the first leaf.
             validate: whether to check that curved leaves are on their manifolds. The tolerance is the square root of
                 the machine epsilon of the dtype of the leaf.
-            scaling: the scaling of the adapters of `source`, if it differs from that of the space.
+            scaling: the scaling of the adapters of `source`, if it differs from the scaling of the space.
 
         Raises:
             StateDictError: if a tensor is missing, superfluous or not finite, or has another shape or dtype.
@@ -323,10 +322,10 @@ class ParameterSpace(Delegate):
         return self._read_points({"": self.stack_factors(tensors_of(source), scaling=scaling)}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
-        """Return the points of several state dicts, in which factors of adapters are already stacked.
+        """Return the points of several state dicts whose adapters are already stacked.
 
         Args:
-            models: a mapping from labels, with which error messages start, to state dicts.
+            models: a mapping from labels to state dicts. Error messages start with the label.
 
         Raises:
             StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
@@ -351,12 +350,12 @@ class ParameterSpace(Delegate):
     ) -> Mapping[str, Tensor]:
         """Replace the factors of adapters in a state dict by the leaves of the layout.
 
-        If the space has no adapters, the result is the state dict itself.
+        If the space has no adapters, the state dict is returned unchanged.
 
         Args:
             state: a state dict with factors.
             prefix: the start of error messages.
-            scaling: the scaling of its adapters, if it differs from that of the space.
+            scaling: the scaling of its adapters, if it differs from the scaling of the space.
 
         Raises:
             StateDictError: if a factor is missing or has an invalid shape or dtype.
@@ -369,7 +368,7 @@ class ParameterSpace(Delegate):
         return state
 
     def state_layout(self, state: Mapping[str, Tensor], prefix: str = "") -> Layout:
-        """Return the layout of a state dict of this space, in which the factors of adapters are separate leaves.
+        """Return the layout of a state dict in which the factors of adapters are separate leaves.
 
         Args:
             state: a state dict with the ranks of the space.
@@ -384,13 +383,13 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace each stack of factors by the norm of its matrix, which does not depend on the gauge."""
+        """Replace each stack of factors by the norm of the matrix that it represents."""
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict at `point`, as new tensors in the dtypes of the leaves.
+        """Return the state dict at `point` as new tensors in the dtypes of the leaves.
 
-        Tied names share one tensor, and the factors of adapters are balanced.
+        Tied names share one tensor. The factors of adapters are balanced.
 
         Args:
             point: a finite point (P,).
@@ -407,7 +406,7 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters at a finite point, as views of it except for narrower dtypes and adapters.
+        """Return the parameters at a finite point. Leaves in the dtype of the point are views, except adapters.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.
@@ -415,7 +414,7 @@ class ParameterSpace(Delegate):
         return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
-        """Copy `point` into the parameters of `model` and return the model. Its buffers do not change.
+        """Copy `point` into the parameters of `model`, and return the model. The buffers do not change.
 
         If an error is raised, the model is unchanged.
 
@@ -438,8 +437,8 @@ class ParameterSpace(Delegate):
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
         r"""Return the loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of points.
 
-        A call is one forward pass by `torch.func.functional_call`. It uses the code and the mode (train or eval) of
-        `model`, which is never modified. The parameters are views of `theta`. The loss has its own copies of the
+        A call is one forward pass by `torch.func.functional_call`, whose parameters are views of `theta`. It uses the
+        code and the mode (train or eval) of `model`, and never modifies `model`. The loss has its own copies of the
         buffers.
 
         Args:
@@ -493,7 +492,6 @@ class ParameterSpace(Delegate):
         return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
-        """Return the leaves of a finite point, and check that they are finite in their own dtypes."""
         views = self.layout.views(point.detach())
         for name, space in self.manifolds:
             leaf = views[name]
@@ -505,10 +503,10 @@ class ParameterSpace(Delegate):
 
 
 def check_unscaled(scaling: Any) -> None:
-    """Check that the scaling of a model without adapters has its default.
+    """Check that the scaling of a model without adapters is 1.
 
     Raises:
-        ArgumentError: if it has another value.
+        ArgumentError: if `scaling` is not 1.
     """
     if not (isinstance(scaling, int | float) and not isinstance(scaling, bool) and scaling == 1):
         raise ArgumentError(f"scaling: expected 1 without adapters=True, got {short_repr(scaling)}")

@@ -1,4 +1,4 @@
-"""Powers of a space: several points as one point, such as the rows of an embedding table."""
+"""Powers of a space, which combine several points to one point, such as the rows of an embedding table."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ __all__ = ["Power", "factor_parts"]
 
 @dataclass(frozen=True)
 class Power(Delegate):
-    r"""The power $M^k$ of $k = k_1 \cdots k_m$ copies of one space, with the product metric.
+    r"""The power $M^k$: $k = k_1 \cdots k_m$ copies of one space, with the product metric.
 
     A point has the shape (*batch, *copies, *space.shape). The copies are batch axes for the primitives of the space.
 
@@ -79,7 +79,7 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Return each leaf with its parts of tensors (*batch, *shape). The copies of a power become batch axes.
+    """Return each leaf with its part of each tensor (*batch, *shape). The copies of a power become batch axes.
 
     Example:
         >>> import torch

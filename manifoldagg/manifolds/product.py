@@ -1,4 +1,4 @@
-"""Products of named spaces: one tensor that contains a point of each space."""
+"""Products of named spaces, whose points are stored in one tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -125,24 +125,22 @@ class Product(Composite):
         return [math.prod(space.shape) for space in self.spaces]
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        """Return the factors of points or tangents as views (*batch, *shape of the factor)."""
         pieces = zip(self.spaces, x.split(self._sizes, -1), strict=True)
         return [piece.view(*x.shape[:-1], *space.shape) for space, piece in pieces]
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the factors of points or tangents. Batches are broadcast."""
         pairs = list(zip(self.spaces, parts, strict=True))
         batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for space, part in pairs))
         return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for space, part in pairs], -1)
 
     def _map_leaves(self, formula: str, *tensors: Tensor) -> list[Tensor]:
-        """Apply the formula of each factor to its parts of the tensors."""
+        """Apply the formula of each factor to the parts of the tensors that belong to the factor."""
         parts = zip(*map(self._split, tensors), strict=True)
         return [getattr(space, formula)(*own) for space, own in zip(self.spaces, parts, strict=True)]
 
 
 def _check_factors(factors: object) -> tuple[tuple[str, Manifold], ...]:
-    """Check that `factors` are (name, space) pairs with distinct names, and return them."""
+    """Check that `factors` are (name, space) pairs with distinct names. Return the pairs."""
     if not isinstance(factors, tuple) or not factors:
         expected = "a mapping from names to spaces or a tuple of (name, space) pairs, not empty"
         raise ArgumentError(f"factors: expected {expected}; got {short_repr(factors)}")

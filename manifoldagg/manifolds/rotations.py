@@ -1,4 +1,4 @@
-"""Rotations: orthogonal matrices with determinant 1, with logarithms in real arithmetic."""
+"""The special orthogonal group of rotations."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = ["SpecialOrthogonal"]
 class SpecialOrthogonal(Embedded):
     r"""Rotations of $\mathbb{R}^n$ with the Frobenius metric $\langle u, v \rangle_x = \operatorname{tr}(u^\top v)$.
 
-    The metric is bi-invariant. Tangents are $x A$ with a skew-symmetric $A$.
+    The metric is bi-invariant. Tangents at $x$ are matrices $x A$ with a skew-symmetric $A$.
 
     $$\exp_x u = x\, e^{x^\top u}, \qquad \log_x y = x \log(x^\top y), \qquad
       P_{x \to y} u = x\, e^{A/2}\, x^\top u\, e^{A/2}, \quad A = \log(x^\top y).$$
@@ -32,14 +32,14 @@ class SpecialOrthogonal(Embedded):
 
     - All primitives are computed in float64 and cast back. $K$ is computed from $y - x$, so small angles have a small
       relative error.
-    - First and second derivatives are correct, also at $y = x$ and for repeated angles. Third and higher derivatives of
-      `log` and `transport` are not.
+    - First and second derivatives are correct, also at $y = x$ and for repeated angles. Higher derivatives of `log` and
+      `transport` are not correct.
     - If an angle is $\pi$ (the cut locus), `log` and `transport` are undefined. The injectivity radius is
-      $\pi\sqrt{2}$. For $n = 1$ the manifold is a single point, and the radius is infinite.
+      $\pi\sqrt{2}$. For $n = 1$, the manifold is a single point, and the radius is infinite.
     - `retract` is the Cayley transform $x\,(1 - A/2)^{-1}(1 + A/2)$.
-    - `project` is the nearest rotation. For an SVD $x = U \Sigma V^\top$, it is
-      $U \operatorname{diag}(1, \dots, 1, \det U V) V^\top$. Its first and second derivatives are correct if no two
-      singular values have the sum 0.
+    - `project` is the nearest rotation. For an SVD $x = U \Sigma V^\top$, the nearest rotation is
+      $U \operatorname{diag}(1, \dots, 1, \det U V) V^\top$. First and second derivatives are correct if no two singular
+      values have the sum 0.
     - `random_point` is uniform (Haar measure).
 
     Args:
@@ -77,7 +77,7 @@ class SpecialOrthogonal(Embedded):
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
         a = x.double()
-        # Half of the rotation is applied on each side. Left or right translation alone is not parallel transport.
+        # Parallel transport applies half of the rotation on each side. Translation on one side is not parallel.
         half = matrix_exp(_velocity(a, y.double()) / 2)
         return (a @ half @ skew(a.mT @ u.double()) @ half).to(u.dtype)
 
@@ -101,15 +101,15 @@ class SpecialOrthogonal(Embedded):
         return x.new_full(x.shape[:-2], math.inf if self.n == 1 else math.pi * math.sqrt(2))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        # The draw is in float64 and then cast, so a seed gives the same point in both precisions.
+        # Drawing in float64 and casting gives the same point in both precisions for equal seeds.
         return super()._random_point(batch, generator, torch.float64).to(dtype)
 
 
 def _velocity(x: Tensor, y: Tensor) -> Tensor:
     """Compute the skew-symmetric matrix log(xᵀ y)."""
     rotation = x.mT @ y
-    # `eigh` raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced here, and its
-    # result is NaN.
+    # `eigh` raises an error for the whole batch if one matrix is not finite. Such a matrix is replaced by the identity,
+    # and its result is NaN.
     whole = rotation.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     rotation = torch.where(whole, rotation, eye(x))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Smooth functions of squared lengths. They are differentiable at 0, where functions of the length are not."""
+"""Functions of squared lengths that are smooth at 0, where functions of the length are not differentiable."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
 
 
 def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Compute a function of $\sqrt{s}$ by the first terms of its series in $s$ near 0, and by `function` otherwise."""
+    r"""Compute a function of $\sqrt{s}$: near 0 by a truncated series in $s$, and by `function` elsewhere."""
     return _series_or(s, series, function, s >= 0)
 
 

@@ -1,4 +1,4 @@
-"""Spans of points of flat and spherical leaves. A Karcher mean is computed from coefficients and a Gram matrix."""
+"""Karcher means on spheres and flat leaves, computed from coefficients with respect to the points."""
 
 import math
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from manifoldagg.manifolds.sphere import Sphere
 __all__ = ["Span", "SpheresInSpan"]
 
 MAX_NORM_RATIO = 2.0
-"""The maximum ratio of a norm to 1. Within it, squared norms from the Gram matrix have no significant cancellation."""
+"""The maximum ratio of a norm to 1. Larger norms would make squared norms from the Gram matrix inaccurate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    r"""The span of k points of a space with flat or spherical leaves, in the basis $p_h$, $p_j - p_h$.
+    """The span of k points of a space with flat or spherical leaves.
 
-    The differences from the origin $p_h$ represent small distances accurately. Cosines of close points would lose them.
+    The basis consists of one point $p_h$ and the differences $p_j - p_h$, which represent small distances accurately.
 
     Args:
         rows: the points (P,).
         origin: the index $h$.
-        lengths: the lengths of the segments. Each sphere is a segment, and so is each run of flat entries.
-        tolerances: the allowed difference of a norm from 1 for each segment, or NaN for a flat segment.
+        lengths: the lengths of the segments. Each sphere and each run of flat entries is a segment.
+        tolerances: the allowed deviation of a norm from 1 for each segment; NaN for a flat segment.
         sphere_grams: the Gram matrices (S', k, k) of the spherical segments. Row and column 0 belong to $p_h$, and the
             others are in the order of the points.
     """
@@ -45,15 +45,15 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""Return the span of flattened points of a space, or `None` if it is not applicable or not faster.
+        r"""Return the span of flattened points of a space, or `None` if a span is not applicable or not faster.
 
-        It is not applicable in these cases:
+        A span is not applicable in these cases:
 
         - A leaf is neither flat nor a sphere.
         - A sphere has fewer coordinates than the number of points.
-        - A norm is far from 1 or not finite.
-        - Two points of a sphere have an angle of more than $\pi/2$. The rounding error of squared coefficients c is
-          $c^2 \epsilon$, and the coefficients of a mean of almost antipodal points are unbounded.
+        - A norm is not finite, or far from 1.
+        - Two points of a sphere have an angle of more than $\pi/2$. The coefficients $c$ of a mean of almost antipodal
+          points are unbounded, and the rounding error of their squares is $c^2 \epsilon$.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -64,6 +64,7 @@ class Span:
                 within = within.space
             if within.flat:
                 if tolerances and math.isnan(tolerances[-1]):
+                    # Adjacent flat leaves form one segment, because they need no inner products of their own.
                     lengths[-1] += size
                 else:
                     lengths.append(size)
@@ -79,10 +80,11 @@ class Span:
         if found.is_flat:
             return found
         inner = gram(found.plus, minus=found.minus, segments=lengths)
-        # The square of a flat segment can overflow. The general algorithm then handles values that are not finite.
+        # If the square of a flat segment overflows, the general algorithm computes the mean.
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
+        # With nonnegative cosines, no two points are almost antipodal, so the coefficients of the mean stay bounded.
         near = (
             (found.cosines >= 0).all() & (found.norms > 1 / MAX_NORM_RATIO).all() & (found.norms < MAX_NORM_RATIO).all()
         )
@@ -90,12 +92,11 @@ class Span:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every leaf is flat."""
         return bool(self.tolerances.isnan().all())
 
     @property
     def lies_on_space(self) -> bool:
-        """Whether every point is finite and on its spheres. The value is `False` for flat spaces."""
+        """Whether every point is finite and on its spheres; `False` for flat spaces."""
         allowed = self.tolerances[~self.tolerances.isnan()]
         return not self.is_flat and bool(((self.norms - 1).abs() <= allowed).all())
 
@@ -116,7 +117,7 @@ class Span:
 
     @cached_property
     def spheres(self) -> "SpheresInSpan":
-        """The product of the spheres, in coordinates of the span."""
+        """The product of the spheres, in the coordinates of the span."""
         return SpheresInSpan(self.sphere_grams)
 
     @cached_property
@@ -139,7 +140,7 @@ class Span:
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Combine the weighted mean on flat leaves and the point with given coefficients on spheres, rounded once."""
+        """Return a point, given the weights of its mean on flat leaves and its coefficients on spheres."""
         if self.is_flat:
             # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)
@@ -168,7 +169,6 @@ class SpheresInSpan(Manifold):
         return tuple(self.products.shape[:2])
 
     def dot(self, u: Tensor, v: Tensor) -> Tensor:
-        """Compute the inner product on each sphere, (*batch, R, 1)."""
         return ((u.unsqueeze(-2) @ self.products).squeeze(-2) * v).sum(-1, keepdim=True)
 
     def square(self, u: Tensor) -> Tensor:
@@ -184,6 +184,7 @@ class SpheresInSpan(Manifold):
         return self._project(cos_of_square(square) * x + sinc_of_square(square) * u)
 
     def _log(self, x: Point, y: Point) -> Tangent:
+        # The difference is accurate for nearby points, as in `Sphere`.
         chord = y - x
         across = chord - self.dot(x, chord) * x
         return angle_per_sine(self.square(across), self.dot(x, y)) * across

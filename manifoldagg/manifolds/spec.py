@@ -1,4 +1,4 @@
-"""Specs of spaces: JSON-compatible descriptions from which another machine can construct the same space."""
+"""JSON-compatible descriptions (specs) of spaces, from which another machine can construct the same space."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ BUILT_IN_SPACES = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Produ
 SPACES_BY_NAME: dict[str, type[Manifold]] = {
     space.__name__: space for space in (*BUILT_IN_SPACES, SymmetricPositiveDefinite)
 }
-"""The spaces that a name and numbers determine."""
+"""The spaces that are determined by a name and numbers."""
 MAX_AXES = 64
 """The maximum number of axes of a torch tensor."""
 MAX_INTEGER = 2**62
@@ -44,7 +44,7 @@ MAX_INTEGER = 2**62
 def spec_of(
     layout: Layout, manifolds: tuple[tuple[str, Manifold], ...] = (), adapters: Adapters | None = None
 ) -> dict[str, Any]:
-    """Describe a layout, its curved leaves and its adapters by lists, strings and numbers.
+    """Describe a layout, its curved leaves and its adapters with lists, strings and numbers.
 
     Raises:
         ArgumentError: if the space of a leaf is not a class of this package.
@@ -73,7 +73,7 @@ def spec_of(
 
 
 def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adapters | None]:
-    """Return the layout, the curved leaves and the adapters of a spec.
+    """Return the layout, the curved leaves and the adapters that a spec describes.
 
     Raises:
         ArgumentError: if the spec is invalid or has another format version.

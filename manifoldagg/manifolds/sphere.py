@@ -1,4 +1,4 @@
-"""The unit sphere, with closed forms that are stable from the smallest angle to the cut locus."""
+"""The unit sphere, with formulas that are accurate from the smallest angle to the cut locus."""
 
 import math
 from dataclasses import dataclass
@@ -25,10 +25,11 @@ class Sphere(Embedded):
       \log_x y = \tfrac{\theta}{\sin\theta}\,(y - \langle x, y\rangle x), \qquad
       P_{x \to y} u = u - \tfrac{\langle y, u\rangle}{1 + \langle x, y\rangle}\,(x + y).$$
 
-    $y - \langle x, y\rangle x$ is computed from $y - x$, and
-    $\theta = \operatorname{atan2}(\sin\theta, \langle x, y\rangle)$, so small angles have a small relative error. All
-    primitives are computed in float64 and cast back. They are smooth at $u = 0$ and $y = x$. At $y = -x$ (the cut
+    All primitives are computed in float64 and cast back. They are smooth at $u = 0$ and $y = x$. At $y = -x$ (the cut
     locus), `log` and `transport` are undefined and return NaN.
+
+    Small angles have a small relative error, because $y - \langle x, y\rangle x$ is computed from $y - x$, and
+    $\theta = \operatorname{atan2}(\sin\theta, \langle x, y\rangle)$.
 
     Args:
         n: the dimension of the ambient space, at least 1.
@@ -79,7 +80,7 @@ class Sphere(Embedded):
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:
         a = x.double()
-        # The first pass leaves a component ε‖u‖ along x. After the second pass it is ε times the projected length.
+        # The first pass leaves a component ε‖u‖ along x. The second pass reduces it to ε times the projected length.
         return _orthogonal_part(a, _orthogonal_part(a, u.double())).to(u.dtype)
 
     def _project(self, x: Point) -> Point:
@@ -99,5 +100,4 @@ class Sphere(Embedded):
 
 
 def _orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """Compute the part of `u` orthogonal to the unit vector `x`."""
     return u - dot(x, u) * x

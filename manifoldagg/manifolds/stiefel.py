@@ -20,7 +20,7 @@ __all__ = ["CertifiedLog", "Stiefel"]
 
 MAX_NEWTON_STEPS = 12
 TRIAL_STEPS = 4
-"""The number of Newton steps of a log, and the number of steps after which the better of two starts is selected."""
+"""The number of Newton steps of a log, and the number of steps before the better of two starts is selected."""
 
 MAX_STEP_LENGTH = 0.7
 """The maximum length of a Newton step. Longer steps leave the region of convergence."""
@@ -28,13 +28,13 @@ MAX_STEP_LENGTH = 0.7
 
 @dataclass(frozen=True)
 class CertifiedLog:
-    r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with its certificate.
+    r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with a certificate of its accuracy.
 
     Attributes:
         tangent: the result of the iteration (*batch, n, p).
         residual: $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for orthonormalised $x$ and $y$.
-        converged: whether the tangent is the logarithm (*batch,): the residual is at rounding level, and the tangent is
-            so short that no shorter solution exists.
+        converged: whether the tangent is the logarithm (*batch,). The residual is then at rounding level, and the
+            tangent is so short that no shorter solution exists.
     """
 
     tangent: Tangent
@@ -64,18 +64,18 @@ class Stiefel(Embedded):
 
     for the $d = p(p-1)/2 + mp$ entries of $A$ and $R$.
 
-    **Iteration.** `log` executes 12 Newton steps of length at most 0.7, with the exact derivative in the eigenbasis of
-    the exponents. It uses two starts, the logarithms of two completions of the right-hand side to a rotation, and
-    selects the better one after 4 steps. The first start is exact if $R = 0$, the second if $A = 0$, and one of them
-    for $p = 1$ and for $n = p$. A log costs $O(n p^2)$, and a step $O(d^3 + d p^3)$ time and $O(d p^2)$ complex numbers
-    of memory. This takes tens of milliseconds for $p \le 4$, about one second for $p = 16$, and one minute for
-    $p = 32$.
+    **Iteration.** `log` executes 12 Newton steps of length at most 0.7 with the exact derivative. It starts from two
+    completions of the right-hand side to a rotation, and selects the better iterate after 4 steps. The first start is
+    exact if $R = 0$, the second start if $A = 0$, and one of them for $p = 1$ and for $n = p$.
 
-    **Certificate.** `x` and `y` are orthonormalised first, and may have errors of 1 %, as in bfloat16. `log` returns
-    NaN in two cases: the residual exceeds the rounding level $256 \sqrt{p}\, \varepsilon$ of float64, or the tangent is
-    not shorter than the injectivity radius, so that it may not be the shortest. `certificate=True` returns the result
-    of the iteration in all cases. For $n = p$, it is sufficient that every angle is below $\pi$. If $y$ is in the other
-    component, the result is NaN.
+    **Cost.** A log costs $O(n p^2)$, and a step $O(d^3 + d p^3)$ time and $O(d p^2)$ complex numbers of memory. A log
+    takes tens of milliseconds for $p \le 4$, about one second for $p = 16$, and one minute for $p = 32$.
+
+    **Certificate.** `x` and `y` are orthonormalised first. They can have errors of 1 %, as in bfloat16. `log` returns
+    NaN if the residual exceeds the rounding level $256 \sqrt{p}\, \varepsilon$ of float64. It also returns NaN if the
+    tangent is not shorter than the injectivity radius, because a shorter tangent may then exist. For $n = p$, the
+    second condition is that every angle is below $\pi$, and the result is NaN if $y$ is in the other component.
+    `certificate=True` returns the result of the iteration in all cases.
 
     **Accuracy.** The log was tested on 9,000 pairs at each of several distances, for ten shapes from (2, 1) to (10, 4).
     The tangents were random, or had $A = 0$, $R = 0$, rank 1 or equal angles. At 0.6 and 0.9 times $\pi$, every log
@@ -84,9 +84,9 @@ class Stiefel(Embedded):
     **Other properties.**
 
     - All primitives are computed in float64 and cast back.
-    - First and second derivatives are correct, also at $y = x$. Two corrections after the iteration provide those of
-      the log. Third and higher derivatives of `log`, `project` and `retract` are not correct.
-    - The injectivity radius is $\pi$. For $n = p$, the orthogonal matrices, it is $\pi\sqrt{2}$. For $n = p = 1$ the
+    - First and second derivatives are correct, also at $y = x$. Higher derivatives of `log`, `project` and `retract`
+      are not correct.
+    - The injectivity radius is $\pi$. For $n = p$, the orthogonal matrices, it is $\pi\sqrt{2}$. For $n = p = 1$, the
       manifold has two points, and the radius is infinite.
     - `project` is the polar factor $x (x^\top x)^{-1/2}$, the nearest point. Its derivative is finite if `x` has full
       rank. `retract` is the polar factor of $x + u$.
@@ -175,21 +175,21 @@ class Stiefel(Embedded):
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, self.n, self.p, generator=generator, dtype=torch.float64, device=generator.device)
         basis, triangle = torch.linalg.qr(noise)
-        # With a positive diagonal the QR factors are unique, so the distribution of the first factor is invariant.
+        # With a positive diagonal, the QR factors are unique, so the distribution of the first factor is invariant.
         signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
         frame: Tensor = basis * signs.unsqueeze(-2)
         return frame.to(dtype)
 
 
 def _project_to_tangent(x: Tensor, u: Tensor) -> Tensor:
-    """Project to tangents in two passes. The first pass leaves a normal part ε‖u‖, which the second pass removes."""
+    """Project to tangents in two passes. The second pass removes the normal part ε‖u‖ that the first pass leaves."""
     for _ in range(2):
         u = u - x @ sym(x.mT @ u)
     return u
 
 
 def _reorthonormalise(x: Tensor) -> Tensor:
-    """Apply a Newton step to the polar factor, which squares the error of orthonormality."""
+    """Apply one Newton step for the polar factor, which squares the error of orthonormality."""
     return x + x @ (eye(x, x.shape[-1]) - x.mT @ x) / 2
 
 
@@ -247,20 +247,20 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
 
     u = _project_to_tangent(x, value)
     for _ in range(2):
-        # This does not change the value. Each pass makes the derivatives of one more order correct.
+        # The residual is 0, so the value does not change. Each pass makes the derivatives of one more order correct.
         residual = y - _exponential(x, u)
         u = _project_to_tangent(x, u + solve(residual - residual.detach()))
     return u
 
 
 def _solve(target: Tensor) -> Tensor:
-    """Solve the equation of the log for [A; R] (*batch, p + m, p), given the right-hand side [xᵀy; qᵀy]."""
+    """Solve the equation of the log for [A; R] (*batch, p + m, p). `target` is [xᵀy; qᵀy]."""
     z = _iterate(_initial_logs(target), target.unsqueeze(0), TRIAL_STEPS)
     at = _linearise(z)
     square = z.square().sum((-2, -1))
     unit = eye(z, z.shape[-2])[:, : z.shape[-1]]
     residual = (at.exp_w.mT @ target @ at.exp_a - unit).square().sum((-2, -1))
-    # If both starts converge, the shorter solution is selected, and otherwise the one with the smaller residual.
+    # If both starts converge, the shorter solution is selected. Otherwise, the smaller residual decides.
     score = torch.where(residual < 1e-16, square - 1e3, residual)
     best = torch.where((score[-1] < score[0])[..., None, None], z[-1], z[0])
     return _iterate(best, target, MAX_NEWTON_STEPS - TRIAL_STEPS)
@@ -269,8 +269,8 @@ def _solve(target: Tensor) -> Tensor:
 def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         step = _newton_step(_linearise(z), target)
-        # At a conjugate point the derivative is singular and the step is not finite. Such an element is not changed,
-        # and the certificate reports it.
+        # At a conjugate point, the derivative is singular and the step is not finite. The element then stays unchanged,
+        # and the certificate reports that it did not converge.
         step = torch.where(step.isfinite(), step, 0.0)
         length = step.square().sum((-2, -1), keepdim=True).sqrt()
         z = z + step * (MAX_STEP_LENGTH / length).clamp(max=1.0)
@@ -280,7 +280,7 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 def _initial_logs(target: Tensor) -> Tensor:
     """Compute starting values (starts, *batch, p + m, p) of the Newton iteration.
 
-    They are the logs of completions of `target` to a rotation, whose remaining columns are nearest to two guesses.
+    The starting values are logs of rotations whose first columns are `target`. Two guesses determine the other columns.
     """
     k, p = target.shape[-2:]
     top = target[..., :p, :]
@@ -367,17 +367,14 @@ def _exponent(z: Tensor) -> Tensor:
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """Return the d entries that determine [A; R] (*batch, k, p), with those of A first.
-
-    The symmetric part of A is ignored.
-    """
+    """Return the d independent entries of [A; R] (*batch, k, p). The symmetric part of A is ignored."""
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]
 
 
 def _matrix(numbers: Tensor, k: int, p: int) -> Tensor:
-    """Return [A; R] (*batch, k, p) for given coordinates."""
+    """Return [A; R] (*batch, k, p) for given coordinates. This is the inverse of `_coordinates`."""
     rows, columns = torch.tril_indices(k, p, -1, device=numbers.device)
     # Entries on and above the diagonal get the index of a 0 that is appended to the coordinates.
     index = torch.full((k, p), len(rows), device=numbers.device)
@@ -387,7 +384,6 @@ def _matrix(numbers: Tensor, k: int, p: int) -> Tensor:
 
 
 def _max_singular_value(u: Tensor) -> Tensor:
-    """Return the largest singular value, or infinity if `u` is not finite."""
     finite = u.isfinite().all(-1).all(-1)
     values: Tensor = torch.linalg.svdvals(torch.where(finite[..., None, None], u, 0.0))
     return torch.where(finite, values.amax(-1), math.inf)

@@ -27,19 +27,19 @@ class SymmetricPositiveDefinite(Manifold):
     $$\exp_x u = L\, e^{W(u)} L^\top, \qquad \log_x y = L \log(W(y))\, L^\top, \qquad
       P_{x \to y} u = L\, W(y)^{1/2}\, W(u)\, W(y)^{1/2} L^\top = E u E^\top, \quad E = (y x^{-1})^{1/2}.$$
 
-    These formulas are equivalent to the common ones with $x^{1/2}$ instead of $L$.
+    These formulas are equivalent to the common formulas with $x^{1/2}$ instead of $L$.
 
     Numerical properties:
 
     - All primitives are computed in float64 and cast back. If $y$ is close to $x$, $\log W(y)$ is computed from
       $W(y - x)$, which is accurate for small distances.
-    - First and second derivatives are correct, also for repeated eigenvalues. Third and higher derivatives of `log` and
-      `transport` are not.
+    - First and second derivatives are correct, also for repeated eigenvalues. Higher derivatives of `log` and
+      `transport` are not correct.
     - The skew part of an argument is ignored.
     - `retract` is $x + u + \tfrac12 u x^{-1} u$, which is positive definite for every `u`.
-    - `project` returns the symmetric part of a positive definite matrix. Otherwise there is no nearest point, because
-      the set is open. `project` then increases eigenvalues to $4 n \varepsilon$ times the largest absolute eigenvalue,
-      with the machine epsilon $\varepsilon$ of the dtype.
+    - `project` returns the symmetric part if it is positive definite. Otherwise, there is no nearest point, because the
+      set is open. `project` then increases eigenvalues to $4 n \varepsilon$ times the largest absolute eigenvalue,
+      where $\varepsilon$ is the machine epsilon of the dtype.
     - `random_point` draws condition numbers up to 100. `random_tangent` is standard normal in the metric.
     - The smallest eigenvalue of a point with condition number $c$ has a relative rounding error of $c\,\varepsilon$. At
       a distance $t$ from a point with condition number $c_0$, $c$ can be as large as $c_0 e^{\sqrt{2} t}$.
@@ -96,7 +96,7 @@ class SymmetricPositiveDefinite(Manifold):
             values, basis = torch.linalg.eigh(symmetric.detach())
             largest = values.abs().amax(-1, keepdim=True)
             floor = (4 * self.n * torch.finfo(x.dtype).eps * largest).clamp(min=torch.finfo(x.dtype).tiny)
-            # The increase is added to the matrix, so a positive definite matrix remains bitwise equal.
+            # The increase is added to the matrix, so a positive definite matrix does not change by rounding.
             lift = (basis * (floor - values).clamp(min=0).unsqueeze(-2)) @ basis.mT
         point: Tensor = symmetric + lift
         return point.to(x.dtype)
@@ -131,8 +131,8 @@ class SymmetricPositiveDefinite(Manifold):
         target = sym(_whiten(factor, sym(y.double())))
         with torch.no_grad():
             step = sym(_whiten(factor, sym(y.double() - x.double())).detach())
-            # If the eigenvalues of W(y) - 1 are within 1/2, log1p is accurate for small ones. The sum 1 + λ would round
-            # them off.
+            # For eigenvalues λ of W(y) - 1 within 1/2, log1p is accurate. The sum 1 + λ would lose the digits of small
+            # eigenvalues.
             near = (step.square().sum((-2, -1)) < 0.25)[..., None, None]
             values, basis = torch.linalg.eigh(torch.where(near, step, target.detach()))
             logs = torch.where(near[..., 0], torch.where(near[..., 0], values, 0.0).log1p(), values.log())
@@ -146,11 +146,10 @@ class SymmetricPositiveDefinite(Manifold):
 
 
 def _cholesky(name: str, x: Tensor) -> Tensor:
-    """Compute the lower Cholesky factor of a point, in float64."""
     try:
         factor: Tensor = torch.linalg.cholesky(sym(x.double()))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, and not in torch's stubs
-        raise ArgumentError(f"{name}: expected positive definite matrices, got one that is not: {error}") from None
+        raise ArgumentError(f"{name}: expected positive definite matrices, got another matrix: {error}") from None
     return factor
 
 

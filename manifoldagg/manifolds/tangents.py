@@ -1,4 +1,4 @@
-"""Tangent spaces at one point: linear combinations of points of low-rank leaves, projected to tangents."""
+"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ __all__ = ["TangentSpace"]
 
 @dataclass(frozen=True, eq=False)
 class TangentSpace(AmbientSpace):
-    r"""The tangent space at one point $X$, with the interface of `AmbientSpace`.
+    """The tangent space at one point $X$, with the interface of `AmbientSpace`.
 
     At each low-rank leaf, inner products and linear combinations use the projection $P_X Z$ of a row $Z$ to tangents.
-    For a difference of points, this is `inverse_retract`. A new point is `retract` of the combination instead of its
-    truncation. A stored row is the tangent as a matrix, so that it can be projected to the tangents at another point.
+    For a difference of points, this projection is `inverse_retract`. A new point is computed by `retract` instead of
+    truncation. A stored row is the tangent as a matrix, which can later be projected to the tangents at another point.
 
-    If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space. It is then treated as in
-    `AmbientSpace`. The entry `ambient` of `diagnostics` is the number of these leaves.
+    If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space and is treated as in
+    `AmbientSpace`. The entry `ambient` of `diagnostics` is the number of such leaves.
 
     Attributes:
         base_point: the point $X$.
@@ -69,6 +69,7 @@ class TangentSpace(AmbientSpace):
         values = (
             copied_space(self.leaves[i].space)._inner(x.expand(len(a), *x.shape), u[a], u[b]).reshape(len(a), -1).sum(1)
         )
+        # Each pair is computed once, so the matrix is exactly symmetric even if the metric rounds.
         lower: Tensor = values.new_zeros(len(u), len(u)).index_put((a, b), values)
         return (lower + lower.tril(-1).mT).cpu()
 
@@ -79,6 +80,7 @@ class TangentSpace(AmbientSpace):
         if i not in self.smooth_leaves or not torch.equal(start, self._piece(self.base_point, i)):
             return super()._combine_low_rank(i, base, rows, minus, coefficients)
         u = self._combine_tangents(i, rows, minus, coefficients)
+        # `retract` of a zero tangent would change the factors by rounding.
         if not u.any():
             return start, None
         space: LowRank = copied_space(self.leaves[i].space)
@@ -103,7 +105,6 @@ class TangentSpace(AmbientSpace):
     def _combine_tangents(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> Tensor:
-        """Compute the tangent of a linear combination of rows."""
         weights = torch.tensor([float(c) for c in coefficients], dtype=torch.float64)
         u = self._tangents(i, rows, minus)
         # Rows with the coefficient 0 are excluded, because 0 * inf is NaN.
@@ -112,13 +113,12 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Compute the tangents (k, *batch, m + n, rank) of rows."""
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row, or to 0 for `None`.
+            """Compute the tangent that points from X to a row. `None` stands for 0.
 
             The projection is linear, so the tangent of a difference is the difference of two such tangents.
             """
@@ -134,7 +134,7 @@ class TangentSpace(AmbientSpace):
 
 
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
-    """Return whether the matrix of every copy of a point has the full rank of the space, up to rounding."""
+    """Return whether the matrix of every copy has the full rank of the space, up to rounding."""
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

@@ -1,4 +1,4 @@
-"""Optional validation: points must lie on their manifold, and tangents must be tangent."""
+"""Validation of points, which must be on their manifold, and of tangents."""
 
 import math
 from dataclasses import dataclass
@@ -16,11 +16,13 @@ from manifoldagg.manifolds.power import factor_parts
 __all__ = ["Validated", "check_injectivity_radius", "check_point", "check_tangent"]
 
 OPEN_SET_ROUNDINGS = 64
-"""The tolerance for points of open sets, in units of machine epsilon. `project` moves them slightly inside."""
+"""The tolerance for points of open sets, in units of machine epsilon. `project` moves points slightly inside."""
 
 
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
-    r"""Return `x`, whose points must be on the manifold: $|\operatorname{project}(x) - x|$ is small for each leaf.
+    r"""Check that points are on the manifold, and return them.
+
+    For each leaf, $|\operatorname{project}(x) - x|$ must be small.
 
     Args:
         space: a space with project.
@@ -28,8 +30,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         name: the name of the argument in the error message.
         tolerance: the tolerance for the largest coordinate of the difference. It is relative to the largest coordinate
             of the point, if this is larger than 1. The default is $\sqrt\varepsilon$ of the dtype in which a model
-            stores the leaf. If the space of a leaf is an open set and the leaf is not stored in a narrower dtype, the
-            default is 64 $\varepsilon$ times the largest coordinate, because the border is not part of the space.
+            stores the leaf. On an open set, whose boundary is not part of the space, the default is 64 $\varepsilon$
+            times the largest coordinate, unless the leaf is stored in a narrower dtype.
 
     Raises:
         ArgumentError: if a point is not on the manifold. The message contains the argument, the leaf and the distance.
@@ -50,6 +52,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
             continue
         away = _max_abs(factor, factor._project(part) - part)
         size = _max_abs(factor, part)
+        # Near the boundary of an open set, a larger tolerance would accept points outside of the set.
         if factor.open and tolerance is None and leaf.storage_dtype is None:
             allowed = OPEN_SET_ROUNDINGS * torch.finfo(part.dtype).eps * size
         else:
@@ -64,7 +67,9 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 
 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
-    r"""Return `u`, which must be tangent at `x`: $|\operatorname{project}_x(u) - u|$ is small for each leaf.
+    r"""Check that `u` is tangent at `x`, and return it.
+
+    For each leaf, $|\operatorname{project}_x(u) - u|$ must be small.
 
     Args:
         space: a space with project_tangent.
@@ -110,8 +115,8 @@ class Validated(Delegate):
     Points must be on the manifold, tangents must be tangent, and values must be finite. Methods with two points also
     reject pairs beyond the cut locus: for each leaf, $\|\log_x y\|$ must be finite and within the injectivity radius.
 
-    The checks cost about as much as the operations. They do not work under `vmap` or `torch.compile`. The wrapper is
-    useful for inputs from outside of a program, and for debugging.
+    The checks cost about as much as the operations, and do not work under `vmap` or `torch.compile`. Use the wrapper
+    for inputs from outside of a program, and for debugging.
 
     Args:
         space: the space to wrap.
@@ -152,10 +157,10 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check for each leaf that logs at `x` are finite and not longer than the injectivity radius.
+    """Check for each leaf that the lengths of logs at `x` do not exceed the injectivity radius.
 
     Raises:
-        ArgumentError: if they are not. The message contains the leaf and the distance.
+        ArgumentError: if a log is not finite or too long. The message contains the leaf and the distance.
     """
     for leaf, (base, part) in factor_parts(space, *torch.broadcast_tensors(x.detach(), log.detach())):
         factor = leaf.space
@@ -174,7 +179,6 @@ def _relative_tolerance(dtype: torch.dtype, tolerance: float | None) -> float:
 
 
 def _max_abs(space: Manifold, x: Tensor) -> Tensor:
-    """Return the largest absolute coordinate of each point, in float64."""
     return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 

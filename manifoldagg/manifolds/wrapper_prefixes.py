@@ -1,4 +1,4 @@
-"""Prefixes that module wrappers add to the names of tensors."""
+"""Prefixes that module wrappers such as `DataParallel` add to the names of tensors."""
 
 from collections.abc import Collection
 
@@ -9,11 +9,13 @@ WRAPPER_PREFIXES = {
     "_orig_mod": "torch.compile adds; use the state dict of `model._orig_mod`",
     "_fsdp_wrapped_module": "FullyShardedDataParallel adds; use a full state dict",
 }
-"""The prefixes and their explanations. The first precedes a whole name, and the others any part of a name."""
+"""The prefixes and their explanations. The first prefix occurs only at the start of a name, the others anywhere."""
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message if only wrapper prefixes make names differ from the expected ones, or "".
+    """Return a hint for an error message if names differ from the expected names only by wrapper prefixes.
+
+    Otherwise, the result is "".
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})
@@ -31,12 +33,11 @@ def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
 
 
 def _wrappers_in(names: Collection[str]) -> set[str]:
-    """Return the wrapper prefixes that occur in names."""
     return WRAPPER_PREFIXES.keys() & {part for name in names for part in name.split(".")}
 
 
 def _unwrapped_name(name: str) -> str:
-    """Remove wrapper prefixes from a name. A user may call a submodule `module`, so it is removed only at the start."""
+    """Remove wrapper prefixes from a name. A submodule can be called `module`, so only the start is removed."""
     parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""Laws of manifolds and of aggregation rules, as checks for built-in and user-defined ones."""
+"""Checks of the laws that manifolds and aggregation rules must satisfy."""
 
 from manifoldagg.testing.check import check_manifold
 from manifoldagg.testing.laws import LAWS, LawCase

@@ -1,4 +1,4 @@
-"""The function `check_manifold`, which checks the laws of a space at many distances and in both dtypes."""
+"""The function `check_manifold`, which checks the laws of a manifold at many distances and in both dtypes."""
 
 import math
 from collections.abc import Iterable
@@ -28,17 +28,17 @@ def check_manifold(
     validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Check every law whose primitives a space declares.
+    r"""Check that a manifold satisfies the laws about all primitives that it declares.
 
-    The laws are checked for tangents of the lengths 1e-7, 1e-3, 0.1, 0.7 and 2, and of the maximum length. In float32
-    the shortest length is 1e-3. The maximum length is the smaller of `max_distance` and 0.9 times the injectivity
-    radius (or 10 if this radius is infinite). Longer lengths are omitted.
+    The laws are checked for tangents of the lengths 1e-7 (not in float32), 1e-3, 0.1, 0.7 and 2, and of the maximum
+    length. The maximum length is the smaller of `max_distance` and 0.9 times the injectivity radius (or 10 if this
+    radius is infinite). Larger lengths are omitted.
 
     Args:
         space: a space with the primitives `random_point` and `random_tangent`, which generate the cases.
         condition: $\kappa$, the factor by which the formulas of the space may amplify rounding errors.
-        max_distance: the maximum length of a tangent. If the volume of a space grows exponentially, rounded coordinates
-            do not determine distant points accurately.
+        max_distance: the maximum length of a tangent. Set it for spaces such as hyperbolic space, whose distant points
+            cannot be represented accurately by rounded coordinates.
         seeds: the number of random cases for each length.
         dtypes: the dtypes to check.
         laws: the names of the laws to check; `None` for all.

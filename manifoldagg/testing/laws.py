@@ -1,4 +1,4 @@
-r"""The laws of a manifold, one function for each: the mathematical properties that its primitives must have.
+r"""The laws of a manifold: mathematical properties that its primitives must satisfy, with one function per law.
 
 A law takes a [`LawCase`][manifoldagg.testing.LawCase] and returns the largest error and the allowed error. The
 tolerance depends on the dtype, the condition $\kappa$ of the space and the distance $t$. The allowed relative error is
@@ -18,12 +18,12 @@ from manifoldagg.manifolds import Manifold, distance, geodesic, karcher_mean, no
 __all__ = ["LAWS", "LawCase", "law", "min_injectivity_radius"]
 
 Violation = tuple[float, float]
-"""The largest error, and the largest error that the law allows."""
+"""The largest error, and the error that the law allows."""
 
 
 @dataclass(frozen=True)
 class LawCase:
-    """Points and tangents at one distance, in one dtype.
+    """Random points and tangents at one distance and in one dtype, for which a law is checked.
 
     Attributes:
         space: the space under test.
@@ -63,7 +63,7 @@ class LawCase:
 
     @cached_property
     def cut_locus_margin(self) -> float:
-        """The distance to the cut locus, at most 1. Errors of log and transport are inversely proportional to it."""
+        """The distance to the cut locus, at most 1. Errors of log and transport are proportional to its inverse."""
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
     @property
@@ -90,13 +90,13 @@ class LawCase:
         return (a - b).double().abs().max().item()
 
     def max_point_difference(self, a: Tensor, b: Tensor) -> float:
-        """Return the largest difference between points, independent of their representatives."""
+        """Return the largest difference between points, independently of their representatives."""
         return self.max_difference(*(self.space.invariant(point.double()) for point in (a, b)))
 
 
 Law = Callable[[LawCase], Violation]
 LAWS: dict[str, tuple[frozenset[str], Law]] = {}
-"""All laws by name, each with the primitives that it requires."""
+"""All laws by name, each with the primitives that it needs."""
 
 GEODESIC = {"inner", "exp", "log"}
 PARALLEL = GEODESIC | {"transport"}
@@ -108,7 +108,7 @@ def min_injectivity_radius(space: Manifold, x: Tensor) -> float:
 
 
 def law(*primitives: str) -> Callable[[Law], Law]:
-    """Return a decorator that registers a law for the spaces that declare these primitives."""
+    """Return a decorator that registers a law. The law applies to spaces that declare the given primitives."""
 
     def register(function: Law) -> Law:
         LAWS[function.__name__] = (frozenset(primitives), function)
@@ -171,7 +171,7 @@ def geodesics_are_reversible(s: LawCase) -> Violation:
 @law(*GEODESIC)
 def distance_is_a_metric(s: LawCase) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
-    # The largest distance of z for which y is still within the injectivity radius.
+    # The factor keeps all three points within the injectivity radius of each other.
     far = min(0.5 * s.distance, (min_injectivity_radius(s.space, s.x) - s.distance) / 2)
     z = s.space.exp(s.x, far / s.distance * s.v)
     d = distance
@@ -241,7 +241,7 @@ def inverse_retract_inverts_retract(s: LawCase) -> Violation:
 
 @law("inner", "retract")
 def retractions_are_independent_across_batch(s: LawCase) -> Violation:
-    """`retract` and `inverse_retract` of a batch equal those of its points one by one."""
+    """`retract` and `inverse_retract` of a batch equal the results for its single points."""
     calls: list[Callable[[int | slice], Tensor]] = [lambda i: s.space.retract(s.x[i], s.u[i])]
     if "inverse_retract" in s.space.capabilities:
         moved = s.space.retract(s.x, s.u)
@@ -255,7 +255,7 @@ def retractions_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law("project", "project_tangent", "random_tangent")
 def projections_are_idempotent(s: LawCase) -> Violation:
-    """A second projection changes neither points nor tangents, and random tangents are equal to their projections."""
+    """A second projection does not change points or tangents, and random tangents equal their projections."""
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
     point = s.space.project(noise)
     tangent = s.space.project_tangent(s.x, noise)
@@ -338,7 +338,7 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
-    """On a symmetric space the pole ladder equals parallel transport. A projection does not satisfy this law."""
+    """On a symmetric space, the pole ladder equals parallel transport. Projections violate this law."""
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     ladder = pole_ladder(s.space, s.x, s.y, s.v)
@@ -358,7 +358,7 @@ def gradients_are_finite_at_zero_length(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def operations_are_independent_across_batch(s: LawCase) -> Violation:
-    """The results for a batch equal those for its points one by one."""
+    """The results for a batch equal the results for its single points."""
     calls: list[Callable[[int | slice], Tensor]] = [
         lambda i: s.space.exp(s.x[i], s.u[i]),
         lambda i: s.space.log(s.x[i], s.y[i]),
@@ -378,7 +378,7 @@ def operations_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law(*GEODESIC, "project")
 def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
-    """The Karcher mean of two points is on their geodesic, and that of equal points is the point itself."""
+    """The Karcher mean of two points is on their geodesic, and the mean of equal points is the point itself."""
     if 2 * s.distance >= min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     pair = torch.stack([s.x, s.y], 1)
@@ -394,7 +394,7 @@ def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
 
 @law("random_point", "random_tangent")
 def random_draws_are_reproducible(s: LawCase) -> Violation:
-    """Equal seeds give equal points and tangents, and different seeds give different ones."""
+    """Equal seeds give equal points and tangents, and different seeds give different points and tangents."""
 
     def draw(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

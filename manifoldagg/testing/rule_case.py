@@ -1,4 +1,4 @@
-"""The test case of a law of rules: one reproducible asynchronous run through `step`, `Server` or `aggregate`."""
+"""A reproducible asynchronous run of a rule, through `step`, `Server` or `aggregate`."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -35,7 +35,7 @@ MAX_SAMPLES = 9
 
 
 class Turn(NamedTuple):
-    """One update of a run: the position of its task among those in flight, and the client that starts next."""
+    """One update of a run: the position of its task among the tasks in flight, and the client that starts next."""
 
     place: int
     next_client: Hashable
@@ -45,12 +45,12 @@ class Record(NamedTuple):
     """One update of a run through a server.
 
     Attributes:
-        client: the client that returned it.
+        client: the client that returned the update.
         start_index: the number of updates that were applied before its task was dispatched.
         message: the message of the rule.
-        payload: the payload, with its own memory.
+        payload: a copy of the payload.
         receipt: the receipt of the server.
-        model: the model of the server after it (P,).
+        model: the model of the server after the update (P,).
     """
 
     client: Hashable
@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleCase:
-    """One reproducible run of a rule: `len(clients)` tasks are always in flight and return in a random order.
+    """A reproducible run of a rule. `len(clients)` tasks are always in flight, and they return in a random order.
 
     Args:
         rule: the rule.
@@ -72,7 +72,7 @@ class RuleCase:
         num_updates: the number of updates of the run.
         num_points: the number of control points of an update.
         clients: the names of the clients.
-        make_payload: a function that returns a payload; `None` for random ones.
+        make_payload: a function that returns a payload; `None` for random payloads.
         by_tensor: whether the results of the rule may depend on the split of the model into tensors.
     """
 
@@ -100,10 +100,10 @@ class RuleCase:
 
     @cached_property
     def sample_counts(self) -> dict[Hashable, int]:
-        """The sample counts of the clients.
+        """The sample counts of the clients. Their sum is a power of 2.
 
-        Their sum is a power of 2. A mean with weights `update.share` is then bitwise equal to a mean with weights
-        `update.weight`. `aggregate` provides no share, so the results can be compared.
+        A mean with the weights `update.share` is then bitwise equal to a mean with the weights `update.weight`. This
+        makes a `Server` comparable with `aggregate`, which provides no share.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -113,11 +113,10 @@ class RuleCase:
 
     @cached_property
     def requires_models_only(self) -> bool:
-        """Whether clients return only models."""
         return extra_fields(self.rule) == ({}, ())
 
     def payload(self, message: Message, index: int) -> Payload:
-        """Return the payload of update `index`. It shares no memory with other objects."""
+        """Return the payload of update `index`, in newly allocated memory."""
         generator = self.generator(index + 1)
         if self.make_payload is not None:
             return self.make_payload(message, generator)
@@ -147,7 +146,7 @@ class RuleCase:
         return run
 
     def aggregate_run(self, space: ParameterSpace, records: list[Record]) -> "AggregateRun":
-        """Return a run through `aggregate` on the state dicts of a space, with the updates of a run of a server."""
+        """Return a run through `aggregate` on the state dicts of a space, which repeats the updates of a server."""
         return AggregateRun(self, space, records)
 
 
@@ -166,11 +165,10 @@ class DirectRun:
             self._dispatch(client)
 
     def message(self, client: Hashable) -> Message:
-        """Return the message for a client."""
         return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
 
     def _dispatch(self, client: Hashable) -> None:
-        # The rule gets copies, so that a `message` that writes to its inputs cannot change the run.
+        # The rule receives copies, so that a `message` that writes to its inputs cannot change the run.
         inputs = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
         sent = self.case.rule.message(self.case.space, *inputs)
         self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
@@ -210,7 +208,7 @@ class DirectRun:
 
 
 class ServerRun:
-    """A run through a server. The server may be replaced by a resumed one between two updates."""
+    """A run through a server. Between two updates, a resumed server may replace the server."""
 
     def __init__(self, case: RuleCase, server: Server) -> None:
         self.case = case
@@ -219,11 +217,10 @@ class ServerRun:
         self.in_flight: list[tuple[Hashable, int, Ticket]] = []
 
     def dispatch(self, client: Hashable) -> None:
-        """Dispatch a task to a client."""
         self.in_flight.append((client, len(self.records), self.server.dispatch(client)))
 
     def resumed(self, server: Server) -> "ServerRun":
-        """Return the same run on a resumed server."""
+        """Return the same run, continued on a resumed server."""
         other = ServerRun(self.case, server)
         other.records = [*self.records]
         other.in_flight = [*self.in_flight]
@@ -239,7 +236,7 @@ class ServerRun:
         """Apply the next updates.
 
         Raises:
-            ArgumentError: if the server rejects one, with the reason.
+            ArgumentError: if the server rejects an update. The message contains the reason.
         """
         for _ in range(num_updates):
             ticket, payload = self.next_task()
@@ -252,7 +249,6 @@ class ServerRun:
         return self
 
     def finish(self) -> "ServerRun":
-        """Apply all remaining updates."""
         return self.advance(self.case.num_updates - len(self.records))
 
     def contents(self) -> dict[str, Any]:
@@ -292,7 +288,7 @@ class AggregateRun:
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)
 
     def advance(self, num_updates: int) -> dict[str, float]:
-        """Apply the next updates, and return the metrics of the last."""
+        """Apply the next updates, and return the metrics of the last update."""
         metrics: dict[str, float] = {}
         for _ in range(num_updates):
             model, self.state, metrics = self.step(*self.next_models())
@@ -301,14 +297,12 @@ class AggregateRun:
 
     @property
     def current(self) -> Tensor:
-        """The current model as a point (P,)."""
         return self.space.point(self.models[-1])
 
 
 def _aggregate(
     rule: Rule, state: State, current: Any, base: Any, update: Any, record: Record, space: ParameterSpace, out: Any
 ) -> tuple[Any, State, dict[str, float]]:
-    """Call `aggregate` with the record of a server. This is the only call of `aggregate` in this package."""
     return aggregate(
         rule,
         state,

@@ -1,4 +1,4 @@
-"""The function `check_rule`, which checks the laws of an aggregation rule in several runs."""
+"""The function `check_rule`, which checks the laws of an aggregation rule in several random runs."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -20,7 +20,7 @@ from manifoldagg.testing.verdict import Verdict, exact_finding
 __all__ = ["check_rule"]
 
 DEFAULT_SHAPES = {"hidden.weight": (4, 3), "hidden.bias": (4,), "out.weight": (2, 4), "scale": ()}
-"""The tensors of the default model."""
+"""The shapes of the tensors of the default model."""
 CLIENTS = ("client-1", "client-2", "client-3")
 
 
@@ -37,23 +37,26 @@ def check_rule(
     laws: Iterable[str] | None = None,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Check every law of [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that applies to a rule.
+    """Check that a rule satisfies all laws of [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to it.
 
-    Each seed is one asynchronous run: as many tasks as clients are in flight and return in a random order, with random
-    models near their start models. All laws compare bits. An exception in a law breaks the law, and the finding
-    contains it. Warnings of the library are ignored.
+    The laws are checked in several random asynchronous runs, one for each seed. In each run, every client always has
+    one task in flight, and the tasks return in a random order. The clients return random models near the models from
+    which they started.
+
+    All laws require bitwise equality. If a rule raises an exception, the law counts as broken, and the finding contains
+    the exception. Warnings of the library are ignored.
 
     Args:
-        rule: an instance of a rule. It must be deterministic: `Private` requires a `seed`.
-        space: the space of the models; the default is flat and has four tensors in float32. The laws about state dicts
-            require a [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace].
-        num_points: the number of control points of an update; `FLOCO` requires its number of vertices.
-        clients: the names of the clients, strings or integers, for a rule that knows its clients.
-        make_payload: a function of the message and a generator that returns the payload of a client. By default the
-            points are near the start model, the further tensors that the rule declares are random, and the further
-            numbers are those of the message, or 1.
+        rule: an instance of a rule, which must be deterministic. For example, `Private` requires a `seed`.
+        space: the space of the models. The default is a flat space with four float32 tensors. The laws about state
+            dicts require a [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace].
+        num_points: the number of control points of an update. `FLOCO` requires its number of vertices.
+        clients: the names of the clients, strings or integers, for rules that depend on these names.
+        make_payload: a function of the message and a generator that returns the payload of a client. By default, the
+            points are near the start model. Further tensors that the rule declares are random. Further numbers are
+            copied from the message, or are 1.
         by_tensor: whether the rule works tensor by tensor, so that its results may depend on the split of the model
-            into tensors. If it is `True`, the law about the split is omitted.
+            into tensors. The law about the split is then omitted.
         seeds: the number of runs.
         num_updates: the number of updates of a run.
         laws: the names of the laws to check; `None` for all.
@@ -150,7 +153,7 @@ def _check_model_moves(case: RuleCase) -> None:
 
 
 def _violation(law: RuleLaw, case: RuleCase) -> str:
-    """Return a description of the first difference or the exception, with the seed; empty if the law holds."""
+    """Return a description of the first difference or of the exception, or "" if the law holds."""
     try:
         violation = law(case)
     except Exception as error:  # user-defined rules may raise any exception

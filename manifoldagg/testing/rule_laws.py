@@ -1,7 +1,7 @@
-"""The laws of an aggregation rule, one function for each: the properties that the protocol `Rule` requires.
+"""The laws of an aggregation rule: properties that the protocol `Rule` requires, with one function per law.
 
 A law takes a [`RuleCase`][manifoldagg.testing.RuleCase] and returns a description of the first violation, or an empty
-string. All laws compare bits: they have no tolerance.
+string. All laws require bitwise equality and have no tolerance.
 """
 
 import copy
@@ -24,7 +24,7 @@ __all__ = ["RULE_LAWS", "rule_law"]
 
 RuleLaw = Callable[[RuleCase], str]
 Requirement = Callable[[RuleCase], str]
-"""A function that returns the reason why a law does not apply to a case, or an empty string if it applies."""
+"""A function that returns the reason why a law does not apply to a case, or an empty string if the law applies."""
 RULE_LAWS: dict[str, tuple[tuple[Requirement, ...], RuleLaw]] = {}
 """All laws by name, each with its requirements."""
 RECEIPT_METRICS = ("cosine", "step", "norm")
@@ -35,13 +35,13 @@ INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "a tensor of the wrong shape": lambda tensor: torch.stack([tensor, tensor]),
     HUGE: lambda tensor: torch.full_like(tensor, torch.finfo(tensor.dtype).max),
 }
-"""Functions that make the last tensor of an update invalid. A huge number is not always invalid."""
+"""Functions that make the last tensor of an update invalid."""
 NUM_LAST = 3
-"""The number of final updates at which a law tries a huge update. A buffer has a different length at each of them."""
+"""The number of final updates at which a law tries a huge update. Buffers have a different length at each of them."""
 
 
 def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
-    """Return a decorator that registers a law, which applies to the cases that satisfy all requirements."""
+    """Return a decorator that registers a law. The law applies to cases that satisfy all requirements."""
 
     def register(function: RuleLaw) -> RuleLaw:
         RULE_LAWS[function.__name__] = (requirements, function)
@@ -51,7 +51,7 @@ def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
 
 
 def needs_state_dicts(case: RuleCase) -> str:
-    """Require that `aggregate` is applicable: models with named tensors, without adapters and without rounding."""
+    """Require that `aggregate` accepts the case: the model has named tensors, no adapters and no narrower dtypes."""
     space = case.space
     if not isinstance(space, ParameterSpace) or space.adapters is not None:
         return "it requires a ParameterSpace without adapters"
@@ -61,7 +61,7 @@ def needs_state_dicts(case: RuleCase) -> str:
 
 
 def needs_flat_tensors(case: RuleCase) -> str:
-    """Require a model that can be split into other tensors, and a rule that does not step tensor by tensor."""
+    """Require a model that can be split into other tensors, and a rule that does not depend on this split."""
     if case.by_tensor:
         return "the rule works tensor by tensor (by_tensor=True)"
     return "" if case.space.flat else "it requires a flat space"
@@ -69,7 +69,7 @@ def needs_flat_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def step_is_pure(case: RuleCase) -> str:
-    """The same step from the same state gives the same bits, and `message` and `step` write to no input but `out`."""
+    """The same step from the same state gives the same bits, and writes to none of its inputs except `out`."""
     rule, space = case.rule, case.space
     run = case.direct_run()
     first_results = []
@@ -109,10 +109,9 @@ def step_is_pure(case: RuleCase) -> str:
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """The new model, state and client state share no memory with the inputs of the call or with each other.
+    """The new model, state and client state do not share memory with each other or with the inputs of the call.
 
-    A new state may share memory with the previous state, and a new client state with the previous one: both are
-    immutable.
+    A new state may share memory with the previous state, because both are immutable. The same holds for client states.
     """
     rule, space = case.rule, case.space
     start = case.start.clone()
@@ -143,9 +142,9 @@ def nothing_is_aliased(case: RuleCase) -> str:
 def rejection_changes_nothing(case: RuleCase) -> str:
     """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    `Server` and `aggregate` must reject points that are not finite or have the wrong shape. The rest of the run is then
-    bitwise equal to a run that never received the invalid update. An update near the largest finite number may be
-    rejected or accepted. A private rule counts points that are not finite as a zero update instead.
+    `Server` and `aggregate` must reject points that are not finite or have an invalid shape. The run then continues
+    exactly like a run without the invalid update. An update near the largest finite number may be rejected or accepted.
+    A private rule replaces points that are not finite by a zero update instead.
     """
     run, twin = case.server_run(), case.server_run()
     is_private = getattr(case.rule, "is_private", False)
@@ -194,7 +193,7 @@ def aggregate_equals_server(case: RuleCase) -> str:
 
 @rule_law(needs_flat_tensors)
 def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
-    """The results are bitwise equal if the same entries are stored as one tensor, as two, or as one per entry."""
+    """The results are bitwise equal however the same entries are split into tensors."""
     size, dtype = case.start.numel(), case.start.dtype
     expected: Any = None
     for sizes in ([size], [size // 3, size - size // 3], [1] * size):
@@ -213,7 +212,7 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def a_run_can_be_resumed(case: RuleCase) -> str:
-    """The run of a saved and resumed server is bitwise equal to an uninterrupted run.
+    """A run that is saved and resumed is bitwise equal to an uninterrupted run.
 
     If clients receive and return only models, this also holds for `AsyncAggregator.state` and `load`.
     """
@@ -262,7 +261,8 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
     """Return payloads that a server must reject, by a description of the defect.
 
-    A private rule counts an update that is not finite as a zero update, because a rejection would reveal it.
+    A private rule uses a zero update instead of an update that is not finite, because a rejection would reveal this
+    update.
     """
     points = payload.points
     invalid = {}
@@ -289,7 +289,7 @@ def _huge(payload: Payload) -> Payload:
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
-    """Describe the first change that a rejected update caused; `None` if the server accepted it."""
+    """Describe the first change that a rejected update caused, or return `None` if the server accepted it."""
     before = copy.deepcopy(run.contents())
     original = copy.deepcopy(payload)
     if run.server.receive(ticket, payload).accepted:
@@ -300,7 +300,7 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Describe the first change that an update caused although `aggregate` rejected it."""
+    """Describe the first change that `aggregate` made although it rejected an update."""
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
     for index in range(case.num_updates):
@@ -315,7 +315,7 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Describe the first change that an invalid update caused, or that `aggregate` accepted it."""
+    """Describe the first change that an invalid update caused. It is also an error if `aggregate` accepts it."""
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:
         name, tensor = [*model.items()][-1]
@@ -332,13 +332,12 @@ def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
 
 
 def _sends_models_only(run: ServerRun) -> bool:
-    """Return whether all messages of a run contain only a model."""
     messages: list[Message] = [record.message for record in run.records]
     return not any(message.tensors or message.numbers for message in messages)
 
 
 def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, count: int) -> str:
-    """Describe the first difference between an aggregator that loads a saved state and one that continues."""
+    """Describe the first difference between a resumed aggregator and an uninterrupted aggregator."""
     first = space.state_dict(case.start)
 
     def make() -> AsyncAggregator:

@@ -17,14 +17,14 @@ ATOMS = (type, FunctionType, ModuleType, torch.dtype, torch.device, torch.Genera
 
 
 def first_difference(name: str, expected: Any, found: Any) -> str:
-    """Return a description of the first bitwise difference between two trees, or "" if they are equal.
+    """Describe the first bitwise difference between two trees, or return "" if the trees are equal.
 
     NaN equals NaN, and -0.0 differs from 0.0. Objects without their own `__eq__` are compared by their attributes.
 
     Args:
         name: the name of the tree in the description.
         expected: a tree of dicts, lists, tuples and objects with tensors and other values.
-        found: the tree to compare with it.
+        found: the tree that is compared with `expected`.
 
     Example:
         >>> tree = {"m": [torch.zeros(3), 2]}
@@ -55,7 +55,7 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
 
 
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Return a description of the first tensor in `trees` that shares memory with a tensor in `others`, or "".
+    """Describe the first tensor in `trees` that shares memory with a tensor in `others`, or return "".
 
     Example:
         >>> x = torch.zeros(4)
@@ -90,7 +90,7 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _branches(tree: Any) -> dict[Any, str] | None:
-    """Return the keys of the children of a tree with their notation in Python, or `None` for a leaf."""
+    """Return the keys of the children of a tree with their Python notation, or `None` for a leaf."""
     if isinstance(tree, Mapping):
         return {("item", key): f"[{key!r}]" for key in tree}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -1,4 +1,4 @@
-"""The results of checking laws: a finding for each law, and the verdict over all of them."""
+"""The results of checking laws: one finding per law, and a verdict over all laws."""
 
 import math
 from collections.abc import Mapping
@@ -9,12 +9,11 @@ __all__ = ["Finding", "Verdict"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one law.
+    """The result of checking one law.
 
     Attributes:
         law: the name of the law.
-        ratio: the worst violation divided by the tolerance of the law. For an exact law, which compares bits, it is 0
-            or infinity.
+        ratio: the worst violation divided by the tolerance of the law. For an exact law, the ratio is 0 or infinity.
         location: the case of the worst violation, with the difference or the exception.
         exact: whether the law compares bits and has no tolerance.
     """
@@ -39,12 +38,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of every law that applies to the subject.
+    """The findings of all laws that apply to a manifold or a rule.
 
     Attributes:
-        subject: the representation of the space or rule.
+        subject: the representation of the manifold or rule.
         findings: the results, one for each law that was checked.
-        omitted: the laws that were left out, with the reasons.
+        omitted: the laws that were not checked, with the reasons.
     """
 
     subject: str
@@ -70,7 +69,7 @@ class Verdict:
 
 
 def exact_finding(law: str, location: str) -> Finding:
-    """Return the finding of an exact law: it holds if `location` is empty.
+    """Return the finding of an exact law. The law holds if `location` is empty.
 
     Example:
         >>> print(exact_finding("step_is_pure", ": seed 0: the model differs"))

@@ -184,7 +184,8 @@ def test_tied_parameters_count_once_and_stay_tied():
     assert average([eights, {name: x.clone() for name, x in eights.items()}])["0.weight"].dtype is torch.float8_e4m3fn
     two["1.weight"] = two["0.weight"] + 1
     with pytest.raises(
-        StateDictError, match=r"models\[1\]: 1.weight: expected the values of 0.weight, to which it is tied, got others"
+        StateDictError,
+        match=r"models\[1\]: 1.weight: expected the values of 0.weight, to which it is tied, got different values",
     ):
         average([one, two])
 

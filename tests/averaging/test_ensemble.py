@@ -200,7 +200,7 @@ def call(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"embedding": Bezier(Flat(44))}, "embedding: expected one on a ParameterSpace"),
+        ({"embedding": Bezier(Flat(44))}, "embedding: expected an embedding on a ParameterSpace"),
         ({"generator": None}, "generator: expected a torch.Generator"),
         ({"phi": torch.zeros(2, 44)}, "phi: expected shape"),
         ({"phi": torch.full((3, 44), math.nan)}, "phi: expected finite"),

@@ -376,7 +376,7 @@ def test_a_state_that_does_not_fit_changes_nothing(kind, changes):
     with pytest.raises(ArgumentError):
         swa.load(state | changes)
     assert (swa.count, swa.average.tolist()) == (1, [5.0, 5.0, 5.0])
-    with pytest.raises(ArgumentError, match="version: expected one above 7, got 6"):
+    with pytest.raises(ArgumentError, match="version: expected a version above 7, got 6"):
         swa.update(6, ONE)
 
 
@@ -424,11 +424,11 @@ def test_the_tolerance_is_on_the_root_mean_square_of_the_residual(space, models,
         (lambda: SWA(Flat(3), periodic=0), "periodic: expected an integer >= 1"),
         (lambda: SWA(Flat(3)).update(1.0, ONE), "version: expected an integer"),
         (lambda: SWA(Flat(3)).update(-1, ONE), "version: expected an integer >= 0"),
-        (lambda: SWA(Flat(3)).reset_point(1), "version: expected the latest one, -1, got 1"),
+        (lambda: SWA(Flat(3)).reset_point(1), "version: expected the latest version, -1, got 1"),
         (lambda: SWA(Flat(3)).load({}), r"state: expected the return value of SWA.state\(\)"),
         (
             lambda: SWA(Flat(3), kind="exact").load(updated(SWA(Flat(3)), [(1, ONE)]).state()),
-            "state: expected that of a SWA with .*exact",
+            "state: expected the state of an SWA with .*exact",
         ),
         (lambda: karcher(Flat(3), []), "versions: expected at least one model"),
         (lambda: karcher(Flat(3), 5), "versions: expected at least one model, .* got int"),
@@ -537,7 +537,7 @@ def test_the_latest_version_again_changes_nothing():
         swa = updated(SWA(Flat(3), kind=kind, cycle=2), [(2, ONE), (3, ONE), (4, 3 * ONE)])
         swa.update(4, 9 * ONE)
         assert (swa.count, swa.average.tolist()) == (2, [2.0, 2.0, 2.0])
-        with pytest.raises(ArgumentError, match="version: expected one above 4, got 3"):
+        with pytest.raises(ArgumentError, match="version: expected a version above 4, got 3"):
             swa.update(3, ONE)
 
 

@@ -1,8 +1,8 @@
-"""Operands of a Triton launch: each distinct row once, as integers on which Triton does not specialise.
+"""Operands of a Triton launch, encoded as integers for which Triton does not specialise the kernel.
 
-Triton compiles a kernel again for each pattern of arguments that are 1, or divisible by 16. Addresses, strides and
-coefficients would cause an unbounded number of patterns. They are therefore passed as `opaque` integers. One constant,
-`is_aligned`, contains what a kernel may assume about them.
+Triton compiles a kernel again for each pattern of integer arguments that are 1 or divisible by 16. Addresses, strides
+and coefficients would cause an unbounded number of such patterns. They are therefore passed as `opaque` integers. The
+constant `is_aligned` tells the kernel which alignment it may assume.
 """
 
 import struct
@@ -25,15 +25,15 @@ __all__ = ["LaunchOperands", "block_table", "opaque", "opaque_floats", "to_devic
 
 @dataclass(frozen=True)
 class LaunchOperands:
-    """The distinct rows of a launch: vectors, or tensor lists.
+    """The distinct rows of a launch, which are vectors or tensor lists.
 
     Attributes:
-        addresses: the opaque address of each vector. For rows in pieces, three tables on the device: the address of
-            each piece of each row, followed by its stride; the edges of the pieces; the first piece of each block.
+        addresses: the opaque address of each vector. For rows in pieces, three tables on the device: the addresses of
+            the pieces and the stride of each row; the edges of the pieces; the first piece of each block.
         strides: the opaque stride of each vector; empty if all are 1. For rows in pieces, the opaque number of pieces.
         dtypes: the dtype of each row.
         indices: for each requested row, its index among the distinct rows; -1 for `None`.
-        num_shared: the number of rows that are requested more than once. They come first.
+        num_shared: the number of rows that are requested more than once. These rows are numbered first.
         is_aligned: whether every stride is 1 and every address is a multiple of 16 bytes.
         has_pieces: whether the rows are in pieces.
         width: the number of neighbouring entries that a thread processes at once.
@@ -69,11 +69,13 @@ class LaunchOperands:
         keys: dict[int, Any] = {place: _memory_key(row) for place, row in rows.items()} | {id(None): None}
         asked = [keys[id(x)] for x in operands]
         counts = Counter(key for key in asked if key is not None)
+        # `False` sorts before `True`, so shared rows come first. The sort is stable.
         order = sorted(counts, key=lambda key: counts[key] == 1)
         number: dict[Any, int] = {key: n for n, key in enumerate(order)} | {None: -1}
         places = tuple([number[key] for key in asked])
         shared = sum(n > 1 for n in counts.values())
         addresses, dtypes, strides = zip(*order, strict=True)
+        # A thread loads 16 bytes of the narrowest dtype with one instruction.
         width = 16 // min([dtype.itemsize for dtype in dtypes])
         if lengths is not None:
             assert blocks is not None
@@ -90,7 +92,6 @@ class LaunchOperands:
 
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
-    """Return the address, dtype and stride of a row, which identify its memory."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
@@ -99,7 +100,7 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return a table (n, pieces + 1) of the address of each piece of each row, followed by the row's stride."""
+    """Return a table on the device with one line per row: the addresses of its pieces, and its stride."""
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -109,14 +110,14 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cached device tables of the edges of the pieces, and of the first piece of each block."""
+    """Return two cached tables on the device: the edges of the pieces, and the first piece of each block."""
     borders = edges(lengths)
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
     return torch.tensor(borders, device=device), torch.tensor(first, device=device)
 
 
 def opaque(value: int) -> int:
-    """Encode `value` in 0 ... 2^61 as an odd 64-bit integer, on which Triton does not specialise.
+    """Encode an integer from 0 to 2^61 as an odd 64-bit integer, so that Triton does not specialise on it.
 
     Example:
         >>> [opaque(n) - 2**41 for n in (0, 1, 16)]
@@ -126,7 +127,7 @@ def opaque(value: int) -> int:
 
 
 def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
-    """Encode each number as two opaque halves of its bits, because Triton would round a float argument to float32.
+    """Encode each number as two opaque integers, because Triton would round a float argument to float32.
 
     Example:
         >>> [hex((n >> 1) - 2**40) for n in opaque_floats([1.0])]

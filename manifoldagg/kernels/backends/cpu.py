@@ -1,4 +1,4 @@
-"""The compiled CPU backend, which calls `native.cpp` without copying.
+"""The compiled CPU backend, which passes the memory of tensors to `native.cpp` without copying.
 
 Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. On other machines, the backend compiles the
 library once and caches it in the user's cache directory. The file name is a hash of the source, compiler, flags and
@@ -34,7 +34,7 @@ __all__ = ["block_products", "combine", "combine_many", "gram_combine", "origin"
 
 SOURCE = Path(__file__).with_name("native.cpp")
 SOURCES = (SOURCE, SOURCE.with_name("tensor_reader.cpp"))
-# No automatic contraction: only explicit fused operations are fused, so every processor rounds in the same way.
+# Without automatic contraction, only explicit fused operations are fused. Every processor then rounds in the same way.
 COMPILER_FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"),
     *os.environ.get("MANIFOLDAGG_COMPILER_FLAGS", "").split(),  # for example sanitizer flags
@@ -44,25 +44,27 @@ CPU_LEVELS = {
     "x86_64_v4": X86_64_V3_FEATURES | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
     "x86_64_v3": X86_64_V3_FEATURES,
 }
-"""The processor features, as named by Linux, of the CPU levels with prebuilt libraries, the best level first."""
+"""The processor features, as named by Linux, of the CPU levels with prebuilt libraries, from best to worst."""
 TESTED_PLATFORM = ("Linux", "x86_64")
 """The platform on which the library is tested."""
 MAX_SERIAL_ENTRIES = 1 << 22
-"""The largest number of entries read that the calling thread processes alone. A second thread would save about 1 ms. On
-a machine with busy cores, it would cost 20 ms until that thread is scheduled (measured with three rows of 10^6
-entries)."""
+"""The maximum number of entries that the calling thread processes alone.
+
+A second thread would save about 1 ms. If all cores are busy, waiting for this thread would cost 20 ms (measured with
+three rows of 10^6 entries).
+"""
 MIN_STREAMING_BYTES = 1 << 22
 """The smallest result that is written with streaming stores, which bypass the cache."""
 
 
 def unavailable() -> str | None:
-    """Return why the backend is unavailable, in one sentence, or `None`. The first call builds the library."""
+    """Return the reason why the backend is unavailable, or `None`. The first call builds the library."""
     found = _find_library()
     return found if isinstance(found, str) else None
 
 
 def origin() -> str:
-    """Describe in a few words where the library comes from."""
+    """Describe the origin of the library, such as "as shipped for x86_64_v3"."""
     path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
@@ -119,10 +121,10 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Compute each output from the operands as they were before any write. Later combinations read the `deferred`
-    outputs.
+    """Compute several linear combinations from the values that the operands have before the first write.
 
-    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
+    `deferred` marks the outputs that later combinations read. The result is `None`, and nothing is written, under the
+    same conditions as in `block_products`.
     """
     like = combinations[0].target
     goals = _describe_goals(combinations, deferred, like.lengths)
@@ -130,6 +132,7 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
         return None
     blocks = blocks_of(like.lengths, like.size)
     read = {id(row) for goal in combinations for row in goal.inputs}
+    # Rows that several combinations share are read once, so only distinct rows count.
     busy = like.size * len(read) > MAX_SERIAL_ENTRIES
     done = _require_library().manifoldagg_combine_many(
         *(len(combinations), goals[0].buffer_info()[0], len(like), edges(like.lengths).tobytes()),
@@ -141,7 +144,7 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
-    """Compute the `block_products` of rows, and combinations with one coefficient per row, in one pass.
+    """Compute the `block_products` of rows, and linear combinations with one coefficient per row, in one pass.
 
     The result is `None`, and nothing is written, under the same conditions as in `block_products`.
 
@@ -171,7 +174,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the first component of `reduction.pairwise_sum`, with the same bits: (S, n). Overwrites `block_sums`."""
+    """Compute the sums $h$ of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))
@@ -184,7 +187,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 def _describe_goals(
     combinations: Sequence[LinearCombination], deferred: Sequence[bool], lengths: tuple[int, ...] | None
 ) -> "tuple[array[int], list[Any]] | None":
-    """Return a table of linear combinations for the library, and the objects that own the memory it refers to."""
+    """Return a table of linear combinations for the library, and the objects that own the memory of the table."""
     table = array("q")
     owners: list[Any] = []
     for goal, aside in zip(combinations, deferred, strict=True):
@@ -195,6 +198,7 @@ def _describe_goals(
         if not all(described):
             return None
         numbers = array("d", [c for line in goal.coefficients for c in line])
+        # A deferred target is read again by a later combination, so it should stay in the cache.
         stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
         places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
         table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
@@ -209,7 +213,7 @@ def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Return whether to bypass the cache: the target is large and is not read."""
+    """Return whether to bypass the cache, which is useful if the target is large and not read."""
     itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
     if size * itemsize < MIN_STREAMING_BYTES:
         return False
@@ -231,9 +235,7 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """Return the library, building it if necessary, or the reason why it is unavailable. Also install the native
-    reader.
-    """
+    """Load or build the library and install its tensor reader. Return the library, or the reason of a failure."""
     found = _load_or_build()
     if not isinstance(found, str):
         set_reader(load_reader(Path(found._name)))
@@ -263,7 +265,7 @@ def _load_or_build() -> ctypes.CDLL | str:
 
 
 def _find_prebuilt(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
-    """Return the prebuilt library for the highest CPU level that these features support, or `None` if none loads."""
+    """Return the prebuilt library for the best supported CPU level, or `None` if none can be loaded."""
     for level, needed in CPU_LEVELS.items():
         path = folder / f"native-{level}.so"
         if needed.issubset(features) and path.exists():
@@ -290,7 +292,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def _cache_dir() -> Iterator[Path]:
-    """Yield the directory of the libraries: the user's own cache directory, or else a temporary directory."""
+    """Yield the directory of compiled libraries: the user's cache directory, or a temporary directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(os.environ.get("MANIFOLDAGG_CACHE") or Path(cache) / "manifoldagg").expanduser()
@@ -307,7 +309,7 @@ def _cache_dir() -> Iterator[Path]:
 
 
 def _build_key(compiler: str) -> str:
-    """Return a hash of everything a library depends on: source, flags, compiler and processor."""
+    """Return a hash of everything on which a library depends: source, flags, compiler and processor."""
     binary = Path(compiler).resolve()
     system = (platform.machine(), platform.libc_ver(), _cpu_features())
     parts = ([source.read_text() for source in SOURCES], COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
@@ -315,7 +317,6 @@ def _build_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """Return the features of the processor from /proc/cpuinfo, or its name on other systems."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

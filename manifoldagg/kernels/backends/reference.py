@@ -1,7 +1,7 @@
-"""The reference backend in plain PyTorch, which processes cache-sized blocks in preallocated scratch memory.
+"""The reference backend in plain PyTorch, which processes one cache-sized block after another.
 
-A block is shorter than the length from which torch splits an operation over threads. The result therefore does not
-depend on the number of threads.
+torch does not split operations on a single block over threads. The result therefore does not depend on the number of
+threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from manifoldagg.kernels.tensor_list import TensorList, edges, overlapping_piece
 __all__ = ["block_products", "combine", "unavailable"]
 
 PRODUCT_COLUMNS = BLOCK_SIZE // 16
-"""The number of columns of one small matrix product. It is too small for a BLAS library to split over threads."""
+"""The number of columns of a matrix product. A product of this size is too small for BLAS to split over threads."""
 
 
 def unavailable() -> str | None:
-    """Return `None`: the reference backend is always available."""
+    """Return `None`, because the reference backend is always available."""
     return None
 
 
@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
     r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
 
-    With `scales` (S, k), row i is first multiplied by $2^{e}$, where $e$ is the entry of its segment and row.
+    With `scales` $e$ (S, k), row i is first multiplied by $2^{e_{si}}$ in segment s.
     """
     k = len(rows.plus)
     lines = _BlockReader(rows, blocks, k)
@@ -38,7 +38,7 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
         for j, line in enumerate(lines.buffers):
             lines.read(b, j, line)
         for line, power in zip(lines.buffers, () if scales is None else scales[segment].tolist(), strict=False):
-            # Multiply twice, because 2^power may exceed the range of float64 although the product does not.
+            # Multiply twice, because 2^power can exceed the range of float64 although the product does not.
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
         sums.append(torch.bmm(lines.matrices, lines.matrices.mT).sum(0))
     total = (torch.stack(sums) if sums else lines.scratch.new_zeros(0, k, k)).cpu().numpy()
@@ -68,8 +68,8 @@ def combine(
 class _BlockReader:
     """Float64 buffers into which rows are read, block by block.
 
-    During iteration, `buffers` has the width of the current block. `matrices` is a batch of views of the buffers as
-    matrices with `PRODUCT_COLUMNS` columns. The sum of the batch's matrix products is the product of the buffers.
+    During iteration, `buffers` has the width of the current block. `matrices` contains the same memory, reshaped for
+    products of small matrices with `PRODUCT_COLUMNS` columns.
     """
 
     buffers: list[Tensor]
@@ -87,13 +87,13 @@ class _BlockReader:
         self.cached_subtrahend: tuple[Operand, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield each block with its segment."""
         before = None
         for b, (width, segment) in enumerate(zip(self.widths, self.segments, strict=True)):
             if width != before:
-                # At least two matrices, because torch passes a single product to a library that may split it over
-                # threads.
+                # The batch has at least two matrices. torch passes a single matrix product to a library that may split
+                # it over threads.
                 whole = max(2, -(-width // PRODUCT_COLUMNS)) * PRODUCT_COLUMNS
+                # The padding is zero, so that it does not change the products.
                 self.scratch[:, width:whole] = 0
                 *self.buffers, self.subtrahend = self.scratch[:, :width]
                 self.matrices = self.scratch[:-1, :whole].view(len(self.buffers), -1, PRODUCT_COLUMNS).transpose(0, 1)
@@ -103,11 +103,10 @@ class _BlockReader:
             yield b, segment
 
     def split(self, row: Operand) -> Sequence[Tensor]:
-        """Return a vector split into blocks, or the flattened tensors of a tensor list."""
+        """Split a vector into blocks, or flatten the tensors of a tensor list."""
         return row.split(self.widths) if isinstance(row, Tensor) else TensorList(tensor.view(-1) for tensor in row)
 
     def load(self, row: Sequence[Tensor], b: int, buffer: Tensor) -> None:
-        """Copy block b of a split row into a buffer."""
         if not isinstance(row, TensorList):
             buffer.copy_(row[b])
             return
@@ -117,7 +116,6 @@ class _BlockReader:
             at += stop - start
 
     def store(self, buffer: Tensor, b: int, row: Sequence[Tensor]) -> None:
-        """Copy a buffer into block b of a split row."""
         if not isinstance(row, TensorList):
             row[b].copy_(buffer)
             return
@@ -127,7 +125,7 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Read block b of row j in float64 into a buffer. The last subtrahend is cached in `subtrahend`."""
+        """Read block b of row j into a float64 buffer. `subtrahend` caches the latest subtrahend."""
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return

@@ -1,8 +1,11 @@
-"""Selection of the backend: by `set_backend`, by `MANIFOLDAGG_BACKEND`, or else the compiled backend if it is
-available.
+"""Selection of the backend.
 
-A backend is a module with `block_products` and `combine`. They return `None` without side effects if they cannot read
-the tensors. The reference backend then computes the result. The rows of a backend come from `Operands.prepare`.
+`set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is the compiled backend,
+if it is available.
+
+A backend is a module with the functions `block_products` and `combine`. If a backend cannot read the tensors, these
+functions return `None` without side effects. The reference backend then computes the result. The rows of a backend are
+results of `Operands.prepare`.
 """
 
 import functools
@@ -41,7 +44,7 @@ BACKENDS = ("reference", "cpu", "triton")
 AUTO = "auto"
 ENV_VARIABLE = "MANIFOLDAGG_BACKEND"
 BENCHMARK_SIZE = 1 << 20
-"""The length of the rows with which `describe_backends` measures a step."""
+"""The length of the rows with which `describe_backends` measures the speed."""
 
 _selected: str | None = None
 
@@ -49,8 +52,8 @@ _selected: str | None = None
 def set_backend(name: str) -> str:
     """Select the backend for all threads.
 
-    The reference backend processes tensors that the selected backend cannot read. The backend `cpu` reads tensors on
-    the CPU, and `triton` reads tensors on a CUDA device.
+    The backend `cpu` reads tensors on the CPU, and `triton` reads tensors on a CUDA device. If the selected backend
+    cannot read the tensors of a call, the reference backend computes the result.
 
     Args:
         name: `"reference"`, `"cpu"`, `"triton"` or `"auto"`. `"auto"` selects `triton` for CUDA tensors and `cpu` for
@@ -120,15 +123,15 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination]) -> None:
-    """Compute several outputs in place, in one pass over all rows if the backend supports it.
+    """Compute several linear combinations in place, in one pass over all rows if the backend supports it.
 
     Args:
-        combinations: linear combinations of rows in tensors of equal lengths. A target must be disjoint from the other
-            targets. It must be disjoint from each operand or identical to it.
+        combinations: linear combinations of tensor lists of equal lengths. A target must not overlap other targets.
+            Each operand must be identical to a target or not overlap it.
 
-    Cost: with the compiled backend, every row is read once from memory for all combinations; no scratch memory of size
-    P. With other backends, each combination reads its rows. An output that a later combination reads is first computed
-    in temporary memory.
+    Cost: with the compiled backend, every row is read once from memory for all combinations, without temporary memory
+    of size P. With other backends, each combination reads its rows. If a later combination reads an output, this output
+    is first computed in temporary memory.
 
     Example:
         >>> model, velocity, step = (TensorList([torch.full((2,), x)]) for x in (0.0, 4.0, 1.0))
@@ -148,7 +151,7 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
-    """Compute the `block_products` of rows and combinations in new memory, in one pass if the backend supports it."""
+    """Compute the `block_products` of rows and several linear combinations, in one pass if the backend supports it."""
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)
     sums: np.ndarray | None = None if together is None else together(rows, blocks, combinations)
@@ -172,7 +175,7 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """Return a description of each backend and its status, then the selected backend and its speed."""
+    """Return pairs (name, status) for all backends, followed by the selected backend and its speed."""
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _selected or _from_env()) != AUTO:
@@ -210,9 +213,7 @@ def _validated_from_env() -> str:
 
 @functools.cache
 def _default_backend(device: str) -> str:
-    """Return the name of the default backend for a device type. Warn once per process if the CPU backend is
-    unavailable.
-    """
+    """Return the default backend for a device type. Warn once if the CPU backend is unavailable."""
     name = {"cuda": "triton", "cpu": "cpu"}.get(device, "reference")
     why = load_backend(name).unavailable()
     if why is not None and device == "cpu":
@@ -225,7 +226,7 @@ def _default_backend(device: str) -> str:
 
 
 def _time_step(name: str) -> float:
-    """Measure one gram and one combine of a CPU backend in seconds, and return the fastest of three runs."""
+    """Return the time in seconds of one gram and one combine with a CPU backend, the minimum of three runs."""
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)

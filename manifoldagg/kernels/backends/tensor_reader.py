@@ -1,4 +1,4 @@
-"""The native reader of tensor lists: one C call reads address, shape, strides and dtype of every tensor of a tuple.
+"""The native reader of tensor lists, which reads address, shape, strides and dtype of all tensors in one C call.
 
 The reader needs the C exchange API of DLPack. On older versions of PyTorch without this API,
 [`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python.
@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["load_reader"]
 
 METH_NOARGS = 4
-"""The flag of Python for C functions of an object without further arguments."""
+"""Python's flag for C functions that take an object and no further arguments."""
 PYTHON_FUNCTIONS = (
     *("PyTuple_GetItem", "PyTuple_Size", "PyObject_Type"),
     *("Py_DecRef", "PyBytes_FromStringAndSize", "PyErr_Clear"),
@@ -28,8 +28,11 @@ PYTHON_FUNCTIONS = (
 def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
     """Return the reader of the library at `path`, or `None` if this PyTorch or Python does not support it.
 
-    The reader returns the table that `tensor_reader.cpp` describes. It returns `b""` if a tensor is not in plain memory
-    of the CPU, if it is a negative view, or if its type is not exactly `Tensor` or `Parameter`.
+    The reader returns the table that `tensor_reader.cpp` describes, or `b""` in these cases:
+
+    - a tensor is not in plain CPU memory;
+    - a tensor is a negative view;
+    - the type of a tensor is not exactly `Tensor` or `Parameter`.
     """
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None or sys.implementation.name != "cpython":  # `id` is an address in CPython only.

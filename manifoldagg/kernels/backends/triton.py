@@ -1,29 +1,30 @@
-r"""The Triton backend for CUDA: one memory-bound launch over the blocks for each operation.
+r"""The Triton backend for CUDA, with one memory-bound launch over the blocks for each operation.
 
 Both kernels have one program per block. `block_products` processes its block tile by tile and writes the sums of that
-block. `combine` writes the block's part of `out`. There are no atomics, and the block alone determines the order of
-every sum. Repeated runs therefore produce the same bits.
+block. `combine` writes the block's part of `out`. There are no atomic operations, and the block alone determines the
+order of every sum. Repeated runs therefore produce the same bits.
 
 Numerics:
 
 - Entries are converted to float64 before any other operation.
-- Products and sums are rounded separately (no fused multiply-add). `combine` is therefore, bit for bit,
-  $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64. It is rounded once to `out`, by way of float32 for bf16 and fp16.
-- Subnormal numbers are preserved: no conversion flushes them to zero. Bit operations convert bf16 in both directions.
+- Products and sums are rounded separately, without fused multiply-add. `combine` therefore computes exactly
+  $((b + c_1 r_1) + c_2 r_2) + \dots$ in float64. The result is rounded once to the dtype of `out`, and through float32
+  for bf16 and fp16.
+- Subnormal numbers are preserved. Bit operations convert bf16 in both directions, because they never flush to zero.
 - A tensor that several rows share is read once.
 
-A block is processed in tiles of the concatenated entries, independently of the tensors that contain them. The
-assignment of entries to lanes, and therefore the bits, do not depend on how a row is divided. The entries of a block
+The tiles of a block consist of consecutive entries of the row, whichever tensors contain them. The assignment of
+entries to lanes, and therefore the bits, do not depend on how a row is divided into tensors. The entries of a block
 before its first and after its last multiple of 16 form one masked tile.
 
 Each kernel has three variants:
 
-- *Aligned*: all strides are 1 and all addresses are multiples of 16 bytes. A thread then loads or stores 16 bytes with
+- *Aligned*: all strides are 1, and all addresses are multiples of 16 bytes. A thread then loads or stores 16 bytes with
   one instruction.
 - *Unaligned*: vectors at any address and with any stride.
 - *Pieces*: rows that consist of several tensors. Tables on the device contain the address of each piece. A tile loads
-  its entries from each overlapping piece, under a mask. Hundreds of tensors need one launch. Each tuple must have a
-  single dtype; the reference backend processes rows of mixed dtypes.
+  its entries from each overlapping piece under a mask, so hundreds of tensors need one launch. Each tuple must have a
+  single dtype. The reference backend processes rows of mixed dtypes.
 """
 
 # ruff: noqa: RUF005 (Triton's language does not support unpacking)
@@ -71,15 +72,17 @@ LANES = 256
 
 MAX_SINGLE_LAUNCH_ROWS = 8
 ROWS_PER_GROUP = 4
-"""Up to `MAX_SINGLE_LAUNCH_ROWS` rows need one launch of `block_products`. More rows are divided into groups of
-`ROWS_PER_GROUP`, with one launch for each pair of groups."""
+"""The number of rows in a group, if there are more than `MAX_SINGLE_LAUNCH_ROWS` rows.
+
+Each pair of groups then needs one launch of `block_products`. Fewer rows need a single launch.
+"""
 
 
 def unavailable() -> str | None:
-    """Return why the backend is unavailable, in one sentence, or `None`.
+    """Return the reason why the backend is unavailable, or `None`.
 
     If `TRITON_INTERPRET=1` is set before Triton is first imported, the backend runs without a GPU. It then supports
-    only CPU tensors and is very slow, so this is only useful for tests.
+    only CPU tensors and is very slow, so this mode is only useful for tests.
     """
     if triton is None:
         return "triton is not installed"
@@ -102,8 +105,8 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     Returns:
         (B, k(k+1)/2) float64, on the host. `None` if a row is not on a CUDA device or has an unsupported dtype.
 
-    Cost: one launch and one copy to the host for up to 8 rows; each distinct tensor is read once. With more rows, one
-    launch for each pair of groups of 4 rows, and each row is read about k/4 times.
+    Cost: up to 8 rows need one launch and one copy to the host, and each distinct tensor is read once. More rows need
+    one launch for each pair of groups of 4 rows, and each row is read about k/4 times.
     """
     if not _supports(rows, rows.distinct):
         return None
@@ -116,8 +119,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     with torch.cuda.device_of(sums):
         for i in range(0, k, group):
             for j in range(0, i + 1, group):
-                # The products of the rows i, i+1, ... with the rows j, j+1, ...; on the diagonal, only one half of
-                # them.
+                # The products of the rows i, i+1, ... with the rows j, j+1, .... On the diagonal, half of them suffice.
                 right = range(j, j + group) if j < i else range(0)
                 pairs = [(rows.plus[n], rows.minus[n]) for n in (*range(i, min(i + group, k)), *right)]
                 operands = LaunchOperands.of([row for pair in pairs for row in pair], rows.lengths, blocks)
@@ -148,11 +150,10 @@ def combine(
         out: (P,); it may be `base` or a row.
 
     Returns:
-        `out`. `None`, and nothing is written, under the same conditions as in `block_products`. A row whose coefficient
-        is 0 in a segment is not read there, unless another row reads the same tensor.
+        `out`. The result is `None`, and nothing is written, under the same conditions as in `block_products`. If the
+        coefficient of a row is 0 in a segment, the row is not read there, unless another row reads the same tensor.
 
-    Cost: one launch. If all segments have the same coefficients, these are arguments of the launch. Otherwise, they are
-    first copied to the device.
+    Cost: one launch. If segments have different coefficients, the coefficients are first copied to the device.
     """
     if not _supports(rows, (*rows.distinct, out) if base is None else (*rows.distinct, base, out)):
         return None
@@ -191,7 +192,6 @@ def _device() -> str:
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
-    """Return whether all operands are on the device, which receives raw addresses, and have supported dtypes."""
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -199,7 +199,6 @@ def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
 
 
 def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
@@ -244,7 +243,7 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Return pointers to the entries of row t in this piece, their mask, and the start of the next piece."""
+    """Return pointers to the entries of row t in a piece, their mask, and the start of the following piece."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
@@ -257,7 +256,7 @@ def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYP
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """Return the piece that contains `low`, searching from a piece that starts before it."""
+    """Return the piece that contains the entry `low`. The search begins at `piece` and goes upwards."""
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
     return piece
@@ -270,7 +269,7 @@ def _read(
 ):  # fmt: skip
     """Return entries of row t in float64, and 0 for masked entries.
 
-    `span` is a piece at or before the first entry, and the end of the entries.
+    `span` consists of a piece at or before the first entry, and the end of the entries.
     """
     if PIECES:
         kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
@@ -296,13 +295,13 @@ def _write(
     t: constexpr, addresses, strides, span, offsets, mask, value, DTYPES: constexpr, ALIGNED: constexpr,
     PIECES: constexpr,
 ):  # fmt: skip
-    """Round float64 values to entries of row t."""
-    # Rounding goes by way of float32, as in torch and the other backends. Direct rounding from float64 can break ties
-    # differently.
+    """Round float64 values to the dtype of row t, and store them."""
+    # The value is rounded to float32 first, as in torch and the other backends. Direct rounding from float64 can break
+    # ties differently.
     if DTYPES[t] == tl.float16:
         value = value.to(tl.float32)
     if DTYPES[t] == tl.bfloat16:
-        # Round to nearest, ties to even. The selection prevents that a NaN becomes an infinity.
+        # Round to nearest, ties to even. NaN is handled separately, because the carry could make it an infinity.
         single = value.to(tl.float32)
         bits = single.to(tl.int32, bitcast=True)
         rounded = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
@@ -322,7 +321,7 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the start and stop of a block, the start and stop of its aligned middle, and the entries of a tile."""
+    """Return the bounds of a block, the bounds of its aligned middle, and the entries of a tile."""
     start = tl.load(table)
     stop = tl.load(table + 1)
     # Multiples of 16 entries are multiples of 16 bytes for every dtype. Unaligned rows use the same range, so that the
@@ -338,7 +337,7 @@ def _block_range(table, WIDTH: constexpr, LANES: constexpr):
 def _unaligned_entries(start, stop, first, last, tile):
     """Return the entries of a block outside its aligned middle, and their mask."""
     # Fewer than 16 entries are before the middle, and fewer than 16 after it, so 32 positions are sufficient. A block
-    # within 16 entries has first > last. The last condition prevents that its entries are counted twice.
+    # within 16 entries has first > last. The last condition of the mask keeps it from counting entries twice.
     offsets = tl.where(tile < 16, start // 16 * 16 + tile, last + tile - 16)
     mask = (tile < 32) & (offsets >= start) & (offsets < stop) & ((tile < 16) == (offsets < first))
     return offsets, mask
@@ -375,7 +374,7 @@ def _block_products_kernel(
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
     """Compute the sums of one block for each lane, then add the lanes."""
-    # 64-bit arithmetic, because the offset of the sums, block * k(k+1)/2, can exceed 2^31.
+    # The offset of the sums, block * k(k+1)/2, can exceed 2^31, so it needs 64-bit arithmetic.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)
     piece = tl.load(addresses[2] + block) if PIECES else 0
@@ -420,7 +419,7 @@ def _add_rows(
     PIECES: constexpr,
 ):  # fmt: skip
     """Read the rows of one tile, compute the combination and write it."""
-    # The rows that are used more than once come first. They stay in registers.
+    # Rows that are used more than once are numbered first. They stay in registers.
     kept = ()
     for t in tl.static_range(SHARED):
         kept = kept + (_read(t, addresses, strides, span, offsets, mask, DTYPES, ALIGNED, PIECES),)
@@ -443,7 +442,7 @@ def _add_rows(
             else:
                 row -= _read(MINUS[j], addresses, strides, span, offsets, reads, DTYPES, ALIGNED, PIECES)
         term = factors[j] * row
-        # A row with coefficient 0 may contain NaN or infinity, which gives NaN when multiplied by 0.
+        # A row with coefficient 0 can contain NaN or infinity, and their product with 0 would be NaN.
         total += tl.where(factors[j] != 0, term, 0.0) if SEGMENTED else term
     _write(OUT, addresses, strides, span, offsets, mask, total, DTYPES, ALIGNED, PIECES)
 

@@ -1,3 +1,3 @@
-"""Low-rank leaves: LoRA adapters, their scalings, and the algebra of their factors."""
+"""LoRA adapters as points of a manifold of low-rank matrices."""
 
 __all__: list[str] = []

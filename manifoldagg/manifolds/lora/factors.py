@@ -2,7 +2,7 @@ r"""Algebra of factored matrices: inner products, linear combinations, and best 
 
 A *stack* is a tensor (*batch, m + n, r) that represents the matrix $X = B A$. It consists of $B$ (m, r) on top of
 $A^\top$ (n, r). Operations on several stacks use small cores in orthonormal bases of all columns, in float64. Their
-errors are proportional to the condition number of the gauge. The errors of the direct formula
+errors are proportional to the condition number of the factors. The errors of the direct formula
 $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ are proportional to its square.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["FactorQR", "JointBasis", "TruncatedSVD", "balance", "combine_stacks"
 BasisMap = Callable[[Tensor], Tensor]
 
 TIE_ROUNDINGS = 64
-"""The tolerance for equal singular values, in units of machine epsilon times the largest one."""
+"""The tolerance for equal singular values, in units of machine epsilon times the largest singular value."""
 FACTOR_ROUNDINGS = 4
-"""The multiple of the accumulated rounding errors of factors up to which a singular value counts as rounding error.
+"""The multiple of the rounding errors of factors up to which a singular value counts as a rounding error.
 
 The rounding errors are accumulated as if they were independent.
 """
 ARITHMETIC_ROUNDINGS = 16
-"""The multiple of the float64 rounding error that the arithmetic can add to a singular value of a sum."""
+"""The float64 rounding errors that the arithmetic can add to a singular value of a sum."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class FactorQR:
 
     Attributes:
         full_basis: $Q$ (*batch, m, r), with orthonormal columns.
-        basis: $Q$, or $Q R R^+$ if B does not have full rank. The product of this matrix and its transpose is the
-            projector onto the span of B.
+        basis: $Q$, or $Q R R^+$ if B does not have full rank. `basis @ basis.mT` is the projector onto the span of B.
         factor: $R$ (*batch, r, r).
-        inverse: the pseudoinverse $R^+$, without directions at the rounding level of the dtype of the factor.
+        inverse: the pseudoinverse $R^+$, which ignores directions that are rounding errors.
     """
 
     full_basis: Tensor
@@ -62,13 +61,13 @@ class FactorQR:
 
 @dataclass(frozen=True)
 class TruncatedSVD:
-    r"""The best low-rank approximation in the Frobenius norm, and its error.
+    """The best approximation of a matrix by a matrix of lower rank, and its error.
 
     Attributes:
         values: all singular values (*batch, any), in descending order.
         rank: the number of retained singular values.
-        left: a function that maps coordinates in the basis of the left factor to columns (*batch, m, any).
-        right: the same function for the right factor.
+        left: multiplication by the basis of the left factor, with the result (*batch, m, any).
+        right: multiplication by the basis of the right factor, with the result (*batch, n, any).
         coordinates: the coordinates of the left and of the right singular vectors.
     """
 
@@ -99,12 +98,13 @@ class TruncatedSVD:
         """Whether the smallest retained and the largest truncated singular value are equal, (*batch,)."""
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
+        # Singular values have an absolute error of ε times the largest singular value.
         rounding = TIE_ROUNDINGS * torch.finfo(torch.float64).eps * self.values[..., 0]
         last, first = self.values[..., self.rank - 1], self.values[..., self.rank]
         return (first > rounding) & (last - first <= rounding)
 
     def without_rounding(self, rounding: Tensor) -> "TruncatedSVD":
-        """Set the singular values that do not exceed `rounding` (*batch, any) to 0."""
+        """Set all singular values up to `rounding` (*batch, any) to 0."""
         values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
         left, right = (vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors)) for vectors in self.coordinates)
         return replace(self, values=values, coordinates=(left, right))
@@ -116,7 +116,7 @@ class TruncatedSVD:
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""Compute the nearest matrix of a given rank to the matrix of a stack.
+    r"""Compute the nearest matrix of a given rank, for a matrix that is given as a stack of factors.
 
     The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small core
     $R S^\top$.
@@ -138,7 +138,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix of a stack, (*batch, m + n, r).
+    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix that a stack represents.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -148,7 +148,7 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""Return a float64 stack of $\sum_i c_i X_i$ by concatenation of the factors, (*batch, m + n, sum of ranks).
+    r"""Return a stack of $\sum_i c_i X_i$ in float64, (*batch, m + n, sum of ranks), by concatenating the factors.
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -158,6 +158,7 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
     columns = []
     for c, x in zip(coefficients, points, strict=True):
         stack = x.to(torch.float64, copy=True)
+        # The coefficient multiplies only one factor of each product.
         stack[..., :m, :] *= c
         columns.append(stack)
     return torch.cat(columns, -1)
@@ -165,11 +166,11 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 
 @dataclass(frozen=True)
 class JointBasis:
-    r"""Several matrices in a joint pair of bases, $X_i = Q\, C_i P^\top$.
+    r"""Several matrices that share a pair of orthonormal bases, $X_i = Q\, C_i P^\top$.
 
     Attributes:
-        left: the function that multiplies (*batch, p, any) by $Q$, with the result (*batch, m, any).
-        right: the function that multiplies (*batch, q, any) by $P$, with the result (*batch, n, any).
+        left: multiplication of coordinates (*batch, p, any) by $Q$, with the result (*batch, m, any).
+        right: multiplication of coordinates (*batch, q, any) by $P$, with the result (*batch, n, any).
         cores: the cores $C_i$ (k, *batch, p, q).
         columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
         ranks: the number of columns of each $X_i$.
@@ -200,10 +201,10 @@ class JointBasis:
         return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
 
     def gram(self, rows: Tensor) -> Tensor:
-        r"""Compute inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$, for coefficients (j, k).
+        r"""Compute the inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$ with coefficients (j, k).
 
-        The cores are combined before the multiplication. For a small displacement, whose coefficients are 1 and -1,
-        this avoids the cancellation of a difference of squared norms.
+        The cores are combined before they are multiplied. For a small difference of two matrices, this avoids the
+        cancellation of a difference of squared norms.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -211,20 +212,20 @@ class JointBasis:
             tensor([[0.2500]], dtype=torch.float64)
         """
         combinations = self._combinations(rows)
+        # Q and P are orthonormal, so inner products of matrices equal inner products of their cores.
         flat = combinations.flatten(-2).movedim(0, -2)
         return flat @ flat.mT
 
     def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
-        r"""Compute the nearest matrix of the given rank to $\sum_i c_i X_i$, for coefficients (k,)."""
+        r"""Compute the matrix of the given rank that is nearest to $\sum_i c_i X_i$, for coefficients (k,)."""
         return _truncate_core(self.left, self._combinations(coefficients[None])[0], self.right, rank)
 
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
-        r"""Bound the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
+        r"""Return a bound on the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
 
-        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. A singular value with
-        the vectors $u$, $v$ then has the errors $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The
-        bound is therefore large only in directions of large columns, for example after a cancellation. Small directions
-        that are orthogonal to all large columns are not affected.
+        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. This changes a
+        singular value with the vectors $u$, $v$ by $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$.
+        Rounding errors are therefore large only in the directions of large columns, for example after a cancellation.
 
         Args:
             coefficients: the coefficients (k,).
@@ -238,8 +239,9 @@ class JointBasis:
         r_norms, s_norms = r.square().sum(-2, keepdim=True).sqrt(), s.square().sum(-2, keepdim=True).sqrt()
         u, v = (vectors.mT @ side for vectors, side in zip(truncated_svd.coordinates, self.columns, strict=True))
         of_factors = ((roundings * s_norms * u).square() + (roundings * r_norms * v).square()).sum(-1).sqrt()
+        # The errors are treated as independent, so their squares are added.
         of_arithmetic = torch.finfo(torch.float64).eps * (sizes * r_norms * s_norms).square().sum(-1).sqrt()
-        # If a square overflows, the bound is unknown, and 0 keeps all singular values.
+        # If a square overflows, the bound is unknown. The value 0 then retains all singular values.
         return (FACTOR_ROUNDINGS * of_factors + ARITHMETIC_ROUNDINGS * of_arithmetic).nan_to_num(0.0, posinf=0.0)
 
     def _combinations(self, rows: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ def _truncate_core(left: BasisMap, core: Tensor, right: BasisMap, rank: int) -> 
 
 
 def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
-    """Compute the thin QR decomposition of `x`. Q is returned as a function that multiplies by it."""
+    """Compute the thin QR decomposition of `x`. The first result is a function that multiplies by Q."""
     if needs_autograd_path([x]):
         q, r = torch.linalg.qr(x)
         return partial(torch.matmul, q), r

@@ -1,4 +1,4 @@
-"""LoRA adapters as leaves: conversion of two factors of a state dict to one stack, and back to balanced factors."""
+"""LoRA adapters as leaves of a space. The two factors of an adapter are stacked, and later split again."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ __all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 
 @dataclass(frozen=True)
 class FactorEntries:
-    r"""Two entries of a state dict that form one leaf, $X = s B A$.
+    """The two entries of a state dict that form one leaf, $X = s B A$.
 
     Attributes:
         first: A (r, ...). Its other axes count as one axis.
@@ -30,7 +30,7 @@ class FactorEntries:
         scaling: the scaling $s$.
 
     Raises:
-        ArgumentError: if the factors cannot be multiplied, or their names are not those of a pair.
+        ArgumentError: if the factors cannot be multiplied, or their names do not form a pair.
     """
 
     first: Entry
@@ -53,17 +53,16 @@ class FactorEntries:
 
     @cached_property
     def pair(self) -> FactorPair:
-        """The names of the two entries."""
         return FactorPair(self.first.name, self.second.name)
 
     @cached_property
     def leaf(self) -> Entry:
-        """The stack of both factors as a layout entry, in a dtype that represents both exactly."""
+        """The stack of both factors as a layout entry, in a dtype that represents both factors exactly."""
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
     @cached_property
     def space(self) -> LowRank:
-        """The manifold of the leaf. Its rank is at most the number of rows and the number of columns."""
+        """The manifold of the leaf. Its rank cannot exceed the number of rows or columns."""
         m, n = self.second.shape[0], math.prod(self.first.shape[1:])
         return LowRank(m, n, min(self.rank, m, n))
 
@@ -73,7 +72,7 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors against the entries, and return their rank, which may differ from that of the entries.
+        """Check two tensors against the entries, and return their rank, which can differ from that of the entries.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
@@ -92,12 +91,13 @@ class FactorEntries:
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """Return the nearest point of the leaf to the scaled product of two tensors of any rank.
+        """Return the point of the leaf that is nearest to the scaled product of two factors of any rank.
 
         Raises:
-            StateDictError: if a tensor is not finite, or becomes infinite by the scaling.
+            StateDictError: if a tensor is not finite, or overflows when it is scaled.
         """
         stack = self.pair.stack(state, prefix=prefix).double()
+        # Only B is scaled, in float64, so that the scaling is rounded together with the truncation.
         stack[: self.space.m] *= scaling
         for entry in (self.first, self.second):
             if not is_finite(state[entry.name]):
@@ -109,7 +109,7 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Return the two tensors of a point of the leaf in their dtypes, balanced and without the scaling.
+        """Split a point of the leaf into two balanced factors in their original dtypes, without the scaling.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -126,7 +126,7 @@ class FactorEntries:
 
 @dataclass(frozen=True)
 class ScaledBias:
-    """The bias of a second factor, to which a model applies the same scaling as to the product.
+    """The bias of `lora_B`, which a model scales like the product of the factors.
 
     Attributes:
         entry: the entry of the state dict.
@@ -141,10 +141,10 @@ class ScaledBias:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a state dict: the pairs of entries that form leaves, and the scaled biases.
+    """The adapters of a state dict: the pairs of factors that form leaves, and the scaled biases.
 
-    A state dict has the factors under PEFT's names. A *stacked* state dict has one stack for each pair instead. The
-    other entries are equal.
+    A state dict contains the factors under PEFT's names. In a *stacked* state dict, one stack replaces each pair. All
+    other entries are the same.
 
     Attributes:
         factors: the pairs of entries.
@@ -170,7 +170,9 @@ class Adapters:
         """
         parts = classify_tensors(state, prefix=prefix)
         if not parts.pairs:
-            raise StateDictError(f"{prefix}expected pairs such as q.lora_A.weight and q.lora_B.weight, got none")
+            raise StateDictError(
+                f"{prefix}expected pairs such as q.lora_A.weight and q.lora_B.weight, got names without a pair"
+            )
         own = _pair_scalings(scaling, {pair: pair.check(state, prefix=prefix) for pair in parts.pairs}, prefix)
         entries = {name: Entry(name, tuple(x.shape), x.dtype) for name, x in state.items()}
         pairs = [FactorEntries(entries[pair.first], entries[pair.second], own[pair]) for pair in parts.pairs]
@@ -181,7 +183,9 @@ class Adapters:
         if conflicts := {pair.leaf_name for pair in parts.pairs} & entries.keys():
             raise StateDictError(f"{prefix}{min(conflicts)}: expected another name, got the name of a pair of factors")
         if unmatched := set(parts.scaled_biases) - {bias.entry.name for bias in biases}:
-            raise StateDictError(f"{prefix}{min(unmatched)}: expected the bias of a factor, got one without its factor")
+            raise StateDictError(
+                f"{prefix}{min(unmatched)}: expected the bias of a factor, got a bias without its factor"
+            )
         return Adapters(tuple(pairs), tuple(biases))
 
     def __post_init__(self) -> None:
@@ -216,7 +220,6 @@ class Adapters:
 
     @property
     def spaces(self) -> dict[str, LowRank]:
-        """The manifold of each leaf."""
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
@@ -224,7 +227,7 @@ class Adapters:
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Convert the entries of a stacked state dict to those of a state dict."""
+        """Convert the entries of a stacked state dict to the entries of a state dict."""
         biases = {bias.entry.name: bias.entry for bias in self.biases}
         entries: dict[str, Entry] = {}
         for name, entry in stacked.items():
@@ -233,7 +236,7 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace each stack by the approximate norm of its matrix, which does not depend on the gauge."""
+        """Replace each stack by the approximate norm of the matrix that it represents."""
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
@@ -243,12 +246,11 @@ class Adapters:
 
     @cached_property
     def _adapter_entries(self) -> dict[str, Entry]:
-        """The entries of a state dict that belong to adapters."""
         factors = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a stacked state dict with uninitialised stacks, for code that needs only their shapes."""
+        """Return a stacked state dict with uninitialised stacks. Callers may use only their shapes and dtypes."""
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
             state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
@@ -262,7 +264,7 @@ class Adapters:
         Args:
             state: a state dict with these adapters.
             prefix: the start of error messages.
-            scaling: the scaling of `state`, if it differs from that of these adapters.
+            scaling: the scaling of `state`, if it differs from the scaling of these adapters.
 
         Raises:
             StateDictError: if a tensor is missing or does not match. The message contains its name.
@@ -317,7 +319,6 @@ class Adapters:
 
     @cached_property
     def _stacked_biases(self) -> tuple[Entry, ...]:
-        """The entries of the biases in a stacked state dict."""
         return tuple([Entry(b.entry.name, b.entry.shape, _wider_dtype(b.entry.dtype)) for b in self.biases])
 
     def _replace_factors(self, state: Mapping[str, Tensor], stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,11 +330,11 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return balanced factors (m + n, rank) of a matrix, such that all of their columns can be trained.
+    r"""Return balanced factors (m + n, rank) of a matrix that can all be trained.
 
-    If the matrix has a lower rank, both factors of the remaining columns would be 0, and their derivatives would remain
-    0. Therefore only B is 0 in these columns. A is initialised as in PEFT, uniform in $\pm 1 / \sqrt n$, with a fixed
-    seed. The product does not change.
+    If the matrix has a lower rank, the remaining columns of both balanced factors are 0, and their derivatives stay 0.
+    In these columns, A is therefore initialised as in PEFT: uniform in $\pm 1 / \sqrt n$, with a fixed seed. B stays 0,
+    so the product does not change.
 
     Args:
         truncated_svd: the SVD of the matrix.
@@ -358,7 +359,6 @@ def _initial_factor(n: int, rank: int) -> Tensor:
 
 
 def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: str) -> dict[FactorPair, float]:
-    """Return the scaling of each pair, given their ranks."""
     values = resolve_scalings(
         scaling, [ScaledModule(pair.module_name, rank) for pair, rank in ranks.items()], prefix=prefix
     )
@@ -366,7 +366,6 @@ def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: st
 
 
 def _cast_checked(x: Tensor, entry: Entry) -> Tensor:
-    """Convert `x` to the dtype of an entry, and check that no value overflows."""
     converted = x.to(entry.dtype)
     if not is_finite(converted):
         raise StateDictError(f"{entry.name}: expected values in the range of {entry.dtype}, got an overflow")
@@ -374,7 +373,7 @@ def _cast_checked(x: Tensor, entry: Entry) -> Tensor:
 
 
 def _wider_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return float32 or float64, whichever represents all of these dtypes exactly."""
+    """Return float32 or float64, the narrower dtype that represents all given dtypes exactly."""
     wide = torch.float32
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)

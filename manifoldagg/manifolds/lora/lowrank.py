@@ -1,4 +1,4 @@
-"""The manifold of fixed-rank matrices, represented by two factors up to a change of basis."""
+"""The manifold of matrices of fixed rank, which are represented by two factors."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,33 +22,35 @@ __all__ = ["LowRank"]
 class LowRank(Manifold):
     r"""Matrices $X = B A$ of fixed rank, with $\langle\xi, \eta\rangle = \operatorname{tr}(\xi^\top \eta)$.
 
-    $X$ is an $m \times n$ matrix. A point is one tensor (m + n, rank), $B$ (m, rank) on top of $A^\top$ (n, rank). It
-    represents only the matrix $X$: the factors $B G$ and $G^{-1} A$ are the same point for every invertible matrix $G$,
-    which is called a *gauge*. A tangent has the same shape, $\dot B$ on top of $\dot A^\top$. It represents $\xi = \dot
-    B A + B \dot A$. The result of `project_tangent` has $B^\top \dot B = 0$, which makes it unique. With the thin QR
+    $X$ is an $m \times n$ matrix. A point is one tensor (m + n, rank), with $B$ (m, rank) on top of $A^\top$ (n, rank).
+    It represents only the matrix $X$: for every invertible matrix $G$, called a *gauge*, the factors $B G$ and
+    $G^{-1} A$ are the same point.
+
+    A tangent has the same shape, with $\dot B$ on top of $\dot A^\top$, and represents $\xi = \dot B A + B \dot A$. The
+    result of `project_tangent` has $B^\top \dot B = 0$, which makes the representation unique. With the thin QR
     decompositions $B = U R$ and $A^\top = V S$,
 
     $$\langle \xi, \eta \rangle = \langle M, M' \rangle + \langle U_p, U_p' \rangle + \langle V_p, V_p' \rangle, \quad
       M = U^\top \dot B S^\top + R \dot A V, \quad U_p = (1 - U U^\top) \dot B S^\top, \quad
       V_p = (1 - V V^\top) \dot A^\top R^\top .$$
 
-    `retract` is orthographic. It returns the matrix $Y$ of the given rank with $P_X(Y - X) = \xi$, where $P_X$ is the
-    projection to tangents at $X$:
+    `retract` is the orthographic retraction, which agrees with the geodesic to second order. It returns the matrix $Y$
+    of the given rank with $P_X(Y - X) = \xi$, where $P_X$ is the projection to tangents at $X$:
 
     $$Y = \bigl(B + \dot B S^\top [(A + \dot A) V]^{-1}\bigr)(A + \dot A), \qquad B^\top \dot B = 0 .$$
 
-    It agrees with the geodesic to second order. `inverse_retract` is $P_X(Y - X)$ for any $Y$. `project` maps a stack
-    with any number of columns to the nearest matrix of the given rank, by two thin QR decompositions and the SVD of
-    their small core. A stack that already has this number of columns is unchanged.
+    `inverse_retract` is $P_X(Y - X)$ for any $Y$. `project` maps a stack with any number of columns to the nearest
+    matrix of the given rank, by two thin QR decompositions and the SVD of their small core. A stack that already has
+    this number of columns is unchanged.
 
     Properties:
 
     - No matrix of the size of $X$ and no Gram matrix of a factor is computed. Errors are therefore proportional to the
       condition number of the gauge and not to its square. All primitives are computed in float64 and cast back.
     - Geodesics have no closed form, so `exp`, `log` and `transport` are not declared. Rules, averages and servers do
-      not need them. On spaces with flat and low-rank leaves, they compute inner products and sums of the matrices, and
-      one nearest matrix of the given rank per step.
-    - If $B$ or $A$ does not have full rank, for example if $B = 0$ at the start of a fine-tuning, the point is valid,
+      not need them. They compute inner products and sums of the matrices, and one nearest matrix of the given rank per
+      step.
+    - $B$ or $A$ can have a lower rank, for example if $B = 0$ at the start of a fine-tuning. The point is then valid,
       but the manifold is not smooth there. `inner` is correct, and `project_tangent` preserves $\xi$.
       `inverse_retract`, `gradient` and `random_tangent` contain only the directions that the factors span.
     - If $(A + \dot A) V$ is singular, `retract` ignores its null space.
@@ -98,7 +100,7 @@ class LowRank(Manifold):
         return (self.m + self.n, self.rank)
 
     def project(self, x: Float[Tensor, "..."]) -> Point:
-        """Return the nearest matrix of the given rank to the product of a stack of factors.
+        """Return the matrix of the given rank that is nearest to the matrix of a stack of factors.
 
         Args:
             x: the stack (*batch, m + n, any).
@@ -139,8 +141,8 @@ class LowRank(Manifold):
         left, right = self._factor_qrs(x)
         to_left, to_right = self._factor_qrs(y)
         core = to_left.factor @ to_right.factor.mT
-        # The component of Y - X in the column space of X, and the component of Y in the row space that is orthogonal to
-        # it.
+        # The first component of Y - X is in the column space of X. The second is in the row space, and orthogonal to
+        # the column space.
         uy = to_right.basis @ (left.basis.mT @ to_left.basis @ core).mT
         da = (uy - right.basis @ (left.factor @ right.factor.mT).mT) @ left.inverse.mT
         orthogonal = orthogonal_part(left.basis, to_left.basis @ (core @ (to_right.basis.mT @ right.basis)))
@@ -156,7 +158,7 @@ class LowRank(Manifold):
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
         noise = torch.randn(*batch, *self.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        # With this scale the entries of X have variance 1.
+        # With this scale, the entries of X have variance 1.
         return (noise / math.sqrt(math.sqrt(self.rank))).to(dtype)
 
     def _random_tangent(self, x: Point, generator: torch.Generator) -> Tangent:
@@ -166,12 +168,11 @@ class LowRank(Manifold):
         return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
-        """Return the matrix X (*batch, m, n). It is only for tests, because no other method allocates this size."""
+        """Return the matrix X (*batch, m, n). Only tests use this method, because it allocates memory of this size."""
         b, a = self._split(x)
         return (b @ a.mT).to(x.dtype)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the part of B and the part of Aᵀ, in float64."""
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
     def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
@@ -179,10 +180,10 @@ class LowRank(Manifold):
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
     def _horizontal(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the same tangent for which dB is orthogonal to B."""
+        """Return the factors of the same tangent whose dB is orthogonal to B."""
         db, da = self._split(u)
-        # The part U (Uᵀ dB Sᵀ) Vᵀ, which moves to the other factor, does not depend on the gauge. Errors are not
-        # squared.
+        # The part U (Uᵀ dB Sᵀ) Vᵀ, which moves to the other factor, does not depend on the gauge. The condition number
+        # of the gauge is therefore not squared.
         inside = left.basis.mT @ db @ right.factor.mT
         return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 

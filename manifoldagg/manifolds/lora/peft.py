@@ -1,4 +1,4 @@
-"""PEFT tensor names: identification of the pairs of factors of an adapter and of its other tensors."""
+"""Names of PEFT tensors, which identify the factors of an adapter and its other tensors."""
 
 import math
 import re
@@ -16,7 +16,7 @@ __all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_facto
 FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
-"""`….lora_A.weight` in a file, and `….lora_A.default.weight` in a module. Names of embeddings lack `.weight`."""
+"""The pattern of the name of A, with `.default` in a module and without it in a file. Embeddings have no `.weight`."""
 UNPAIRED = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
 """The names of tensors of a low-rank adapter that are not factors."""
 OTHER_ADAPTERS = re.compile(
@@ -28,7 +28,7 @@ OTHER_ADAPTERS = re.compile(
 
 @dataclass(frozen=True)
 class FactorPair:
-    r"""Two tensors of a state dict that represent one matrix $B A$.
+    """The names of two tensors of a state dict that represent one matrix $B A$.
 
     Attributes:
         first: the name of A (r, ...). Its other axes count as one axis of n entries.
@@ -40,7 +40,6 @@ class FactorPair:
 
     @property
     def module_name(self) -> str:
-        """The name of the adapted module."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     @property
@@ -52,14 +51,13 @@ class FactorPair:
 
     @property
     def bias_name(self) -> str:
-        """The name of the bias of the second factor."""
         return f"{self.second.removesuffix('.weight')}.bias"
 
     def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
         """Check the two tensors, and return their rank.
 
         Raises:
-            StateDictError: if they are not factors of one matrix. The message contains the name of a tensor.
+            StateDictError: if the tensors are not factors of one matrix. The message contains the name of a tensor.
         """
         a, b = state[self.first], state[self.second]
         for name, x in ((self.first, a), (self.second, b)):
@@ -67,8 +65,8 @@ class FactorPair:
                 given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise StateDictError(f"{prefix}{name}: expected a floating tensor with two or more axes, got {given}")
             if x.is_meta or x.layout is not torch.strided:
-                storage = "on the meta device" if x.is_meta else str(x.layout)
-                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got one {storage}")
+                storage = "on the meta device" if x.is_meta else f"with the layout {x.layout}"
+                raise StateDictError(f"{prefix}{name}: expected a dense tensor with values, got a tensor {storage}")
         check_memory({self.first: a, self.second: b}, prefix)
         if b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
             expected = f"expected shape (any, {a.shape[0]}) because {self.first} has {a.shape[0]} rows"
@@ -76,7 +74,7 @@ class FactorPair:
         return a.shape[0]
 
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
-        """Stack B on the transpose of A, (m + n, r), in a dtype that represents both exactly.
+        """Stack B on the transpose of A, (m + n, r), in a dtype that represents both factors exactly.
 
         Raises:
             StateDictError: as `check`.
@@ -87,7 +85,7 @@ class FactorPair:
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
     def unstack(self, stack: Tensor, like: Mapping[str, Tensor | Entry]) -> dict[str, Tensor]:
-        """Split a stack (m + n, any) into two tensors, in the shapes of `like` except for the rank."""
+        """Split a stack (m + n, any) into two factors. Except for the rank, the factors have the shapes in `like`."""
         a, b = like[self.first], like[self.second]
         m = b.shape[0]
         rank = stack.shape[-1]
@@ -101,7 +99,7 @@ class AdapterTensors:
 
     Attributes:
         pairs: the pairs of factors, in the order of the state dict.
-        scaled_biases: the biases of second factors, to which a model applies the scaling as well.
+        scaled_biases: the biases of second factors, which a model also scales.
         unpaired: all other tensors, such as magnitudes and heads.
     """
 
@@ -114,8 +112,8 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
     """Classify the names of the tensors of an adapter.
 
     Raises:
-        StateDictError: if the second factor of a pair is missing, or a tensor belongs to another kind of adapter, for
-            which averages of tensors are not meaningful.
+        StateDictError: if the second factor of a pair is missing, or if a tensor belongs to another kind of adapter,
+            whose tensors cannot be averaged.
 
     Example:
         >>> found = classify_tensors(["q.lora_A.weight", "q.lora_B.weight", "head.weight"])
@@ -149,7 +147,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """Return the name of the first factor of the first pair among names, or `None` if there is no pair.
+    """Return the name of the first factor A among `names`, or `None` if there is no pair of factors.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
@@ -163,7 +161,7 @@ def find_first_factor(names: Iterable[str]) -> str | None:
 
 
 def _second_factor(name: str) -> str | None:
-    """Return the name of B for the name of A, or `None` for any other name."""
+    """Return the name of B, given the name of A. The result is `None` for any other name."""
     found = FIRST_FACTOR.fullmatch(name)
     if found is None or (found["kind"] == "lora_A" and not found["weight"]):
         return None

@@ -1,4 +1,4 @@
-"""LoRA scaling: the number by which a model multiplies the product of the factors, from the config of the adapter."""
+"""LoRA scalings, the numbers by which a model multiplies the products of factors."""
 
 import math
 import re
@@ -11,20 +11,20 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["ScaledModule", "Scaling", "resolve_scalings"]
 
 Scaling = Any
-"""A number, a mapping from patterns of modules to numbers, or the config of the adapter: a `LoraConfig` or a dict."""
+"""A number, a mapping from patterns of modules to numbers, or the config of an adapter as a `LoraConfig` or a dict."""
 PEFT_PREFIX = "base_model.model."
 """The prefix that PEFT adds to the names of modules. Patterns do not contain it."""
 
 
 class ScaledModule(NamedTuple):
-    """The name of the module and the rank of a pair of factors."""
+    """The name of an adapted module, and the rank of its pair of factors."""
 
     name: str
     rank: int
 
 
 def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix: str = "") -> list[float]:
-    r"""Return the scaling of each pair: $\alpha / r$, or $\alpha / \sqrt r$ if it is rank-stabilised.
+    r"""Return the scaling of each pair of factors: $\alpha / r$, or $\alpha / \sqrt r$ with rank stabilisation.
 
     Args:
         scaling: one of the following:
@@ -69,7 +69,6 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
 
 
 def _config(scaling: Scaling) -> Mapping[str, Any] | None:
-    """Return the fields of a config, or `None` if `scaling` is not a config."""
     if isinstance(scaling, Mapping):
         return scaling if "lora_alpha" in scaling else None
     return vars(scaling) if hasattr(scaling, "lora_alpha") else None
@@ -93,7 +92,7 @@ def _scaling_from_config(config: Mapping[str, Any], pair: ScaledModule, prefix: 
 
 
 CONFIG_FIELDS = (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
-"""Each number of a config, and the table of modules with other values."""
+"""The fields of a config that contain a number, and for each the field with deviating values for single modules."""
 
 
 def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, prefix: str) -> float:
@@ -106,7 +105,7 @@ def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, pr
 
 
 def _find_pattern(patterns: Iterable[Any], name: str, prefix: str) -> str | None:
-    """Return the first pattern that matches the name of a module, with the semantics of PEFT."""
+    """Return the first pattern that matches the name of a module in the same way as in PEFT."""
     for pattern in patterns:
         try:
             if re.match(rf"(.*\.)?({pattern})$", name.removeprefix(PEFT_PREFIX)):

@@ -221,7 +221,7 @@ def spaced(**options):
 @pytest.mark.parametrize(
     ("state", "options", "words"),
     [
-        ({"w": draw(0, 2, 2)}, {}, "expected pairs such as q.lora_A.weight and q.lora_B.weight, got none"),
+        ({"w": draw(0, 2, 2)}, {}, "expected pairs such as q.lora_A.weight and q.lora_B.weight, got names without a pair"),
         ({"x.lora_A.weight": draw(0, 2, 2)}, {}, "x.lora_A.weight: expected x.lora_B.weight as the other factor"),
         ({"x.lora_B.weight": draw(0, 2, 2)}, {}, "x.lora_B.weight: expected pairs"),
         (adapter(0, 2) | {"x.hada_w1_a": draw(0, 2)}, {}, "x.hada_w1_a: .* another kind of adapter"),

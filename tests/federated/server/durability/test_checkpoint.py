@@ -708,7 +708,7 @@ def test_names_that_no_file_can_hold_are_told_with_the_weights(tmp_path):
 
 def test_an_average_of_other_options_does_not_go_on(tmp_path):
     server = fresh(averaging=SWA(SPACE, start=2))
-    with pytest.raises(ArgumentError, match=r"state: expected that of a SWA with .*'start': 3"):
+    with pytest.raises(ArgumentError, match=r"state: expected the state of an SWA with .*'start': 3"):
         resumed(tmp_path, server, averaging=SWA(SPACE, start=3))
 
 
