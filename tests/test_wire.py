@@ -476,7 +476,7 @@ HOSTILE = {
     "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is not JSON"),
     "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
     "utf-16": (with_length(b"x") + PLAIN, "wire"),
-    "another format": (altered(PLAIN, format="pt"), "not those of this package"),
+    "another format": (altered(PLAIN, format="pt"), "metadata were not written by this package"),
     "a newer version": (altered(PLAIN, version="2"), "expected format version '1', got '2'"),
     "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
     "a key twice": (
@@ -490,7 +490,7 @@ HOSTILE = {
     "less than all": (altered(PLAIN, tensors_t=line("F32", [1], 16, 20)), "do not cover the data"),
     "more than all": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 16 + 2**42)), "do not cover the data"),
     "backwards": (altered(PLAIN, tensors_t=line("F32", [0], 16, 8)), "a negative length"),
-    "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "not that of its bytes"),
+    "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "does not match its number of bytes"),
     "a shape of less than none": (altered(PLAIN, tensors_t=line("F32", [-1, -2], 16, 24)), "an invalid shape"),
     "a shape of many axes": (altered(PLAIN, tensors_t=line("F32", [1] * 70 + [2], 16, 24)), "an invalid shape"),
     "a huge shape of nothing": (altered(PLAIN, start=line("F32", [2**61, 2**61, 0], 0, 0)), "wire"),
@@ -511,7 +511,7 @@ HOSTILE = {
         "an invalid shape",
     ),
     "leaves twice": (altered(SAMPLES[1], leaves='["0.weight", "0.weight"]'), "invalid leaves"),
-    "a ticket of another type": (altered(PLAIN, ticket=None), "not those of this package"),
+    "a ticket of another type": (altered(PLAIN, ticket=None), "metadata were not written by this package"),
     "bytes that are none": (altered(PLAIN, tree=VALUE.replace('{"$tensor": "tensors/t"}', '{"$bytes": "?"}')), "Error"),
 }  # fmt: skip
 

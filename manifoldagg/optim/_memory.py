@@ -65,8 +65,8 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     for model, start in zip(accesses, borders, strict=False):
         for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
             start_address, end = row.address_ranges
-            # For each read tensor, find the first written tensor by address that ends after it begins. If any written
-            # tensor overlaps it, this one does.
+            # For each read tensor, find the first written tensor, by address, that ends after the read tensor begins.
+            # If any written tensor overlaps with the read tensor, this tensor does.
             first = np.minimum(np.searchsorted(high, start_address, side="right"), len(order) - 1)
             for i in np.flatnonzero(
                 (low[first] < end) & (high[first] > start_address) & (end > start_address)

@@ -274,7 +274,7 @@ class Outer(torch.optim.Optimizer):
             for i, (p, tensor) in enumerate(bases.items()):
                 if any(p is one for one in params) and not is_finite(_local_shard(tensor)):
                     raise ArgumentError(f"base[{i}]: expected finite values, got NaN or infinity") from error
-            # The gradient is not finite on another rank, or its square overflows.
+            # All inputs of this rank are finite. The fault is on another rank, or the square of a gradient overflows.
             error.args = (str(error).replace("displacements[0]", "params: gradient"),)
             raise
         pending_step: Any = outcome.model
