@@ -42,8 +42,8 @@ class CA2FL(ServerRule):
     every buffer, $v$ is the mean of their displacements.
 
     The client state stores $h_i$, one vector per client. The buffer stores at most K additional vectors. The sum
-    $\sum_j h_j$ and the buffer are in float64, so that rounding errors of a large displacement cancel when the client's
-    next displacement replaces it. The rule rejects a displacement if K squares of its norm overflow in the dtype of the
+    $\sum_j h_j$ and the buffer are in float64. A very long displacement therefore cancels when the client's next
+    displacement replaces it. The rule rejects a displacement if K squares of its norm overflow in the dtype of the
     model.
 
     Participation:

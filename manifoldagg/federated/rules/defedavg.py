@@ -34,8 +34,7 @@ class DeFedAvg(FedAvg):
     Participation:
 
     - Clients can join or leave between two draws.
-    - If a client is drawn while it is training, it gets a further ticket. A cohort may contain several updates of one
-      client.
+    - A client that is drawn during training gets a further ticket. A cohort may contain several updates of one client.
     - An update on an old ticket counts in full.
     - After a failed task, the cohort waits for another update.
 

@@ -65,7 +65,7 @@ class Krum(StoredBufferRule):
     Source: Blanchard et al. 2017, sections 4 and 5 (Multi-Krum), applied to displacements.
 
     Cost: a step reads 7 words per parameter, writes 1 and allocates 0. A buffered update reads 5, writes 1 and
-    allocates 2. It holds K - 1 displacements.
+    allocates 2. The buffer stores K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch

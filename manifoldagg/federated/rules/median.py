@@ -41,7 +41,7 @@ class Median(CoordinateWiseRule):
     Source: Yin et al. 2018, Algorithm 1 (option I), applied to displacements.
 
     Cost: a step reads 11 words per parameter, writes 1 and allocates 0. A buffered update reads 5, writes 1 and
-    allocates 2. It holds K - 1 displacements.
+    allocates 2. The buffer stores K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch
