@@ -741,7 +741,8 @@ def main() -> None:
     lines = [
         head,
         f"{look.count} messages in {whole:.0f} s including their construction; "
-        f"resident memory {megabytes(warm[0]):.0f} MB after a twentieth, growth {megabytes(grew):.1f} MB of at most {megabytes(BOUND):.0f}; {left} more open files",
+        f"resident memory {megabytes(warm[0]):.0f} MB after a twentieth, "
+        f"growth {megabytes(grew):.1f} MB of at most {megabytes(BOUND):.0f}; {left} more open files",
         "",
         "kind                       sent accepted   median us  quartiles        a second",
     ]
