@@ -82,8 +82,6 @@ def _write_json(node: Any, large: set[int]) -> str:
 
 @dataclass
 class _Encoder:
-    """Converter from a tree to values that `json` can write."""
-
     tensor_ref: Callable[[Tensor, TreePath], Any]
     make_error: Callable[[str], Exception]
     is_bounded: bool

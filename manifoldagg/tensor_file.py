@@ -341,7 +341,6 @@ def _atomic_write(path: Path, parts: Iterator[memoryview], keep: int) -> None:
 def _read(
     file: BufferedReader, size: int, allow_trailing: bool, retains_data: bool = True
 ) -> tuple[dict[str, str], dict[str, tuple[TensorEntry, Tensor]]]:
-    """Read a file, and return the metadata and each entry with its bytes."""
     start = file.read(8 + len(HEADER_PREFIX))
     if not HEADER_PREFIX.startswith(start[8:]):
         raise CheckpointError("was not written by this package")
@@ -381,7 +380,6 @@ def _decode_tree(metadata: Mapping[str, str], load_tensor: Callable[[Any], Any])
 
 
 def _read_exactly(file: BufferedReader, count: int) -> Tensor:
-    """Read `count` bytes into a new tensor."""
     data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
         raise CheckpointError("is altered: it is shorter than its header declares")
@@ -389,7 +387,6 @@ def _read_exactly(file: BufferedReader, count: int) -> Tensor:
 
 
 def _available_device(device: torch.device) -> torch.device:
-    """Return the device if the device is available, else the CPU."""
     kind = getattr(torch, device.type, None)
     there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
     return device if there else torch.device("cpu")

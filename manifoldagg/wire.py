@@ -230,7 +230,6 @@ class _TensorReader:
             _check_layout(self.metadata.get("layout"), self.leaves, space)
 
     def json_value(self, name: str) -> Any:
-        """Parse a metadata entry as JSON."""
         return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
@@ -254,7 +253,6 @@ class _TensorReader:
         return self._assemble(rows, sizes)
 
     def _assemble(self, rows: list[tensor_file.TensorEntry], shape: Sequence[int]) -> Tensor:
-        """Return one tensor with the concatenated data of the entries."""
         raw = in_huge_pages(torch.empty(sum(entry.memory for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
@@ -273,7 +271,6 @@ class _TensorReader:
 def _encode_tensor(
     name: str, leaf: str | None, tensor: Tensor, compress: bool, error: float, curved: set[str]
 ) -> tuple[tensor_file.TensorEntry, Any]:
-    """Return a file entry and its bytes, rounded and compressed if requested."""
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
         tensor = round_to_grid(tensor.detach(), error)
     data: Any = tensor_file.tensor_bytes(tensor)
@@ -286,7 +283,6 @@ def _encode_tensor(
 
 
 def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
-    """Return the fields of a value by name. A ticket also contains the fields of its message."""
     source = value.message if isinstance(value, Ticket) else value
     found = {field.name: getattr(source, field.name) for field in fields(source)}
     if isinstance(value, Ticket):
@@ -299,7 +295,6 @@ def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[s
 
 
 def _to_builtin(value: Any) -> Any:
-    """Convert NumPy numbers, sequences and mappings to plain Python values."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -308,7 +303,6 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
-    """Validate the fields and construct the value."""
     made = _check_fields(kind, content)
     for name in SPLIT_FIELDS:
         given = made.get(name)

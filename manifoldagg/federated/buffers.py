@@ -289,7 +289,6 @@ def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torc
 
 
 def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
-    """Describe the valid values of a group, for error messages."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return "a counter <= 2^53"
     return f"finite values{' >= 0' if group.is_variance else ''}, or the values of the current model"

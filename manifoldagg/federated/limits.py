@@ -268,7 +268,6 @@ def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) ->
 
 
 def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    """For each point, return the low-rank point nearest to the scaled point."""
     return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [factor], minus=[base]) for row in points])
 
 

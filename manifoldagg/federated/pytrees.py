@@ -192,7 +192,6 @@ def upcast_8bit(tensor: Tensor) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of any dtype and layout has only finite values."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     for part in _dense_parts(tensor.detach()):
@@ -221,7 +220,6 @@ def _storages(tree: Tree) -> dict[int, int]:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a sparse tensor consists of."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

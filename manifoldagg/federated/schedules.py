@@ -139,7 +139,6 @@ def weight_at(weight: Weight, staleness: int) -> float:
 
 
 def _evaluate(name: str, function: Callable[[int], float], argument: int) -> float:
-    """Call a function of the user and validate the result."""
     try:
         given = function(argument)
         where = f"{name}({short_repr(argument)})"

@@ -58,7 +58,6 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
 
 
 def _stability_limit(m: int, k: int) -> float:
-    r"""Return the stability limit for $m$ clients in flight and $k \le m$ updates per step."""
     if k == m:
         return 2.0
     # The larger root of a ρ² + b ρ = c with positive a and c. The two forms avoid cancellation of b and the root.

@@ -211,7 +211,6 @@ def _own_finite_state(
 
 
 def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
-    """Validate the new model and write it to `out`."""
     if model is not out:
         try:
             check_shape("rule: new model", model, *plan.space.axes)

@@ -411,7 +411,6 @@ def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
 
 @lru_cache(maxsize=256)
 def _accepts_out(kind: type) -> bool:
-    """Return whether the method `step` of a rule class has a parameter `out`."""
     step = getattr(kind, "step", None)
     if step is None:  # an attribute of the instance
         return True

@@ -375,7 +375,6 @@ class PlannedStep:
         return TensorList([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
     def _state_column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
-        """Return the stored values of one state entry, one per parameter."""
         if not isinstance(leaf, list | tuple):
             return [leaf] * len(self.params)
         if leaf and not isinstance(leaf[0], Tensor):
@@ -398,7 +397,6 @@ def _param_name(group: Mapping[str, Any], i: int) -> str:
 
 
 def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
-    """Check that all gradients are dense, floating, and placed like their parameters."""
     kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
     usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
     if usual and not dtensors_in((params, gradients)):
@@ -412,7 +410,6 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
 
 
 def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """Check that the parameters of one model are on one device, or have the same mesh and placements."""
     if not dtensors_in(params) and len({p.device for p in params}) == 1:
         return
     for name, p in zip(names, params, strict=True):
@@ -421,13 +418,11 @@ def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
 
 
 def _placement(tensor: Tensor) -> Any:
-    """Return the mesh and placements of a `DTensor`, or `None` for a plain tensor."""
     dtensor: Any = tensor
     return (dtensor.device_mesh, tuple(dtensor.placements)) if dtensors_in((tensor,)) else None
 
 
 def _local_shard(x: Any) -> Any:
-    """Return the local shard of a `DTensor`. Other values are returned unchanged."""
     return x.to_local() if dtensors_in((x,)) else x
 
 

@@ -172,7 +172,6 @@ class GramRule(TangentRule):
     def _plan_linear(
         self, frame: Frame, fixed: tuple[float, ...], state: State, update: Update
     ) -> tuple[State, Outcome]:
-        """Plan a step along one displacement with fixed coefficients, which needs no inner products."""
         rho = self._checked_step_size(state, update, _no_penalty)
         curve = StepCurve(self.overshoot)
         lines = np.array([fixed], dtype=object)

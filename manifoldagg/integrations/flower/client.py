@@ -95,8 +95,6 @@ def client_app(
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """The functions of the app for training and evaluation."""
-
     trainer: Trainer | Callable[[FlowerContext], Trainer]
     model: nn.Module | Callable[[], nn.Module]
     data: Callable[[FlowerContext, int], Iterable[Any]]
@@ -236,8 +234,6 @@ def _reiterable_batches(
 def _mean_loss(
     criterion: Callable[[Any, Any], Tensor], data: Callable[[FlowerContext, int], Iterable[Any]]
 ) -> Callable[[nn.Module, FlowerContext], dict[str, float]]:
-    """Return a function that evaluates the mean of the criterion over the data of a node."""
-
     def evaluate(model: nn.Module, context: FlowerContext) -> dict[str, float]:
         total = 0.0
         count = 0

@@ -90,7 +90,6 @@ class _Isolation:
         return node in self._missing_replies
 
     def on_unreadable(self, nodes: Iterable[int]) -> None:
-        """Isolate the nodes whose replies were fetched by a failed call."""
         self.num_unreadable += 1
         for node in nodes:
             self._offences[node] += 1
@@ -325,7 +324,6 @@ class MessageDispatcher:
         return held is None or held[0] in self._isolation
 
     def _refresh_nodes(self) -> None:
-        """Update the set of connected nodes, and end tasks after their deadline."""
         # A full poll that starts after the deadline finds all replies that arrived before the deadline.
         for name in self.nodes.overdue(self._last_full_poll):
             self._report_failure(name, "timeout", "no reply within the timeout of the task")
@@ -347,7 +345,6 @@ class MessageDispatcher:
         self._add_nodes(new)
 
     def _add_nodes(self, nodes: list[int]) -> None:
-        """Make nodes available for training."""
         self._backing_off.difference_update(nodes)
         for node in nodes:
             self._available.add(node)
@@ -379,7 +376,6 @@ class MessageDispatcher:
             self._dispatch(self._sampler.on_completion(node, succeeded, self._available))
 
     def _cancel(self, work: _TrainTask | _EvalTask) -> None:
-        """Cancel a task whose reply is no longer expected."""
         if isinstance(work, _EvalTask):
             work.evaluation.num_pending -= 1
         else:
@@ -387,11 +383,9 @@ class MessageDispatcher:
                 self._server.drop(work.id)
 
     def _is_cancelled(self, work: _TrainTask | _EvalTask) -> bool:
-        """Return whether a queued task is obsolete."""
         return self._sampler is None if isinstance(work, _TrainTask) else work.evaluation not in self.evaluations
 
 
 def _with_fresh_ttl(message: FlowerMessage) -> FlowerMessage:
-    """Return a copy of a message whose time to live starts now."""
     old = message.metadata
     return FlowerMessage(message.content, old.dst_node_id, old.message_type, ttl=old.ttl, group_id=old.group_id)

@@ -146,7 +146,6 @@ class TrainingLoop(Strategy):
         return self._rounds.result
 
     def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        """Set up the server and the finished rounds before the first round."""
         checkpoint = self.durability.checkpoint
         path = None if checkpoint is None else Path(checkpoint.path)
         resume = self.resume and path is not None
@@ -183,7 +182,6 @@ class TrainingLoop(Strategy):
         self._write_rounds()
 
     def _connect(self, grid: Grid, largest_reply_bytes: int, timeout: float) -> None:
-        """Wait for nodes, and dispatch the first tasks."""
         until = time.monotonic() + timeout
         while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
             if self._stop_requested:
@@ -261,7 +259,6 @@ class TrainingLoop(Strategy):
         self._write_rounds()
 
     def _evaluate_on_server(self, evaluate_fn: EvaluateFn | None) -> None:
-        """Evaluate the model of the last round in this process, if the user has passed a function."""
         if evaluate_fn is not None:
             number = self._rounds.count
             metrics = evaluate_fn(number, self._arrays)
@@ -278,7 +275,6 @@ class TrainingLoop(Strategy):
 
     @property
     def _num_accepted(self) -> int:
-        """The number of accepted updates in the current round."""
         return self.server.updates - self._rounds.cumulative_updates[-1]
 
     @property
@@ -286,7 +282,6 @@ class TrainingLoop(Strategy):
         return self._num_accepted >= self._updates_per_round
 
     def _await_evaluations(self) -> None:
-        """Stop training and wait for the pending evaluations."""
         self._dispatcher.close()
         while self._dispatcher.evaluations and not self._stop_requested:
             self._dispatcher.send(list)

@@ -87,7 +87,6 @@ def sample_count(content: RecordDict, key: str) -> int | None:
 
 
 def _record_with_samples(content: RecordDict, key: str) -> str | None:
-    """Return the name of the first record with a valid number of samples."""
     for name, record in content.metric_records.items():
         given = record.get(key) if _is_short(name) else None
         if isinstance(given, int | float) and 0 < given <= MAX_SAMPLES and given == int(given):
@@ -157,14 +156,11 @@ class _Limits:
 
 
 def _num_bytes(value: object) -> int:
-    """Return the length of a text or bytes, or 1 for a number."""
     return max(len(value), 1) if isinstance(value, str | bytes) else 1
 
 
 @dataclass
 class _WeightedMean:
-    """A sample-weighted mean of finite numbers."""
-
     total: float = 0.0
     samples: int = 0
 

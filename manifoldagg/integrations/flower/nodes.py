@@ -15,8 +15,6 @@ MAX_BACKOFF_DOUBLINGS = 30
 
 @dataclass
 class _Node(Generic[Work]):
-    """The state of one node: the queued tasks and the task in flight."""
-
     priority_queue: deque[Work] = field(default_factory=deque)
     queue: deque[Work] = field(default_factory=deque)
     message_id: str = ""

@@ -89,7 +89,6 @@ def record_to_bytes(content: RecordDict) -> bytes | None:
 
 
 def _encode_array(tensor: Tensor) -> Array:
-    """Convert a tensor to the format of `.npy` files."""
     tensor = tensor.detach() if numpy_supports(tensor.dtype) else tensor.detach().float()
     values = torch.empty(0, dtype=tensor.dtype).numpy()
     shape = tuple(tensor.shape)

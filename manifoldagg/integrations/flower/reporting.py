@@ -193,7 +193,6 @@ def log_metrics(metrics: MetricRecord | None, name: str = "Aggregated MetricReco
 
 
 def _in_parentheses(counts: Mapping[str, int]) -> str:
-    """Format counts by kind, such as ` (model 2, samples 1)`. Without counts, return an empty string."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in sorted(counts.items()))})" if counts else ""
 
 

@@ -275,7 +275,6 @@ class Asynchronous(TrainingLoop):
         return found
 
     def _process_reply(self, reply: FlowerMessage) -> None:
-        """Pass the reply to the server and mark the task as completed."""
         name = reply.metadata.reply_to_message_id
         task = self._dispatcher.find_task(name)
         if task is None:
