@@ -118,8 +118,8 @@ def average(
 
     Returns:
         The mean as a new model, or `out`. With `return_info=True`, the mean and its `AverageInfo`. If the models on a
-            manifold are farther apart than [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a
-            stationary point that may not be the minimiser.
+        manifold are farther apart than [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a
+        stationary point that may not be the minimiser.
 
     Raises:
         ArgumentError: if an argument or a tensor of a model is invalid, or if the models on a manifold are so far apart
@@ -127,7 +127,7 @@ def average(
 
     Warns:
         UserWarning: if a model contains the factors of adapters, which would be averaged separately. Use
-        [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
+            [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
 
     Cost: flat entries are read once in place. Entries on spheres of at least k dimensions are read twice in place. Only
     the result is allocated. The function copies tensors that are not contiguous, tensors that are not on the device of

@@ -102,7 +102,7 @@ def step(
 
     Returns:
         The next model state and the outcome, whose numbers are floats. A client state that the rule has not changed is
-            the same object.
+        the same object.
 
     Raises:
         ManifoldAggError: if an input is invalid. In this case, only `out` may have changed.

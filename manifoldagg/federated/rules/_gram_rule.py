@@ -87,8 +87,8 @@ class GramRule(TangentRule):
 
         Returns:
             A tuple of the coefficients and the next state. The caller updates the entry `version` of the state. The
-                shape of the coefficients is (k,) with k = n + 1, or (m, k) for a curve with m control points. With
-                granularity `"tensor"`, the shape is (S, m, k) for S named tensors.
+            shape of the coefficients is (k,) with k = n + 1, or (m, k) for a curve with m control points. With
+            granularity `"tensor"`, the shape is (S, m, k) for S named tensors.
         """
 
     def rate(self, state: State, update: Update) -> float:

@@ -215,7 +215,7 @@ class Momentum(WrapperRule):
 
         Returns:
             The frame and its inner products. The inner products are `None` if upper bounds of the norms suffice for the
-                check.
+            check.
         """
         largest = safe_sqrt(torch.finfo(frame.dtype).max)
         if frame.unmeasured and frame.has_norm_bounds and frame.norm_bound(velocity) <= largest:

@@ -108,7 +108,7 @@ class RunReport:
 
         Returns:
             The counts `accepted`, `rejected` and `failed`. Counts by reason, `rejected-FIELD` and `failed-KIND`, are
-                included if they are not 0.
+            included if they are not 0.
         """
         found = {"accepted": accepted}
         for name, counts in (("rejected", self._rejected), ("failed", self._failed)):

@@ -211,7 +211,7 @@ class Asynchronous(TrainingLoop):
 
         Returns:
             The model and the metrics of the round if the round ends with these replies, else `None` and `None`. The
-                metrics are the result of `train_metrics_aggr_fn` and the counts `accepted`, `rejected` and `failed`.
+            metrics are the result of `train_metrics_aggr_fn` and the counts `accepted`, `rejected` and `failed`.
         """
         replies = list(replies)
         for reply in replies:
