@@ -38,7 +38,7 @@ CONDITION = 10.0
 """Of the bases of the factors."""
 DRIFT = 0.1
 WIDE = 2.6875
-"""The hidden size of the inner layers over that of the others: 11008 / 4096."""
+"""The ratio of the inner size to the hidden size: 11008 / 4096."""
 A, B = "q.lora_A.weight", "q.lora_B.weight"
 State = dict[str, Tensor]
 
@@ -158,7 +158,7 @@ def by_peft(states: list[State], kind: str) -> tuple[State, list[float]]:
 def memory(size: int) -> dict[str, Any]:
     """Return the peak memory of one call, and the memory of one dense weight."""
     states = drawn("gauges", size)
-    # What the profiler loads when it is first used is not the call's.
+    # The first use of the profiler allocates memory of its own, which does not belong to the call.
     extra(lambda: None)
     return {"bytes": extra(lambda: average_adapters(states, None, RANK)), "dense": 4 * size**2}
 

@@ -78,7 +78,7 @@ def lengths(size: int, count: int) -> list[int]:
     return both
 
 
-# The peers. Each takes lists of tensors, base, current and the points, and returns the new model.
+# The peers. Each takes the base, the current model and the points as lists of tensors, and returns the new model.
 
 
 def torch_loop(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: Sequence[Tensor]) -> list[Tensor]:
@@ -144,7 +144,7 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
     vectors = [base, *others]
     out = torch.empty(size)
     cuts = lengths(size, count)
-    # Memory of their own, as the tensors of a model have.
+    # Each tensor has separate memory, as in a model.
     split = [[piece.clone() for piece in vector.split(cuts)] for vector in vectors]
     then, now, *points = split
     models = [{f"layer{i}.weight": piece for i, piece in enumerate(model)} for model in split]
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
-    extra(lambda: None)  # the profiler's own beginnings
+    extra(lambda: None)  # the first use of the profiler allocates its own memory
     head = [f"aggregate on state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
     sizes = [int(size) for size in options.sizes]
     cells = [*product(options.rules, sizes, options.tensors, [0], options.threads)]

@@ -32,7 +32,7 @@ from manifoldagg.averaging import karcher
 
 HERE = Path(__file__).parent
 MOST = 3 * 10**8
-"""More entries than that are not averaged: the models, and what others make of them, are to fit a small machine."""
+"""The largest total number of entries. Larger cells are skipped, so that the benchmark fits a small machine."""
 HEAD = f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{TIMES}"
 
 
@@ -42,7 +42,7 @@ def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str,
     vectors = [torch.randn(size, generator=generator) for _ in range(k)]
     into = torch.empty(size)
     cuts = lengths(size, count)
-    # Memory of their own, as the tensors of a model have.
+    # Each tensor has separate memory, as in a model.
     models = [{f"layer{i}.weight": piece.clone() for i, piece in enumerate(v.split(cuts))} for v in vectors]
     samples = [10 + i for i in range(k)]
     shares = [n / sum(samples) for n in samples]
@@ -81,7 +81,7 @@ def measure(size: int, count: int, k: int, threads: int, repetitions: int) -> li
     torch.set_num_threads(threads)
     about = {"P": size, "tensors": count, "models": k, "threads": threads}
     rows = beside_the_first(ways(size, count, k, threads, Floor()), repetitions, about, 4 * size)
-    first = next(rows)  # The times of all ways are known now.
+    first = next(rows)  # Now the times of all methods are known.
     extra(lambda: None)  # The first profile of a process counts memory of the profiler itself.
     return [first, *rows]
 

@@ -164,7 +164,7 @@ def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
 
 WAYS = {"plain": plain, "local": local, "path": path, "ours": ours, "layers": layers}
 BESIDE = dict.fromkeys(WAYS, "plain") | {"path": "local"}
-"""What the time of each is a multiple of."""
+"""The reference of each ratio."""
 
 
 def seconds(steps: Step, count: int) -> float:
@@ -192,7 +192,7 @@ def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
     for steps in ways.values():
         steps(options.steps)
     for turn in range(options.repetitions):
-        # No way always runs first.
+        # Each repetition starts with another method.
         first = turn % len(ways)
         names = list(ways)[first:] + list(ways)[:first]
         for name in names:

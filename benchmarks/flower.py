@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 NODES = 8
 TENSORS = 10
 FAST, SLOW = 0.3, 3.0
-"""Seconds that a task takes."""
+"""The duration of a task, in seconds."""
 Row = dict[str, Any]
 
 
@@ -192,11 +192,11 @@ def one(name: str, parameters: int, rounds: int) -> tuple[float, float, list[int
 
 def copied(name: str, parameters: int, rounds: int) -> float:
     """Return the number of copied bytes per update. A separate process allocates every block on new pages."""
-    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: faults are of small pages
-    ballast = [bytes(16_000) for _ in range(4_000)]  # fills what is free in the heap, which comes before new pages
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE, so that each fault is one small page
+    ballast = [bytes(16_000) for _ in range(4_000)]  # fills free heap memory, which would be used before new pages
     marks = one(name, parameters, rounds + 2)[2]
     del ballast
-    # The first tasks of all nodes and the last ones are left out.
+    # The first and the last tasks of all nodes are not counted.
     quarter = len(marks) // 4
     part = marks[quarter : len(marks) - quarter]
     per_push = (part[-1] - part[0]) / (len(part) - 1)
@@ -355,7 +355,9 @@ def main() -> None:
     parser.add_argument("--copied", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # else Flower makes no messages
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
+        1  # Flower requires these values to create messages
+    )
     logging.getLogger("flwr").setLevel(logging.ERROR)
     if options.copied:
         name, parameters, rounds = options.copied

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=11)
     pairs = parser.parse_args().pairs
-    everything = "from manifoldagg import *"  # the package loads a name when it is touched
+    everything = "from manifoldagg import *"  # names are loaded on first access
     seconds(everything)
     torch, ours = [], []
     for _ in range(pairs):

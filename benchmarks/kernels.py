@@ -29,7 +29,7 @@ def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int,
     """Return one row for `gram` and one row for `combine`."""
     k = len(rows)
     size = out.numel()
-    # What a stream adds does not matter: 16-bit numbers are read as half as many of 32.
+    # The sums of a stream are not used, so two 16-bit numbers are read as one 32-bit number.
     read = [row.view(torch.float32) for row in (rows if minus is None else [*rows, minus])]
     groups = [read[i : i + STREAMS] for i in range(0, len(read), STREAMS)]
     target = out.view(torch.float32)

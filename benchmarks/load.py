@@ -72,22 +72,23 @@ from manifoldagg.tensor_file import dumps, with_length
 
 HERE = Path(__file__).parent
 BOUND = 128e6
-"""Bytes by which the process may be larger at any time than after the first twentieth: each of four threads may hold
-what comes of a header of two megabytes, the longest here."""
+"""The largest growth of the process in bytes, relative to its size after the first twentieth of the messages.
+
+Each of four threads may hold a parsed header of two megabytes, the longest header of this benchmark."""
 FEW = 8
-"""So many more files may be open at the end than before."""
+"""The largest number of additional open files at the end."""
 CLIENTS = 50
 POOL = 40
-"""Tickets that a source of messages holds: which one is answered next is drawn."""
+"""The number of tickets of a message source. The next ticket to use is drawn at random."""
 STALE = 30
-"""Versions after which nothing is taken any more."""
+"""The largest staleness of an accepted update, in versions."""
 TIMEOUT = 50.0
 ROUND = 500
-"""Messages between two looks at memory, and at what the second server has to be told."""
+"""The number of messages between two measurements, and between two updates of the second server."""
 FREED = torch.ones(1, 990)
 FREED.untyped_storage().resize_(0)
 NONE = (FREED, torch.nested.nested_tensor([torch.ones(990)], layout=torch.jagged))
-"""Tensors that have no values, or no shape."""
+"""Tensors without values or without a shape."""
 TAKEN, REFUSED, AGAIN, EITHER = "taken", "refused", "the receipt again", "either"
 
 
@@ -300,7 +301,7 @@ class Source:
         """Record that a ticket has ended."""
         self.tickets = [one for one in self.tickets if one.id != ticket]
 
-    # What is right.
+    # Valid messages.
 
     def payload(self, ticket: Ticket) -> Payload:
         """Return a valid payload."""
@@ -341,7 +342,7 @@ class Source:
         ticket = self.ticket()
         return bytearray(wire.pack(self.payload(ticket), ticket=ticket, **options))
 
-    # What comes on a ticket that is none.
+    # Messages on invalid tickets.
 
     def again(self) -> Sent:
         if not self.answered:
@@ -380,7 +381,7 @@ class Source:
         ticket = self.old.popleft()
         return Sent(ticket.id, self.payload(ticket), REFUSED)
 
-    # What is wrong with values.
+    # Faults in values.
 
     def numbers(self, ticket: Ticket) -> Payload:
         right = self.payload(ticket)
@@ -652,8 +653,8 @@ def flooded(
     twin = Twin(server, made(space, Seconds(), {"update": update}))
     intake = Intake(server, twin)
     sources = [Source(server, space, seed) for seed in range(threads)]
-    # Each client contributes once, because a weight depends on the tickets of clients that have not, and a twin gets
-    # these in another order.
+    # Each client first contributes one update. The weights depend on the tickets of clients without an update, and the
+    # twin dispatches these tickets in another order.
     for client in range(CLIENTS):
         ticket = server.dispatch(client)
         twin.brought[ticket.id] = sources[0].payload(ticket)

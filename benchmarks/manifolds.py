@@ -172,7 +172,7 @@ def cases() -> Iterator[Case]:
     """Return all comparisons."""
     sphere = {"exp": exact.sphere_exp, "log": exact.sphere_log, "transport": exact.sphere_transport}
     peer = geoopt.Sphere()
-    # geoopt's transp is a projection: it has no parallel transport to compare.
+    # geoopt's `transp` is a projection and not a parallel transport, so it is not compared.
     yield Case("Sphere(16)", "geoopt", Sphere(16), 4096, 3.0, {"exp": peer.expmap, "log": peer.logmap}, sphere)
     ball = geoopt.PoincareBall(c=torch.tensor(1.0, dtype=torch.float64))
     calls = {"exp": lambda x, u: ball.expmap(x, u, project=False), "log": ball.logmap, "transport": ball.transp}
@@ -191,7 +191,7 @@ def cases() -> Iterator[Case]:
     calls = {"exp": cone.expmap, "log": cone.logmap, "transport": cone.transp}
     yield Case("SymmetricPositiveDefinite(6)", "geoopt", SymmetricPositiveDefinite(6), 512, 2.0, calls, digits)
     cone_ = pymanopt.SymmetricPositiveDefinite(6, k=512)
-    # Its transport is a projection: there is none to compare.
+    # The transport of the peer is a projection and not a parallel transport, so it is not compared.
     calls = {"exp": numpy_call(cone_.exp), "log": numpy_call(cone_.log)}
     yield Case("SymmetricPositiveDefinite(6)", "pymanopt", SymmetricPositiveDefinite(6), 512, 2.0, calls, digits)
     frames = geoopt.EuclideanStiefelExact()
@@ -211,7 +211,7 @@ def cases() -> Iterator[Case]:
         {"exp": exact.grassmann_exp, "log": exact.grassmann_log},
     )
     turns = pymanopt.SpecialOrthogonalGroup(5, k=512)
-    # A tangent there is xᵀu, and the metric the same.
+    # The peer represents a tangent as xᵀu, with the same metric.
     calls = {
         "exp": lambda x, u: turns.exp(x.numpy(), (x.mT @ u).numpy()),
         "log": lambda x, y: x.numpy() @ turns.log(x.numpy(), y.numpy()),

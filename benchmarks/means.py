@@ -26,7 +26,7 @@ from manifoldagg.averaging import karcher
 from manifoldagg.manifolds import Sphere, karcher_mean
 
 SPREAD = 0.3
-"""How far each model is from one of them."""
+"""The distance of each model from the first model."""
 HEADER = (
     f"{'dtype':<9} {'k':>2} {'karcher':>9} {'iteration':>10} {'in place':>9} {'plain':>9}  "
     f"{'iteration / karcher':>19}   {'errors: karcher':>15} {'iteration':>9} {'in place':>9} {'plain':>9}"

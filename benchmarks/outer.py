@@ -38,11 +38,11 @@ RULES = {
     "HeLoCo": (HeLoCo(0.7), 3, 2),
     "DelayedNesterov": (DelayedNesterov(4), 2, 2),
 }
-"""A rule, one more than the vectors that its inner products need, and how many vectors a step writes.
+"""For each rule: the number of vectors of its inner products plus one, and the number of vectors that a step writes.
 
-Of what is kept `DelayedNesterov` reads a vector in half of its steps, two in one of four and none in the first."""
+`DelayedNesterov` reads one stored vector in half of its steps, two in a quarter, and none in the first step."""
 SMALL = 42 * 8
-"""Entries of which a step is what Python costs."""
+"""Numbers of entries for which the overhead of Python determines the time."""
 
 
 def parameters(size: int, count: int) -> list[nn.Parameter]:
@@ -95,9 +95,9 @@ def steps(size: int, count: int, repetitions: int) -> dict[str, Any]:
         )
 
         def least(rows: int = rows, written: int = written) -> None:
-            # Once to look at the gradient (and the momentum where the rule asks for its products); once to step.
+            # One pass checks the gradient, and reads the momentum if the rule needs inner products. One pass steps.
             floor.read(vectors[: rows - 1], threads)
-            # In place: what is written elsewhere is fetched into the cache first.
+            # The step is in place, because writes to other memory first fetch the lines into the cache.
             floor.read_write([vectors[0], vectors[2]], vectors[2], threads)
             if written > 1:
                 floor.read_write([vectors[3]], vectors[3], threads)
@@ -142,7 +142,7 @@ def workers(size: int, count: int, repetitions: int, most: int) -> dict[str, Any
                 peer.step()
 
             def least(k: int = k, measured: int = 1 + (name == "RadialDirectional")) -> None:
-                # Each gradient is looked at, and goes into the sum; the last one, with the sum, into the model.
+                # Each gradient is checked and added to the sum. The last gradient and the sum move the model.
                 for i in range(k):
                     floor.read(vectors[: measured if i == k - 1 else 1], threads)
                     row = vectors[2 if i == k - 1 else 3]

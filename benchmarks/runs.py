@@ -25,7 +25,7 @@ class Runs:
         self._path, self._size = path, json.loads(json.dumps(asdict(size)))
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # interrupted within a line
+        if whole != text:  # the process was interrupted while it wrote a line
             path.write_text(whole)
         self._rows = [row for row in map(json.loads, whole.splitlines()) if self._fits(row["size"])]
 

@@ -37,12 +37,12 @@ from manifoldagg.manifolds import Flat
 
 HERE = Path(__file__).parent
 RULES = {"FedAsync": (FedAsync(0.5), 1), "FedOrtho": (FedOrtho(0.5), 1), "AsyncBezier": (AsyncBezier(0.5), 2)}
-"""Each with how many points its clients send."""
+"""The rules, with the number of points that their clients return."""
 HEAD = "rule               P  threads  clients    busy  median ms    p99 ms  updates/s"
 LARGE_HEAD = "rule               P      floor ms       ours ms  x floor  quartiles"
 OUT_HEAD = "tickets out        P  call        median us  ratio to base  quartiles"
 BATCH = 50
-"""Calls between two looks at the clock."""
+"""The number of calls per time measurement."""
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
-    extra(lambda: None)  # the profiler's own beginnings
+    extra(lambda: None)  # the first use of the profiler allocates its own memory
     head = [
         f"One server step, float32, two control points; torch {torch.__version__}, {machine()}",
         f"{'P':>6} {'layout':<8}{'threads':>8}  {'way':<10} {'ms':>10} {'GB/s':>7} {'x floor':>8} "

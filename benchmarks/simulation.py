@@ -201,7 +201,7 @@ ENGINES = {
     "manifoldagg, 2": ("in_manifoldagg.py", None, 2, None),
     "Flower, 2": ("in_flower.py", "flower", 2, "manifoldagg, 2"),
 }
-"""Script, environment, processes, and which of ours it is compared with."""
+"""For each engine: script, environment, number of processes, and the reference of the ratio."""
 
 
 def engines_part(size: Size) -> list[Row]:
