@@ -53,7 +53,8 @@ class UpdateLimits(KeywordHints):
     are not clipped. The receipt reports `clipped`, and the history reports $\lambda$ as `clip`.
 
     Cosine: the cosine of an update is the cosine between $v = \log_{\Theta^t} \varphi_n$ and the drift
-    $g = \log_{\Theta^t} \Theta^\tau$. Updates with zero staleness or zero norm always pass this limit.
+    $g = \log_{\Theta^t} \Theta^\tau$ in the metric at $\Theta^t$. Updates with zero staleness or zero norm always pass
+    this limit.
 
     Args:
         max_norm: the largest norm.

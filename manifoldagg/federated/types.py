@@ -198,6 +198,7 @@ class Outcome:
         client_state: the next client state. `None` if the rule stores no client state.
         numbers: metrics for the receipt and the history, such as `cosine`, `step`, `norm` and `buffered`.
         state_is_finite: whether the rule guarantees that its state is finite. The server then skips the check.
+            A wrapper that changes an outcome must set this field again.
         linear: the linear step, if the coefficients do not depend on inner products. The metrics of the linear step are
             added to `numbers`.
     """
@@ -304,6 +305,8 @@ class Rule(Protocol):
     - `self_checked`: the names of the inputs whose finiteness the rule checks itself. The server skips these checks.
       The name `"points"` includes the base.
     - `accepts_tensor_lists`: whether the rule needs only a Gram matrix and a linear combination on flat spaces.
+
+    The server rejects a payload with missing or unexpected tensors or numbers.
 
     A rule with `accepts_tensor_lists = True` reads models in place:
 

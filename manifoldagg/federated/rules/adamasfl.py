@@ -43,8 +43,10 @@ class AdaMasFL(ControlVariateRule):
     - Multiplying all losses by a constant does not change the result.
     - The rule rejects an update that is longer than K steps, up to rounding.
 
-    If a client returns two updates before a step, it counts once towards S, and both displacements are part of the
-    mean. Participation is otherwise as in MasFL. After T steps, the rates remain constant.
+    Explicit values of $\eta$, $\beta$ and $\gamma$ also apply to the message and to the length check.
+
+    If a client returns two updates before a step, the client counts once towards S, and both displacements are part of
+    the mean. Participation is otherwise as in MasFL. After T steps, the rates remain constant.
 
     Args:
         size: the number S of distinct clients per step.

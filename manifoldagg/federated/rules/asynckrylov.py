@@ -22,7 +22,7 @@ class AsyncKrylov(ScheduledRule):
 
     where $v_1, \dots, v_n$ are the displacements of n points on the client's training path, after equal numbers of
     local steps. The last point is the client's model. The correction $\pi$ is
-    [`KrylovDC`][manifoldagg.corrections.KrylovDC]: it estimates from the earlier points how much of the drift the path
+    [`KrylovDC`][manifoldagg.corrections.KrylovDC]. It estimates from the earlier points how much of the drift the path
     already contains. The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the
     rate $\eta_g$.
 

@@ -33,13 +33,13 @@ class FLOCO(ServerRule):
 
     $$\Phi_j \leftarrow \frac{\sum_i w_i\, \Phi_{ij}}{\sum_i w_i}, \qquad \Theta = \frac1n \sum_{j=1}^n \Phi_j.$$
 
-    Use this rule when clients have heterogeneous data and need personalised models. With one vertex, the rule equals
-    [`FedAvg`][manifoldagg.federated.rules.FedAvg].
+    Use this rule when clients have heterogeneous data and need personalised models. The centroid moves as in
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids. With one vertex, the rule equals FedAvg.
 
     Each client samples models from its own region of the simplex. The region with centre $c$ contains the points
-    $(1 - \lambda)\, c + \lambda\, y$, where $y$ is uniform in the simplex and $\lambda$ is half the `radius`. It lies
-    within the ball $\|x - c\|_1 \le$ `radius`. (The published code samples coordinates that can be negative and do not
-    sum to 1.)
+    $(1 - \lambda)\, c + \lambda\, y$, where $y$ is uniform in the simplex and $\lambda$ is half the `radius`. The
+    region lies within the ball $\|x - c\|_1 \le$ `radius`. (The published code samples coordinates that can be
+    negative and do not sum to 1.)
 
     The rule determines the centres as follows:
 
