@@ -1,14 +1,16 @@
-"""Averages of low-rank adapters beside dense SVD, averages of factors and PEFT's own combinations: time, and error.
+"""Averages of low-rank adapters, compared with dense SVD, averages of factors, and PEFT's own combinations.
 
     python benchmarks/adapters.py [--size 4096] [--layers 32] [--repetitions 5] [--output benchmarks/results/adapters]
 
-Ten adapters of rank 16, float32, on one thread. `gauges` are ten copies of one adapter, each with its factors in
-another basis: their average has rank 16. `drifted` are the same after each has moved by a tenth: what of their average
-is not of rank 16 is left out.
+The benchmark measures time and error for ten adapters of rank 16 in float32, on one thread. It has three cases:
 
-An error is the distance to the exact average, relative to its norm, from small cores in float64; `best` is that of the
-best adapter of the rank before any rounding, `floor` what rounding its factors to float32 alone does. PEFT runs in an
-environment of its own. `model` is the whole adapter of a model of 7 billion parameters: 32 layers of 7 pairs, on paper.
+- `gauges`: ten copies of one adapter, with the factors of each copy in a different basis. Their average has rank 16.
+- `drifted`: the same adapters after each has moved by a tenth. Their average has a higher rank and is truncated.
+- `model`: all adapters of a model with 7 billion parameters: 32 layers with 7 pairs of factors.
+
+The error is the distance to the exact average, relative to the norm of this average. The exact average is computed in
+float64. The column `best` is the error of the best adapter of the rank without rounding. The column `floor` is the
+error that results only from rounding the factors to float32. PEFT runs in a separate environment.
 """
 
 import argparse
@@ -36,13 +38,13 @@ CONDITION = 10.0
 """Of the bases of the factors."""
 DRIFT = 0.1
 WIDE = 2.6875
-"""The hidden size of the inner layers over that of the others: 11008 / 4096."""
+"""The ratio of the inner size to the hidden size: 11008 / 4096."""
 A, B = "q.lora_A.weight", "q.lora_B.weight"
 State = dict[str, Tensor]
 
 
 def main() -> None:
-    """Print the tables and write them."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=32)
@@ -64,12 +66,13 @@ def main() -> None:
     row = memory(options.size)
     rows.append(row)
     lines.append(
-        f"memory    {row['bytes'] / 1e6:.1f} MB at most beside what is given; a weight has {row['dense'] / 1e6:.1f} MB"
+        f"memory    {row['bytes'] / 1e6:.1f} MB peak memory without the input; "
+        f"a dense weight has {row['dense'] / 1e6:.1f} MB"
     )
     print(lines[-1], flush=True)
     row = whole(options.size, options.layers)
     rows.append(row)
-    lines.append(f"model     {row['pairs']} pairs, {row['numbers']:,} numbers an adapter: {row['seconds']:.2f} s")
+    lines.append(f"model     {row['pairs']} pairs, {row['numbers']:,} numbers per adapter: {row['seconds']:.2f} s")
     print(lines[-1], flush=True)
     options.output.parent.mkdir(exist_ok=True)
     options.output.with_suffix(".txt").write_text("\n".join(lines) + "\n")
@@ -77,7 +80,7 @@ def main() -> None:
 
 
 def compared(case: str, size: int, repetitions: int) -> list[dict[str, Any]]:
-    """Every way on one case."""
+    """Measure all methods for one case."""
     states = drawn(case, size)
     stacks = [stacked(state) for state in states]
     joint = JointBasis.of(stacks, size)
@@ -104,7 +107,7 @@ def compared(case: str, size: int, repetitions: int) -> list[dict[str, Any]]:
 
 
 def drawn(case: str, size: int) -> list[State]:
-    """The adapters of a case."""
+    """Sample the adapters of a case."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -124,17 +127,17 @@ def drawn(case: str, size: int) -> list[State]:
 
 
 def stacked(state: State | Tensor) -> Tensor:
-    """The factors as one tensor, in float64."""
+    """Stack the factors into one float64 tensor."""
     return (torch.cat([state[B], state[A].mT]) if isinstance(state, dict) else state).double()
 
 
 def apart_by(stacks: list[Tensor], coefficients: list[float], m: int) -> float:
-    """The norm of a combination."""
+    """Return the norm of a linear combination."""
     return JointBasis.of(stacks, m).gram(torch.tensor([coefficients], dtype=torch.float64)).clamp(min=0).sqrt().item()
 
 
 def by_dense_svd(states: list[State]) -> State:
-    """The product, formed in float32, and its thin SVD."""
+    """Form the product in float32 and compute its thin SVD."""
     mean = sum((x[B] @ x[A] for x in states[1:]), states[0][B] @ states[0][A]) / len(states)
     u, values, v = torch.linalg.svd(mean, full_matrices=False)
     roots = values[:RANK].sqrt()
@@ -142,7 +145,7 @@ def by_dense_svd(states: list[State]) -> State:
 
 
 def by_peft(states: list[State], kind: str) -> tuple[State, list[float]]:
-    """PEFT's `add_weighted_adapter`, in a process of its own."""
+    """Run PEFT's `add_weighted_adapter` in a separate process."""
     python = apart.environment("peft")
     with tempfile.TemporaryDirectory() as folder:
         torch.save([{"a": x[A], "b": x[B]} for x in states], Path(folder) / "given.pt")
@@ -153,15 +156,15 @@ def by_peft(states: list[State], kind: str) -> tuple[State, list[float]]:
 
 
 def memory(size: int) -> dict[str, Any]:
-    """The most that one call holds, beside what one weight has."""
+    """Return the peak memory of one call, and the memory of one dense weight."""
     states = drawn("gauges", size)
-    # What the profiler loads when it is first used is not the call's.
+    # The first use of the profiler allocates memory of its own, which does not belong to the call.
     extra(lambda: None)
     return {"bytes": extra(lambda: average_adapters(states, None, RANK)), "dense": 4 * size**2}
 
 
 def whole(size: int, layers: int) -> dict[str, Any]:
-    """One call on the adapters of a whole model: four square pairs a layer, and three to and from the inner size."""
+    """Average all adapters of a model. Each layer has four square pairs, and three pairs to and from the inner size."""
     inner = round(WIDE * size)
     shapes = {"q": (size, size), "k": (size, size), "v": (size, size), "o": (size, size)}
     shapes |= {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}

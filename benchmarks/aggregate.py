@@ -1,18 +1,20 @@
-"""What users call, `aggregate` on state dicts, beside the memory's floor and beside the loops that they would write.
+"""Time of `aggregate` on state dicts, compared with a memory floor and with hand-written loops.
 
-The floor of a rule is what it has to read and write, as streams in C++ and nothing else: FedOrtho reads three models
-for its inner products, three to combine them, and writes one: 7 P words. A linear rule such as FedAsync reads three and
-writes one. Peers take the same step with the same formulas, in turns in the same run:
+The floor of a rule is the memory traffic that the rule cannot avoid, measured with streams in C++. FedOrtho reads three
+models for the inner products, reads three models for the new model, and writes one model: 7 P words. A linear rule such
+as FedAsync reads three models and writes one.
 
-- *torch*: tensor by tensor, plain expressions;
-- *foreach*: `torch._foreach_*` over the whole list;
-- *lerp, read*: `torch._foreach_lerp`, and one read of the base, which FedAsync needs for its cosine;
-- *numpy*: lists of NumPy arrays, as servers of several frameworks hold a model.
+The peers compute the same step with the same formulas. All methods run in turns in one process:
 
-Their sums are float32. *ours* returns new tensors; *ours, out=* writes into a state dict at hand, *ours, in place* into
-the current model; *ours, arrays* takes and returns lists of arrays. The last column is the most memory that a call
-held, in models. In the last lines models carry running statistics of 64 numbers each, which everybody moves halfway to
-the client's.
+- *torch*: plain expressions, tensor by tensor.
+- *foreach*: `torch._foreach_*` on lists of tensors.
+- *lerp, read*: `torch._foreach_lerp`, and one read of the base, which FedAsync needs for its cosine.
+- *numpy*: lists of NumPy arrays, as in the servers of several frameworks.
+
+The peers sum in float32. *ours* returns new tensors, *ours, out=* writes into an existing state dict, *ours, in place*
+writes into the current model, and *ours, arrays* uses lists of arrays. The last column is the peak memory of a call, in
+models. In the last rows, the models have running statistics with 64 numbers each, which all methods move halfway to the
+client's statistics.
 """
 
 import argparse
@@ -34,14 +36,14 @@ from manifoldagg.federated.rules import ASGD, AsyncBezier, FedAsync, FedGS, FedO
 HERE = Path(__file__).parent
 RATE = 0.5
 WEIGHTS = (0.25, 0.25)
-"""Of the two control points of a quadratic Bézier curve, halfway: what AsyncBezier's peers step by."""
+"""The weights of the two control points in the middle of a quadratic Bézier curve."""
 TINY = 1e-30
 Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, and how many models its inner products, then its step, have to read."""
+    """A rule, with the number of models that it reads for inner products and for the new model."""
 
     rule: Any
     gram: int
@@ -50,7 +52,7 @@ class Case:
 
     @property
     def words(self) -> int:
-        """Read and written, in models."""
+        """The number of models that are read or written."""
         return self.gram + self.combine + 1
 
 
@@ -64,7 +66,7 @@ CASES = {
 
 
 def lengths(size: int, count: int) -> list[int]:
-    """So many lengths, as those of a network: weights that grow by octaves, a vector beside each."""
+    """Return tensor sizes like those of a network: weights that grow by octaves, each followed by a vector."""
     if count == 1:
         return [size]
     half = count // 2
@@ -76,11 +78,11 @@ def lengths(size: int, count: int) -> list[int]:
     return both
 
 
-# The peers. Each takes lists of tensors, base, current and the points, and returns the new model.
+# The peers. Each takes the base, the current model and the points as lists of tensors, and returns the new model.
 
 
 def torch_loop(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: Sequence[Tensor]) -> list[Tensor]:
-    """Plain expressions, tensor by tensor; inner products are summed over the model."""
+    """Compute the step with plain expressions, tensor by tensor. Inner products are summed over the model."""
     if name == "FedAsync":
         return [c + RATE * (p - c) for c, p in zip(now, points[0], strict=True)]
     if name == "ASGD":
@@ -99,7 +101,7 @@ def torch_loop(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points
 
 
 def foreach(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same by `torch._foreach_*`, whose calls take whole lists."""
+    """Compute the step with `torch._foreach_*` on lists of tensors."""
     if name == "FedAsync":
         return torch._foreach_lerp(now, points[0], RATE)
     if name == "ASGD":
@@ -117,7 +119,7 @@ def foreach(name: str, base: Sequence[Tensor], now: Sequence[Tensor], *points: S
 
 
 def numpy_loop(name: str, base: Sequence[Any], now: Sequence[Any], *points: Sequence[Any]) -> list[Any]:
-    """Lists of arrays; dot products by BLAS."""
+    """Compute the step on lists of arrays, with dot products by BLAS."""
     if name == "FedAsync":
         return [c + RATE * (p - c) for c, p in zip(now, points[0], strict=True)]
     if name == "ASGD":
@@ -134,7 +136,7 @@ def numpy_loop(name: str, base: Sequence[Any], now: Sequence[Any], *points: Sequ
 
 
 def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Floor) -> dict[str, Step]:
-    """Every way to take the step, by name, the floor first."""
+    """Return all methods by name, with the floor first."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(size, generator=generator)
@@ -142,7 +144,7 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
     vectors = [base, *others]
     out = torch.empty(size)
     cuts = lengths(size, count)
-    # Memory of their own, as the tensors of a model have.
+    # Each tensor has separate memory, as in a model.
     split = [[piece.clone() for piece in vector.split(cuts)] for vector in vectors]
     then, now, *points = split
     models = [{f"layer{i}.weight": piece for i, piece in enumerate(model)} for model in split]
@@ -180,7 +182,7 @@ def ways(name: str, size: int, count: int, buffers: int, threads: int, floor: Fl
 def measure(
     name: str, size: int, count: int, buffers: int, threads: int, floor: Floor, repetitions: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way."""
+    """Return a row for each method."""
     torch.set_num_threads(threads)
     about = {"rule": name, "P": size, "tensors": count, "buffers": buffers, "threads": threads}
     return beside_the_first(ways(name, size, count, buffers, threads, floor), repetitions, about, 4 * size)
@@ -190,25 +192,25 @@ HEAD = f"{'rule':<12}{'P':>6}{'tensors':>8}{'buffers':>8}{'threads':>8}  {'way':
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     about = f"{row['rule']:<12}{row['P']:>6.0e}{row['tensors']:>8}{row['buffers']:>8}{row['threads']:>8}"
     return f"{about}  {row['way']:<15}{times(row)}"
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
     parser.add_argument("--tensors", type=int, nargs="+", default=[1, 42, 400])
-    parser.add_argument("--buffers", type=int, nargs="*", default=[400], help="beside the first size")
+    parser.add_argument("--buffers", type=int, nargs="*", default=[400], help="numbers of buffers, for the first size")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--name", default="aggregate")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
-    extra(lambda: None)  # the profiler's own beginnings
+    extra(lambda: None)  # the first use of the profiler allocates its own memory
     head = [f"aggregate on state dicts, float32; torch {torch.__version__}, {machine()}", HEAD]
     sizes = [int(size) for size in options.sizes]
     cells = [*product(options.rules, sizes, options.tensors, [0], options.threads)]

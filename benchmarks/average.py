@@ -1,16 +1,16 @@
-"""`average` of k models beside the memory's floor and beside how a weighted mean of state dicts is taken elsewhere.
+"""Time of `average` for k models, compared with a memory floor and with other weighted means of state dicts.
 
     python benchmarks/average.py [--sizes 1e4 1e6 1e7] [--models 2 10 30] [--repetitions 9]
 
-The floor reads k models and writes one, as streams in C++ and nothing else. In turns with it, in the same run:
+The floor reads k models and writes one, as streams in C++. All methods run in turns in one process:
 
-- *ours* returns a new state dict; *ours, out=* writes into a state dict at hand;
-- *gathered*: the same mean by `karcher`, of points into which a space gathers each model;
-- *torch*: tensor by tensor, a sum of products, as it is written in most loops;
-- *foreach*: `torch._foreach_*` over whole lists, into one accumulator;
-- *flower*: `flwr.server.strategy.aggregate.aggregate`, on lists of arrays, what its strategies call.
+- *ours* returns a new state dict, and *ours, out=* writes into an existing state dict.
+- *gathered*: the same mean by `karcher`, after each model has been copied into one vector.
+- *torch*: a sum of products, tensor by tensor.
+- *foreach*: `torch._foreach_*` on lists of tensors, with one accumulator.
+- *flower*: `flwr.server.strategy.aggregate.aggregate` on lists of arrays.
 
-The sums of the last three are in float32. The last column is the most memory that a call held, in models.
+The last three methods sum in float32. The last column is the peak memory of a call, in models.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from manifoldagg.averaging import karcher
 
 HERE = Path(__file__).parent
 MOST = 3 * 10**8
-"""More entries than that are not averaged: the models, and what others make of them, are to fit a small machine."""
+"""The largest total number of entries. Larger cells are skipped, so that the benchmark fits a small machine."""
 HEAD = f"{'P':>6}{'tensors':>8}{'models':>7}{'threads':>8}  {'way':<10}{TIMES}"
 
 
 def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str, Callable[[], Any]]:
-    """Every way to take the mean, by name, the floor first."""
+    """Return all methods by name, with the floor first."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(size, generator=generator) for _ in range(k)]
     into = torch.empty(size)
     cuts = lengths(size, count)
-    # Memory of their own, as the tensors of a model have.
+    # Each tensor has separate memory, as in a model.
     models = [{f"layer{i}.weight": piece.clone() for i, piece in enumerate(v.split(cuts))} for v in vectors]
     samples = [10 + i for i in range(k)]
     shares = [n / sum(samples) for n in samples]
@@ -77,30 +77,30 @@ def ways(size: int, count: int, k: int, threads: int, floor: Floor) -> dict[str,
 
 
 def measure(size: int, count: int, k: int, threads: int, repetitions: int) -> list[dict[str, Any]]:
-    """A row for each way. A memory profile slows down its process by up to 1.6 times, so the process must be new."""
+    """Measure all methods in a new process, because a memory profile slows its process down by up to 1.6 times."""
     torch.set_num_threads(threads)
     about = {"P": size, "tensors": count, "models": k, "threads": threads}
     rows = beside_the_first(ways(size, count, k, threads, Floor()), repetitions, about, 4 * size)
-    first = next(rows)  # The times of all ways are known now.
+    first = next(rows)  # Now the times of all methods are known.
     extra(lambda: None)  # The first profile of a process counts memory of the profiler itself.
     return [first, *rows]
 
 
 def measured(cells: Iterable[tuple[int, ...]], repetitions: int) -> Iterator[dict[str, Any]]:
-    """The rows of all cells, each of which is measured in a process of its own."""
+    """Measure each cell of the table in a separate process."""
     for cell in cells:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             yield from pool.submit(measure, *cell, repetitions).result()
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     about = f"{row['P']:>6.0e}{row['tensors']:>8}{row['models']:>7}{row['threads']:>8}"
     return f"{about}  {row['way']:<10}{times(row)}"
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7])
     parser.add_argument("--tensors", type=int, nargs="+", default=[42, 400])

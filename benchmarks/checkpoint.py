@@ -1,18 +1,17 @@
-"""What a checkpoint costs, and what it costs the updates beside it.
+"""Cost of checkpoints and of the journal.
 
-A server has so many clients, each with something kept for it and a ticket that is out. `receive` is timed alone and
-while checkpoints are written without a pause, in turns; seconds are those of a clock on the wall. Where there are as
-many cores as threads the difference is memory traffic and the interpreter's lock, which the writer takes for the many
-small values of tickets and clients. `the call` is what `receive` spends on a checkpoint itself: taking the record, and
-copying the average where there is one.
+The benchmark has three tables:
 
-The second table has what a journal costs a `receive`. In turns, a server without a journal and a server with one
-receive the same update, and as many bytes as a record has are appended to a file and synced (with `"always"`). The
-lower bound is the sum of the first and the third. A dispatch is journaled as well, and not timed. Each round has new
-files, because the file system writes some files several times faster than others.
-
-The third table has what a resume from a journal costs. The lower bound reads the file once and lets a server without a
-journal receive the same updates.
+- Checkpoints: a server has a given number of clients, each with a client state and a ticket in flight. `receive` is
+  timed without checkpoints, and while checkpoints are written continuously. Both variants run in turns, in wall-clock
+  time. The difference is memory traffic, and the global interpreter lock that the writer needs for many small values.
+  The column `call ms` is the time that `receive` itself spends on a checkpoint.
+- Journal: a server without a journal and a server with a journal receive the same update in turns. The lower bound is
+  the time without a journal, plus the time to append the same number of bytes to a file and to sync the file (with
+  `"always"`). A dispatch is also written to the journal, but not timed. Each round uses new files, because the file
+  system writes some files several times faster than others.
+- Recovery: the time to resume from a journal. The lower bound reads the file once, and lets a server without a journal
+  receive the same updates.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from manifoldagg.manifolds import Flat
 HERE = Path(__file__).parent
 FEW = 10
 HEAD = (
-    "       P  clients  average      MB  write s   MB/s  resume s  call ms  receive ms    p99  beside ms    p99    most"
+    "       P  clients  average      MB  write s   MB/s  resume s  call ms  receive ms    p99  during ms    p99    most"
 )
 
 
@@ -48,7 +47,7 @@ RESUMED = "       P  updates       MB    read s   apply s   resume s   x bound"
 
 
 def filled(size: int, clients: int, average: bool) -> Server:
-    """A server that has something kept for everybody, and as many tickets out."""
+    """Return a server with a client state and a ticket in flight for each client."""
     space = Flat(size)
     averaging = SWA(space) if average else None
     server = Server(space, AsyncFedED(0.5), torch.zeros(size), weights="uniform", averaging=averaging)
@@ -61,7 +60,7 @@ def filled(size: int, clients: int, average: bool) -> Server:
 
 
 def seconds_of(server: Server, limit: float) -> list[float]:
-    """Seconds of each `receive` for so long."""
+    """Return the wall-clock time of each `receive` within a given duration, in seconds."""
     answer = Payload(torch.rand(1, server.space.shape[0]), 1)
     taken = []
     end = time.perf_counter() + limit
@@ -74,7 +73,7 @@ def seconds_of(server: Server, limit: float) -> list[float]:
 
 
 def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, float]:
-    """A line of the table."""
+    """Return a row of the checkpoint table."""
     server = filled(size, clients, average)
     stop = threading.Event()
     writes: list[float] = []
@@ -123,7 +122,7 @@ def measured(size: int, clients: int, average: bool, limit: float) -> dict[str, 
 
 
 def journaled(size: int, fsync: str, rounds: int, repetitions: int, folder: Path) -> dict[str, Any]:
-    """A line of the second table: medians in seconds, and the ratio to the lower bound."""
+    """Return a row of the journal table: medians in seconds, and the ratio to the lower bound."""
     payload = Payload(torch.rand(1, size), 1)
     taken: dict[str, list[float]] = {"without": [], "journal": [], "write": []}
     for turn in range(rounds):
@@ -166,7 +165,7 @@ def journaled(size: int, fsync: str, rounds: int, repetitions: int, folder: Path
 
 
 def resumed(size: int, updates: int, folder: Path) -> dict[str, Any]:
-    """A line of the third table, in seconds."""
+    """Return a row of the recovery table, in seconds."""
     space, rule = Flat(size), AsyncFedED(0.5)
     journal = Journal(folder / "lines", "batch")
     written = Server(space, rule, torch.zeros(size), durability=Durability(journal=journal))
@@ -199,14 +198,16 @@ def resumed(size: int, updates: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a table, and write it and its numbers into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e5, 1e6, 1e7])
-    parser.add_argument("--clients", type=float, nargs="+", default=[1e5], help="with models of P = 10^4")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each time of a line")
-    parser.add_argument("--rounds", type=int, default=5, help="with new files each, for journals")
-    parser.add_argument("--updates", type=int, default=10_000, help="in the journal that is resumed")
-    parser.add_argument("--folder", type=Path, help="for journals, on the disk that is meant; a temporary one")
+    parser.add_argument(
+        "--clients", type=float, nargs="+", default=[1e5], help="numbers of clients, with models of P = 10^4"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="the duration of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the journal table, each with new files")
+    parser.add_argument("--updates", type=int, default=10_000, help="updates in the journal of the recovery table")
+    parser.add_argument("--folder", type=Path, help="the folder for journals; by default a temporary folder")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)

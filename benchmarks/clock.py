@@ -1,7 +1,7 @@
-"""Events a second of every scheduler, without training: one event is a completion and the next dispatch.
+"""Events per second of every scheduler, without training. One event is a completion and the next dispatch.
 
-All clients have a task in flight from the start. Time is that of the processor, in turns, so that a noisy moment of
-the machine meets all of them.
+All clients have a task in flight from the start. The table shows processor time. The schedulers run in turns, so that a
+disturbance of the machine affects all of them.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Events = Iterator[None]
 
 
 def heap(clients: int) -> Events:
-    """What the others cannot do without: one number drawn, one pop and one push."""
+    """The lower bound: one random number, one pop and one push per event."""
     draw = generator().random
     events = [(draw(), client) for client in range(clients)]
     heapq.heapify(events)
@@ -54,7 +54,7 @@ def heap(clients: int) -> Events:
 
 
 def again_and_again(scheduler: IndependentClients[int] | PriorityScheduler[int], clients: int) -> Events:
-    """Clients that get the same work again whenever they have done it; it is 1 to 20 units."""
+    """Clients that receive the same task again after each completion. A task takes 1 to 20 units of time."""
     for client in range(clients):
         scheduler.dispatch(client, 1.0 + client % 20)
     while True:
@@ -64,17 +64,17 @@ def again_and_again(scheduler: IndependentClients[int] | PriorityScheduler[int],
 
 
 def independent(delay: Delay, clients: int) -> Events:
-    """Clients that share a distribution."""
+    """Clients with independent delays from the same distribution."""
     return again_and_again(IndependentClients(dict.fromkeys(range(clients), delay), generator()), clients)
 
 
 def priority(clients: int) -> Events:
-    """Two workers and a queue of all clients but two."""
+    """Two workers, and a queue of all other clients."""
     return again_and_again(PriorityScheduler(clients, generator()), clients)
 
 
 def network(clients: int) -> Events:
-    """As many tasks as clients, routed alike, rates over a decade."""
+    """A Jackson network with as many tasks as clients, uniform routing, and rates that span one decade."""
     rates = np.logspace(-1, 0, clients)
     scheduler = JacksonNetwork(np.full(clients, 1 / clients), rates, generator(), concurrency=clients)
     for _ in range(clients):
@@ -86,7 +86,7 @@ def network(clients: int) -> Events:
 
 
 def participation(clients: int) -> Events:
-    """Exponential delays, and clients that fail once in 1000 tasks; a change is an event as well."""
+    """Exponential delays, and clients that fail once in 1,000 tasks. A change of availability is an event as well."""
     changes = churn(range(clients), Exponential(10_000.0), Exponential(1000.0), 300.0, generator())
     scheduler = AvailabilityTrace(IndependentClients(Exponential(10.0), generator()), changes, available=range(clients))
     for client in range(clients):
@@ -99,7 +99,7 @@ def participation(clients: int) -> Events:
 
 
 def replay(clients: int) -> Events:
-    """The trace of independent clients again, and again from the start when it is over."""
+    """The recorded trace of `independent`, which repeats after its end."""
     scheduler: IndependentClients[int] = IndependentClients(Exponential(10.0), generator())
     for client in range(clients):
         scheduler.dispatch(client, 1.0)
@@ -117,12 +117,12 @@ def replay(clients: int) -> Events:
 
 
 def generator() -> np.random.Generator:
-    """The same for all."""
+    """Return a random generator with a fixed seed."""
     return np.random.default_rng(0)
 
 
 def measure(events: Events, count: int) -> float:
-    """Events a second, over `count` of them."""
+    """Return the number of events per second, measured over `count` events."""
     started = time.process_time()
     for _ in range(count):
         next(events)
@@ -130,10 +130,10 @@ def measure(events: Events, count: int) -> float:
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10_000)
-    parser.add_argument("--events", type=int, default=20_000, help="in a row, in each repetition")
+    parser.add_argument("--events", type=int, default=20_000, help="consecutive events in each repetition")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

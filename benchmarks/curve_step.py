@@ -1,18 +1,18 @@
-"""What a step of learning a curve costs beside a plain step of the same model on the same batch.
+"""Cost of one step of curve fitting, compared with a plain training step of the same model on the same batch.
 
-Five ways to take a step with Adam, in turn in one process, the ratios repetition by repetition:
+Five methods take steps with Adam, in turns in one process. Ratios are computed for each repetition:
 
-- *plain*: the network alone, forward, backward, step.
+- *plain*: forward pass, backward pass and step of the network alone.
 - *local*: the trainer `Local`, whose steps are those of `fit` in its first phase.
-- *path*: the trainer `Trajectory`, which fits a curve to these steps; its ratio is to those of *local*.
-- *ours*: `fit`, whose optimiser works on flat control points: draw S, form the model at S, forward and backward through
-  `functional_call`, hand the gradient to the control points, step.
-- *layers*: the other way to do it: every layer holds each of its control points as a Parameter and mixes them at every
-  forward; autograd follows the mixing.
+- *path*: the trainer `Trajectory`, which fits a curve to these steps. Its ratio is relative to *local*.
+- *ours*: `fit`, whose optimiser works on flat control points. A step samples S, forms the model at S, calls
+  `functional_call`, and passes the gradient to the control points.
+- *layers*: each layer stores its control points as parameters and mixes them in every forward pass. Autograd
+  differentiates the mixing.
 
-The ends rest in the last two. Memory is that of a linear model so wide that its activations are small beside it: the
-most that all tensors held at once (parameters, control points, gradients, moments of Adam, scratch), also in units of
-one model.
+The end points are fixed in the last two methods. Memory is measured for a wide linear model with small activations. It
+is the peak size of all tensors: parameters, control points, gradients, moments of Adam and scratch memory. The table
+shows bytes and multiples of one model.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Make = Callable[[], nn.Sequential]
 
 
 class CurveLayer(nn.Module):
-    """A layer whose weights lie on a curve: its control points are its own Parameters, mixed at every forward."""
+    """A layer whose weights are a point on a curve. The control points are parameters of the layer."""
 
     def __init__(self, layer: nn.Module, degree: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CurveLayer(nn.Module):
             delattr(layer, name)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The layer at the place that `weights` say."""
+        """Apply the layer at the point of the curve with these Bernstein weights."""
         for name in self.names:
             mixed = sum(w * self.points[f"{name}{i}"] for i, w in enumerate(self.weights))
             setattr(self.layer, name, mixed)
@@ -67,7 +67,7 @@ class CurveLayer(nn.Module):
 
 
 def cnn() -> nn.Sequential:
-    """Two convolutions and two dense layers for 28 x 28 grey images."""
+    """A network with two convolutions and two dense layers for 28 x 28 grey images."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -83,12 +83,12 @@ def cnn() -> nn.Sequential:
 
 
 def wide() -> nn.Sequential:
-    """4 million parameters and few activations."""
+    """A network with 4 million parameters and few activations."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
 
 
 def descend(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[], None] = lambda: None) -> Step:
-    """Steps of Adam on the parameters of `model` that learn."""
+    """Take steps of Adam on the trainable parameters of `model`."""
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=RATE)
     losses: list[float] = []
 
@@ -105,12 +105,12 @@ def descend(model: nn.Module, batch: tuple[Tensor, Tensor], prepare: Callable[[]
 
 
 def plain(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
-    """Steps of the network alone."""
+    """Take steps of the network alone."""
     return descend(make(), batch)
 
 
 def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
-    """Steps of `fit` in its second phase."""
+    """Take steps of `fit` in its second phase."""
     model = make()
     space = ParameterSpace.of(model)
     curve = Bezier(space, degree)
@@ -124,7 +124,7 @@ def ours(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
 
 
 def trained(trainer: clients.Local, make: Make, batch: tuple[Tensor, Tensor]) -> Step:
-    """Steps of a trainer from the model as it is made."""
+    """Take steps of a trainer from the initial model."""
     model = make()
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
@@ -138,17 +138,17 @@ def trained(trainer: clients.Local, make: Make, batch: tuple[Tensor, Tensor]) ->
 
 
 def local(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
-    """Steps of `Local`."""
+    """Take steps of `Local`."""
     return trained(clients.Local(rate=RATE), make, batch)
 
 
 def path(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
-    """Steps of `Trajectory`."""
+    """Take steps of `Trajectory`."""
     return trained(clients.Trajectory(rate=RATE, degree=degree), make, batch)
 
 
 def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
-    """Steps of a network of `CurveLayer`s."""
+    """Take steps of a network of `CurveLayer`s."""
     model = make()
     curve = Bezier(ParameterSpace.of(model), degree)
     wrapped = nn.Sequential(*(CurveLayer(m, degree) if list(m.parameters()) else m for m in model))
@@ -164,18 +164,18 @@ def layers(make: Make, batch: tuple[Tensor, Tensor], degree: int) -> Step:
 
 WAYS = {"plain": plain, "local": local, "path": path, "ours": ours, "layers": layers}
 BESIDE = dict.fromkeys(WAYS, "plain") | {"path": "local"}
-"""What the time of each is a multiple of."""
+"""The reference of each ratio."""
 
 
 def seconds(steps: Step, count: int) -> float:
-    """Of processor time that one of `count` steps takes: what else the machine does counts less."""
+    """Return the processor time per step in seconds. Processor time is less sensitive to other programs."""
     started = time.process_time()
     steps(count)
     return (time.process_time() - started) / count
 
 
 def peak(make: Callable[[], Step]) -> int:
-    """The most bytes that tensors held during three steps, from the allocator's own record."""
+    """Return the peak memory of all tensors during three steps in bytes, as recorded by the allocator."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         make()(3)
@@ -185,14 +185,14 @@ def peak(make: Callable[[], Step]) -> int:
 
 
 def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a step of each way, and its ratio to the way beside which it stands, of the same repetition."""
+    """Return the milliseconds per step of each method, and the ratio to its reference in the same repetition."""
     batch = torch.rand(options.batch, 1, 28, 28), torch.randint(10, (options.batch,))
     ways = {name: way(cnn, batch, degree) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for steps in ways.values():
         steps(options.steps)
     for turn in range(options.repetitions):
-        # No way always runs first.
+        # Each repetition starts with another method.
         first = turn % len(ways)
         names = list(ways)[first:] + list(ways)[:first]
         for name in names:
@@ -207,7 +207,7 @@ def timing(degree: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(degree: int) -> dict[str, Any]:
-    """Bytes at the peak of each way for the wide model, and how many of its models these are."""
+    """Return the peak memory of each method for the wide model, in bytes and in models."""
     batch = torch.rand(1, WIDTH), torch.randint(WIDTH, (1,))
     size = 4 * sum(p.numel() for p in wide().parameters())
     most = {name: peak(partial(way, wide, batch, degree)) for name, way in WAYS.items()}
@@ -215,10 +215,10 @@ def memory(degree: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=31)
-    parser.add_argument("--steps", type=int, default=20, help="in a row, in each repetition")
+    parser.add_argument("--steps", type=int, default=20, help="consecutive steps in each repetition")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--degrees", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

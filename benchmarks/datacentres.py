@@ -1,15 +1,15 @@
-"""Four data centres at speeds 1 : 2 : 4 : 8 train a transformer on what their speakers say, with outer optimisers.
-
-Whole speakers of a text of plays are dealt to four workers, so that each has about as much. A worker fetches the model,
-makes as many steps of AdamW as any other, and what it has moved goes to an outer optimiser. All methods have as many
-answers, so as many tokens. Synchronous ones wait for the slowest worker, so that a second table has the loss when as
-much virtual time has gone as the asynchronous methods take.
-
-An outer rate and a momentum are chosen for each method, of seven trials each, on a seed that no other run uses and on
-samples that are nobody's test set. Then come the test seeds. Every run that is done is a row of `datacentres.jsonl`,
-and is not done again; the tables are made of the rows that there are.
+"""Outer optimizers in four data centres with speeds 1 : 2 : 4 : 8, which train a transformer on a text of plays.
 
     python benchmarks/datacentres.py --data tinyshakespeare/
+
+The speakers of the plays are split over four workers so that each worker has about the same amount of text. A worker
+receives the model, takes a fixed number of AdamW steps, and returns its displacement to an outer optimizer. All methods
+have the same number of updates, and therefore of tokens. A synchronous method waits for the slowest worker. The second
+table shows the loss after the same virtual time.
+
+The outer rate and the momentum of each method are selected from seven pairs, on a seed and samples that are not used
+for testing. Each finished run is one line of `datacentres.jsonl` and is not repeated. The tables are computed from the
+finished runs.
 """
 
 import argparse
@@ -41,18 +41,20 @@ TEST_SEEDS = range(5)
 
 @dataclass(frozen=True)
 class Size:
-    """What a run is.
+    """The settings of a run.
 
     Attributes:
-        arrivals: of all workers; a multiple of what arrives in the slowest one's time, and of the workers.
-        steps: of a worker, before it answers.
-        rate: of AdamW, which begins anew with every task.
-        batch: sequences a step.
-        length: characters of a sequence.
-        width: of the transformer.
-        layers: likewise.
-        eval_every: answers between two looks at the loss.
-        share: of the text, held out for tests; and of the rest, for the choice of rates.
+        arrivals: the number of updates of all workers. It must be a multiple of the number of workers, and of the
+            number of updates during one task of the slowest worker.
+        steps: the number of local steps per update.
+        rate: the learning rate of AdamW, whose state is reset for each task.
+        batch: the number of sequences per step.
+        length: the number of characters per sequence.
+        width: the width of the transformer.
+        layers: the number of layers of the transformer.
+        eval_every: the number of updates between two evaluations.
+        share: the fraction of the text that is held out for testing. The same fraction of the remaining text is used to
+            select rates.
     """
 
     arrivals: int = 120
@@ -72,13 +74,13 @@ QUICK = Size(arrivals=16, steps=2, batch=4, length=16, width=16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An outer optimiser.
+    """An outer optimizer.
 
     Attributes:
-        make: its rule, of an outer rate and a momentum.
-        trials: pairs of them to choose from.
-        baseline: whether it is one of those that the others are compared with.
-        trainer: what a worker does; `Local` unless given.
+        make: a function that returns the rule for an outer rate and a momentum.
+        trials: the pairs of outer rate and momentum to select from.
+        baseline: whether the optimizer is a baseline of the comparison.
+        trainer: the trainer of a worker. The default is `Local`.
     """
 
     make: Callable[[float, float], Any]
@@ -88,12 +90,12 @@ class Candidate:
 
 
 def plain(rate: float, **options: Any) -> dict[str, Any]:
-    """The rate of a rule that weighs each worker by its share of the data, about one in four."""
+    """Return a rule whose rate is adapted to weights of about one in four."""
     return {"rate": WORKERS * rate, **options}
 
 
 def asynchronous(rate: float, beta: float) -> rules.Momentum:
-    """DiLoCo's outer step at every arrival."""
+    """Return DiLoCo's outer step, applied to each update on arrival."""
     return rules.Momentum(rules.ASGD(**plain(rate)), beta, nesterov=True)
 
 
@@ -103,7 +105,7 @@ ALONE = [(0.2, 0.2), (0.1, 0.5), (0.15, 0.5), (0.3, 0.5), (0.03, 0.9), (0.06, 0.
 AHEAD = [(0.2, 0.5), (0.35, 0.5), (0.5, 0.5), (0.1, 0.9), (0.15, 0.9), (0.25, 0.9), (0.6, 0.9)]
 STILL = [(rate, 0.0) for rate in (0.15, 0.25, 0.3, 0.4, 0.5, 0.65, 1.0)]
 ALONG = [(rate, 0.0) for rate in (0.05, 0.1, 0.15, 0.25, 0.4, 0.65, 1.0)]
-"""Of `conflict_free_prefix`, which wants less; 0.3 and 0.5, rows of the file too, lost more."""
+"""The rates of `conflict_free_prefix`, whose best rate is smaller. The rates 0.3 and 0.5 had higher losses."""
 
 CANDIDATES: Mapping[str, Candidate] = {
     "synchronous DiLoCo": Candidate(
@@ -124,11 +126,11 @@ CANDIDATES: Mapping[str, Candidate] = {
     ),
     "no correction": Candidate(lambda rate, beta: rules.ASGD(**plain(rate)), STILL),
 }
-"""By name; each has as many trials, and where there is no momentum all of them are rates."""
+"""The optimizers by name. All have the same number of trials. Without momentum, all trials are rates."""
 
 
 def by_speaker(labels: Any, clients: int, generator: np.random.Generator, *, user_ids: np.ndarray) -> list[np.ndarray]:
-    """Whole speakers, in a random order, each to whoever has least so far."""
+    """Assign whole speakers in random order, each to the worker with the least text so far."""
     speakers, owner, sizes = np.unique(user_ids, return_inverse=True, return_counts=True)
     held = np.zeros(clients)
     worker = np.zeros(len(speakers), np.int64)
@@ -139,7 +141,7 @@ def by_speaker(labels: Any, clients: int, generator: np.random.Generator, *, use
 
 
 def federation(data: Path, size: Size, seed: int, *, tuning: bool) -> FederatedDataset:
-    """The four workers; for a choice of rates with other held-out samples."""
+    """Return the four workers. For the selection of rates, the held-out samples differ from the test samples."""
     learned = load_dataset(
         f"shakespeare:{data},length={size.length}", f"transformer:width={size.width},layers={size.layers},heads=2"
     )
@@ -155,10 +157,10 @@ def federation(data: Path, size: Size, seed: int, *, tuning: bool) -> FederatedD
 
 
 def trained(name: str, rate: float, beta: float, made: FederatedDataset, size: Size) -> Row:
-    """One run: the loss in nats a character, by answers, virtual time and tokens."""
+    """Run one training, and return the loss in nats per character by updates, virtual time and tokens."""
     candidate = CANDIDATES[name]
     trainer = candidate.trainer(steps=size.steps, optimizer=torch.optim.AdamW, rate=size.rate)
-    # In units of a step of the fastest worker.
+    # The unit of time is one step of the fastest worker.
     speeds = {worker: Deterministic(2.0 ** (WORKERS - 1 - worker)) for worker in range(WORKERS)}
     started = time.process_time()
     log: list[Row] = []
@@ -182,16 +184,16 @@ def trained(name: str, rate: float, beta: float, made: FederatedDataset, size: S
 
 
 def loss_of(row: Row, time: float = math.inf) -> float:
-    """The last loss until a virtual time."""
+    """Return the last loss up to a virtual time."""
     losses = [entry["loss"] for entry in row["log"] if entry["time"] <= time]
     return math.inf if not losses or losses[-1] is None else float(losses[-1])
 
 
 class Rows(Runs):
-    """The runs that are done."""
+    """Finished runs of this benchmark."""
 
     def chosen(self, name: str) -> Row | None:
-        """The trial with the lowest loss, once all are done."""
+        """Return the trial with the lowest loss, if all trials are finished."""
         trials = [
             self.found(method=name, rate=rate, momentum=beta, seed=TUNED_ON) for rate, beta in CANDIDATES[name].trials
         ]
@@ -199,7 +201,7 @@ class Rows(Runs):
         return min(done, key=loss_of) if len(done) == len(trials) else None
 
     def tests(self, name: str) -> dict[int, Row]:
-        """By seed."""
+        """Return the test runs by seed."""
         best = self.chosen(name)
         if best is None:
             return {}
@@ -209,7 +211,7 @@ class Rows(Runs):
 
 
 def work(data: Path, size: Size, rows: Rows, names: Sequence[str], seeds: Sequence[int]) -> None:
-    """What is not done yet: all trials, then all methods of one seed after another."""
+    """Yield the missing runs: first all trials, then all methods for one seed after another."""
 
     def once(made: FederatedDataset, name: str, rate: float, beta: float) -> None:
         key = {"method": name, "rate": rate, "momentum": beta, "seed": made.seed}
@@ -231,13 +233,13 @@ def work(data: Path, size: Size, rows: Rows, names: Sequence[str], seeds: Sequen
 
 
 def best_baseline(scores: Mapping[str, Mapping[int, float]]) -> str:
-    """The one with the lowest mean."""
+    """Return the baseline with the lowest mean loss."""
     means = {name: mean_ci(list(found.values())).value for name, found in scores.items() if CANDIDATES[name].baseline}
     return min(means, key=lambda name: means[name])
 
 
 def less(scores: Mapping[str, Mapping[int, float]], other: str) -> dict[str, MeanCI]:
-    """By method how much more it loses than another one, over the seeds that both have."""
+    """Return the difference of the losses of each method and a reference, over the seeds that both have."""
     reference = scores.get(other, {})
     pairs = {
         name: [found[seed] - reference[seed] for seed in found if seed in reference]
@@ -248,14 +250,14 @@ def less(scores: Mapping[str, Mapping[int, float]], other: str) -> dict[str, Mea
 
 
 def said(mean: MeanCI | None) -> str:
-    """A mean with the half of its interval."""
+    """Format a mean with half the width of its confidence interval."""
     if mean is None:
         return "-"
     return f"{mean.value:.4f}" if mean.half_width is None else f"{mean.value:.4f} +- {mean.half_width:.4f}"
 
 
 def table(rows: Rows, size: Size) -> list[str]:
-    """What is known by now."""
+    """Return the tables of the finished runs."""
     tests = {name: rows.tests(name) for name in CANDIDATES}
     tests = {name: found for name, found in tests.items() if found}
     tokens = size.arrivals * size.steps * size.batch * size.length
@@ -303,16 +305,16 @@ def table(rows: Rows, size: Size) -> list[str]:
 
 
 def main() -> None:
-    """Do what is not done yet, and print the tables."""
+    """Run the benchmark, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, help="the text of plays, or its folder; without it only the tables are made"
+        "--data", type=Path, help="the text of plays, or its folder; without this option, only the tables are printed"
     )
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(TEST_SEEDS))
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a tiny run that tests the script")
     parser.add_argument(
-        "--out", type=Path, help="a folder: results beside this file, or with --quick build/datacentres"
+        "--out", type=Path, help="the output folder; by default benchmarks/results, or build/datacentres with --quick"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The floor that other benchmarks stand on: vectors streamed through the processor, and nothing else done with them."""
+"""The memory floor of other benchmarks: vectors are streamed through the processor without other work."""
 
 import ctypes
 import subprocess
@@ -10,11 +10,11 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("streams.cpp")
 STREAMS = 32
-"""As many vectors as one stream takes."""
+"""The maximum number of vectors of one stream."""
 
 
 class Floor:
-    """Streams in C++, built on the spot, over contiguous float32 vectors of one length."""
+    """Streams in C++ over contiguous float32 vectors of the same length, compiled at construction."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -24,17 +24,17 @@ class Floor:
             self.library = ctypes.CDLL(str(library))
 
     def read(self, vectors: Sequence[Tensor], threads: int) -> None:
-        """Read each once."""
+        """Read each vector once."""
         self.library.streams_read(*_listed(vectors), ctypes.c_int64(vectors[0].numel()), ctypes.c_int64(threads))
 
     def read_write(self, vectors: Sequence[Tensor], out: Tensor, threads: int) -> None:
-        """Read each once and write one."""
+        """Read each vector once and write one vector."""
         size = ctypes.c_int64(out.numel())
         target = ctypes.c_void_p(out.data_ptr())
         self.library.streams_read_write(*_listed(vectors), target, size, ctypes.c_int64(threads))
 
     def multiply_add(self, count: int, threads: int) -> None:
-        """Multiply and add float64 numbers in registers, so often on each thread."""
+        """Multiply and add float64 numbers in registers, `count` times on each thread."""
         self.library.streams_multiply_add(ctypes.c_int64(count), ctypes.c_int64(threads))
 
 

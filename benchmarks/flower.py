@@ -52,13 +52,13 @@ HERE = Path(__file__).parent
 NODES = 8
 TENSORS = 10
 FAST, SLOW = 0.3, 3.0
-"""Seconds that a task takes."""
+"""The duration of a task, in seconds."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long it may take."""
+    """The settings that determine the duration."""
 
     parameters: tuple[int, ...]
     rounds: tuple[int, ...]
@@ -72,11 +72,12 @@ QUICK = Size(parameters=(10**5, 10**6), rounds=(6, 6), turns=3, seeds=2, most=20
 
 
 class Nodes(Grid):
-    """Nodes in this process, each a thread; a task takes its time, or as long as it takes if that is more.
+    """Simulated nodes in this process, with one thread each. A task takes a given time, or its real time if that is
+    longer.
 
     Args:
-        client: answers a message.
-        seconds: for a task, by node; 0 for all: answers are there when they are asked for.
+        client: a function that replies to a message.
+        seconds: the duration of a task by node. With 0 for all nodes, replies are available at once.
     """
 
     def __init__(self, client: Callable[[Message], RecordDict], seconds: tuple[float, ...]) -> None:
@@ -89,28 +90,27 @@ class Nodes(Grid):
         self.marks: list[int] = []
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._ended.set()
         self._threads.shutdown(cancel_futures=True)
 
     def set_run(self, run: Any) -> None:
-        """Of no run."""
+        """Do nothing."""
 
     @property
     def run(self) -> Any:
-        """None."""
+        """Raise an error, because the strategies do not use this property."""
         raise NotImplementedError
 
     def create_message(self, *args: Any, **named: Any) -> Message:
-        """Not asked for any more."""
+        """Raise an error, because the strategies do not use this method."""
         raise NotImplementedError
 
     def get_node_ids(self) -> Iterable[int]:
-        """All."""
         return range(1, len(self._seconds) + 1)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """To their threads."""
+        """Pass messages to the threads of their nodes."""
         self.marks.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         pushed = []
         for message in messages:
@@ -132,11 +132,11 @@ class Nodes(Grid):
         self._answers[message.metadata.message_id] = Message(content, reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Those that are there."""
+        """Return the available replies."""
         return [self._answers.pop(name) for name in list(message_ids) if name in self._answers]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Wait for all, looking as often as Flower's does."""
+        """Wait for all replies, with Flower's polling interval."""
         waited = set(self.push_messages(messages))
         answers: list[Message] = []
         while waited:
@@ -148,7 +148,7 @@ class Nodes(Grid):
 
 
 def ours(**options: Any) -> Strategy:
-    """Asynchronous FedAsync."""
+    """Return an asynchronous strategy with FedAsync."""
     strategy = Asynchronous(
         FedAsync(0.5), updates=NODES, min_available_nodes=NODES, fraction_evaluate=0.0, min_evaluate_nodes=0, **options
     )
@@ -156,7 +156,7 @@ def ours(**options: Any) -> Strategy:
 
 
 def flowers() -> Strategy:
-    """Flower's FedAvg."""
+    """Return Flower's FedAvg."""
     return FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
 
 
@@ -164,21 +164,21 @@ def flowers() -> Strategy:
 
 
 def model_of(parameters: int, seed: int) -> ArrayRecord:
-    """So many numbers in so many tensors."""
+    """Return a model with a given number of parameters and tensors."""
     generator = torch.Generator().manual_seed(seed)
     width = parameters // TENSORS
     return ArrayRecord({f"{i}.weight": 0.02 * torch.randn(width, generator=generator) for i in range(TENSORS)})
 
 
 def strategies() -> dict[str, Strategy]:
-    """New ones, that look for answers at once."""
+    """Return new strategies that poll without a pause."""
     mine = ours()
     mine.poll_interval = 0.0
     return {"Asynchronous": mine, "FedAvg": flowers()}
 
 
 def one(name: str, parameters: int, rounds: int) -> tuple[float, float, list[int]]:
-    """Seconds on the wall and of the processor, and page faults so far at every push."""
+    """Return wall-clock seconds, processor seconds and page faults at every push."""
     arrays, trained = model_of(parameters, 0), model_of(parameters, 1)
     metrics = MetricRecord({"num-examples": 1})
     nodes = Nodes(lambda message: RecordDict({"arrays": trained, "metrics": metrics}), (0.0,) * NODES)
@@ -191,12 +191,12 @@ def one(name: str, parameters: int, rounds: int) -> tuple[float, float, list[int
 
 
 def copied(name: str, parameters: int, rounds: int) -> float:
-    """Bytes an update, in a process of its own, whose memory is new at every block."""
-    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: faults are of small pages
-    ballast = [bytes(16_000) for _ in range(4_000)]  # fills what is free in the heap, which comes before new pages
+    """Return the number of copied bytes per update. A separate process allocates every block on new pages."""
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE, so that each fault is one small page
+    ballast = [bytes(16_000) for _ in range(4_000)]  # fills free heap memory, which would be used before new pages
     marks = one(name, parameters, rounds + 2)[2]
     del ballast
-    # The first tasks of all nodes and the last ones are left out.
+    # The first and the last tasks of all nodes are not counted.
     quarter = len(marks) // 4
     part = marks[quarter : len(marks) - quarter]
     per_push = (part[-1] - part[0]) / (len(part) - 1)
@@ -205,7 +205,7 @@ def copied(name: str, parameters: int, rounds: int) -> float:
 
 
 def server_part(size: Size) -> list[Row]:
-    """Both strategies, at every size."""
+    """Measure both strategies for every size."""
     rows: list[Row] = []
     for parameters, rounds in zip(size.parameters, size.rounds, strict=True):
         names = list(strategies())
@@ -237,10 +237,10 @@ def server_part(size: Size) -> list[Row]:
 
 
 def server_lines(rows: list[Row]) -> list[str]:
-    """Their table."""
+    """Return the lines of the table."""
     lines = [
-        f"{NODES} nodes that answer at once; bytes copied also as multiples of the model's, 4 a parameter",
-        "parameters  strategy       updates/s  ms an update  / FedAvg (aim 3)      MB copied  models",
+        f"{NODES} nodes that reply at once; copied bytes also as multiples of the model, 4 bytes per parameter",
+        "parameters  strategy       updates/s   ms / update  / FedAvg (aim 3)      MB copied  models",
     ]
     for row in rows:
         compared = "" if row["ratio"] is None else spread(row["ratio"])
@@ -256,7 +256,7 @@ def server_lines(rows: list[Row]) -> list[str]:
 
 
 def straggler_part(size: Size) -> list[Row]:
-    """The time until the model is good enough, of both, seed for seed."""
+    """Measure the time until the target accuracy for both strategies, with the same seeds."""
     names = ["Asynchronous", "FedAvg"]
     seen: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
     target = load_dataset("digits").target
@@ -276,11 +276,11 @@ def straggler_part(size: Size) -> list[Row]:
 
 
 class Enough(Exception):
-    """The model is good enough."""
+    """Exception that ends a run when the model has reached the target accuracy."""
 
 
 def time_to(target: float, name: str, seed: int, most: int) -> tuple[float, int]:
-    """Seconds and updates until a model gets so much right."""
+    """Return the seconds and updates until a model reaches the target accuracy."""
     digits = load_dataset("digits")
     exam = np.random.default_rng(seed).permutation(len(digits.labels))[:360]
     held = np.setdiff1d(np.arange(len(digits.labels)), exam)
@@ -332,7 +332,7 @@ def time_to(target: float, name: str, seed: int, most: int) -> tuple[float, int]
 
 
 def straggler_lines(rows: list[Row]) -> list[str]:
-    """Their table."""
+    """Return the lines of the table."""
     lines = [
         f"{NODES} nodes, a task takes {FAST:g} s, on one of them {SLOW:g} s; until {rows[0]['target']:.0%} are right",
         "strategy       seconds  updates  FedAvg / ours (aim 3)",
@@ -347,15 +347,17 @@ MADE = {"server": (server_part, server_lines), "straggler": (straggler_part, str
 
 
 def main() -> None:
-    """Print the tables, and write them and their numbers into a folder; parts that are left out stay as they were."""
+    """Run the benchmark, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(MADE), choices=list(MADE))
-    parser.add_argument("--quick", action="store_true", help="small and inexact; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="small sizes and inexact results; write nothing")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--copied", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # else Flower makes no messages
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
+        1  # Flower requires these values to create messages
+    )
     logging.getLogger("flwr").setLevel(logging.ERROR)
     if options.copied:
         name, parameters, rounds = options.copied

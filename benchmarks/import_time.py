@@ -1,4 +1,7 @@
-"""What the public names of `manifoldagg` cost beside `import torch`: fresh processes in turn, ratios pair by pair."""
+"""Import time of the public names of `manifoldagg`, compared with `import torch`.
+
+New processes run in turns, and ratios are computed for pairs of processes.
+"""
 
 import argparse
 import statistics
@@ -10,18 +13,18 @@ from timing import ratio
 
 
 def seconds(statement: str) -> float:
-    """The wall-clock time of a Python process that runs `statement`."""
+    """Return the wall-clock time of a Python process that runs `statement`."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", statement], check=True)
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Print medians and quartiles."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=11)
     pairs = parser.parse_args().pairs
-    everything = "from manifoldagg import *"  # the package loads a name when it is touched
+    everything = "from manifoldagg import *"  # names are loaded on first access
     seconds(everything)
     torch, ours = [], []
     for _ in range(pairs):

@@ -1,9 +1,9 @@
-"""`gram` and `combine` of k rows, beside what the machine allows: its memory and its multiplications.
+"""Time of `gram` and `combine` for k rows, compared with the limits of the machine.
 
-`combine` has to read k vectors of P entries and to write one; its limit is a stream that does no more. `gram` has to
-read k vectors and to multiply and add k(k + 1)/2 float64 numbers an entry; its limit is the slower of the two, a stream
-that reads and a loop that multiplies in registers. All are taken in turns; seconds are those of the processor on all
-threads, and a share is the limit's time by the kernel's.
+The limit of `combine` is a stream that reads k vectors with P entries and writes one vector. The limit of `gram` is the
+slower of two loops: a stream that reads k vectors, and k(k + 1)/2 float64 multiplications and additions per entry in
+registers. All calls run in turns. Times are processor times over all threads. A share is the time of the limit divided
+by the time of the kernel.
 """
 
 import argparse
@@ -26,10 +26,10 @@ MULTIPLICATIONS = 24_000_000
 
 
 def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int, floor: Floor, repetitions: int) -> Any:
-    """One line of the table for `gram`, one for `combine`."""
+    """Return one row for `gram` and one row for `combine`."""
     k = len(rows)
     size = out.numel()
-    # What a stream adds does not matter: 16-bit numbers are read as half as many of 32.
+    # The sums of a stream are not used, so two 16-bit numbers are read as one 32-bit number.
     read = [row.view(torch.float32) for row in (rows if minus is None else [*rows, minus])]
     groups = [read[i : i + STREAMS] for i in range(0, len(read), STREAMS)]
     target = out.view(torch.float32)
@@ -75,7 +75,7 @@ def measure(rows: list[Tensor], minus: Tensor | None, out: Tensor, threads: int,
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     return (
         f"{row['dtype']:<9}{row['P']:>6.0e}{row['threads']:>8}{row['k']:>4}  {row['kernel']:<8}{row['GB/s']:>7.1f} "
@@ -84,13 +84,15 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e7])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
-    parser.add_argument("--others", type=int, nargs="+", default=[2, 4, 8], help="rows in dtypes after the first")
+    parser.add_argument(
+        "--others", type=int, nargs="+", default=[2, 4, 8], help="numbers of rows, for all dtypes after the first"
+    )
     parser.add_argument("--minus", action="store_true", help="subtract one vector from all rows")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", "--output", type=Path, default=HERE / "results")

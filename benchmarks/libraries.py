@@ -1,8 +1,8 @@
-"""What it costs to go without a compiler: `gram` and `combine` by torch, and by the libraries of a wheel for Linux.
+"""Time of `gram` and `combine` without a C++ compiler: by PyTorch, and by the libraries of a Linux wheel.
 
-Both beside the library that is built on the machine for its own processor, in turns in one run; a ratio is a time by
-that library's, of the processor on one thread. `--wheel dist/*manylinux*.whl` says which wheel: `make release` builds
-it.
+The reference is the library that is compiled on the machine for its own processor. All libraries run in turns in one
+process, on one thread. A ratio is a processor time divided by the time of the reference. The option
+`--wheel dist/*manylinux*.whl` selects the wheel, which `make release` builds.
 """
 
 import argparse
@@ -29,11 +29,11 @@ HEAD = f"{'dtype':<10}{'P':>6}{'k':>4}  {'kernel':<9}{'by':<11}{'ratio':>7} {'qu
 
 
 def libraries(wheel: Path | None, folder: Path) -> dict[str, CDLL]:
-    """The one built here, and those of the wheel that this processor can run, by what they are called."""
+    """Return the reference and the libraries of the wheel that this processor supports, by name."""
     path = folder / "own.so"
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise SystemExit("a C++ compiler is wanted here: what goes without one is compared with what it builds")
+        raise SystemExit("compiler: expected a C++ compiler, which builds the reference library")
     cpu._build(compiler, path)
     found = {OWN: cpu._load(path)}
     if wheel is not None:
@@ -47,7 +47,7 @@ def libraries(wheel: Path | None, folder: Path) -> dict[str, CDLL]:
 
 
 def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call with this library, or with torch alone."""
+    """Return the call with a library, or with PyTorch alone."""
 
     def made() -> Any:
         set_backend("reference" if library is None else "cpu")
@@ -58,7 +58,7 @@ def by(library: CDLL | None, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def measure(found: dict[str, CDLL], size: int, repetitions: int) -> Iterator[dict[str, Any]]:
-    """A row for each kernel and each way but the one built here."""
+    """Return a row for each kernel and each library except the reference."""
     ways: dict[str, CDLL | None] = {**found, TORCH: None}
     for dtype in DTYPES:
         for k in ROWS:
@@ -88,14 +88,14 @@ def measure(found: dict[str, CDLL], size: int, repetitions: int) -> Iterator[dic
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     where = f"{row['dtype']:<10}{row['P']:>6.0e}{row['k']:>4}  {row['kernel']:<9}{row['by']:<11}"
     return f"{where}{row['ratio']:>7.2f} {spread:>15}"
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--size", type=float, default=2e6)

@@ -1,18 +1,26 @@
-"""A million messages, most of them bad: what gets in, what it costs, and whether the server grows.
+"""A load test of the server with a million messages, most of which are invalid.
 
-Messages are values, as a host that has unpacked them hands them to `receive`, and bytes, as they come from a network:
-`wire.ticket_of`, then `receive` with `wire.unpack`. They are valid, replayed, late, for tickets or from clients that
-nobody knows; their numbers are none, or huge, of other shapes and dtypes, missing, of classes with code of their own;
-bytes are cut, altered, forged, declare sizes that nobody has, or hold what would fill the memory.
+The benchmark checks which messages are accepted, measures the cost of a message, and checks that the memory of the
+server does not grow. Messages are passed to `receive` as Python values, or as bytes through `wire.ticket_of` and
+`wire.unpack`. They contain these faults, among others:
 
-Three servers get them: one in turns; one from four threads, with a bound on who waits; one with a journal and
-checkpoints, which then goes on from its files. Beside each a second server is told by nobody but the events of the
-first: it gets what was taken, in that order. At the end both must know the same, to the last bit.
+- replayed and late messages, unknown tickets and unknown clients
+- NaN, infinite and huge numbers, wrong shapes and dtypes, missing fields, and objects whose methods fail
+- truncated, altered and forged bytes, huge declared sizes, and compression bombs
 
-The table has how many came of each kind, how many of them were taken, and what a message costs, in seconds of the
-processor, making it left out. It fails where an exception comes out of `receive`, where what must be refused is taken
-or the other way round, where the two servers differ, where files stay open, and where memory of the process is `BOUND`
-above what it was after the first twentieth. The picture has that memory.
+Three servers receive messages: one from a single thread; one from four threads, with a limit on the queue; and one with
+a journal and checkpoints, which then resumes from its files. Next to each server, a second server receives only the
+accepted updates, in the order of the first server's events. At the end, the states of both servers must be
+bit-identical.
+
+The table shows the number of messages and of accepted messages of each kind, and the processor time per message without
+its construction. The plot shows the resident memory. The benchmark fails in these cases:
+
+- `receive` raises an exception.
+- An invalid message is accepted, or a valid message is rejected.
+- The states of the two servers differ.
+- Files remain open.
+- The memory of the process exceeds its value after the first twentieth of the messages by more than `BOUND`.
 """
 
 import argparse
@@ -64,27 +72,28 @@ from manifoldagg.tensor_file import dumps, with_length
 
 HERE = Path(__file__).parent
 BOUND = 128e6
-"""Bytes by which the process may be larger at any time than after the first twentieth: each of four threads may hold
-what comes of a header of two megabytes, the longest here."""
+"""The largest growth of the process in bytes, relative to its size after the first twentieth of the messages.
+
+Each of four threads may hold a parsed header of two megabytes, the longest header of this benchmark."""
 FEW = 8
-"""So many more files may be open at the end than before."""
+"""The largest number of additional open files at the end."""
 CLIENTS = 50
 POOL = 40
-"""Tickets that a source of messages holds: which one is answered next is drawn."""
+"""The number of tickets of a message source. The next ticket to use is drawn at random."""
 STALE = 30
-"""Versions after which nothing is taken any more."""
+"""The largest staleness of an accepted update, in versions."""
 TIMEOUT = 50.0
 ROUND = 500
-"""Messages between two looks at memory, and at what the second server has to be told."""
+"""The number of messages between two measurements, and between two updates of the second server."""
 FREED = torch.ones(1, 990)
 FREED.untyped_storage().resize_(0)
 NONE = (FREED, torch.nested.nested_tensor([torch.ones(990)], layout=torch.jagged))
-"""Tensors that have no values, or no shape."""
+"""Tensors without values or without a shape."""
 TAKEN, REFUSED, AGAIN, EITHER = "taken", "refused", "the receipt again", "either"
 
 
 class Seconds:
-    """A clock that shows what it is set to."""
+    """A clock that returns a settable time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,7 +103,7 @@ class Seconds:
 
 
 class Hostile(Mapping):  # type: ignore[type-arg]
-    """A mapping whose code fails, each method in another way."""
+    """A mapping whose methods raise different exceptions."""
 
     def __getitem__(self, name: str) -> Any:
         raise RecursionError(name)
@@ -110,7 +119,7 @@ class Hostile(Mapping):  # type: ignore[type-arg]
 
 
 class Odd(float):
-    """A number that is another one each time."""
+    """A number that has a different value at each access."""
 
     def __float__(self) -> float:
         raise KeyError("float")
@@ -120,7 +129,7 @@ class Odd(float):
 
 
 class Equal:
-    """Equals everything, and has a hash that fails."""
+    """An object that equals everything and whose hash raises an exception."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -131,7 +140,7 @@ class Equal:
 
 @dataclass(frozen=True)
 class Sent:
-    """A message: on which ticket, what it brings, from whom if anybody says, and what must become of it."""
+    """A message: its ticket, its content, the client if declared, and the expected result."""
 
     ticket: Any
     brought: Any
@@ -141,7 +150,7 @@ class Sent:
 
 
 def model() -> torch.nn.Module:
-    """990 parameters and three buffers."""
+    """Return a model with 990 parameters and three buffers."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))
 
@@ -154,7 +163,7 @@ LIMITS = ServerLimits(
 def made(
     space: ParameterSpace, clock: Seconds, limits: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> Server:
-    """A server with everything on, and with some limits replaced."""
+    """Return a server with all features, with some limits replaced."""
     return Server.of(
         model(),
         MasFL(),
@@ -166,11 +175,11 @@ def made(
 
 
 class Twin:
-    """A server that gets what another one has taken, in that order, and nothing else.
+    """A second server that receives only the accepted updates of a first server, in the same order.
 
     Args:
-        server: the other.
-        own: this one.
+        server: the first server.
+        own: the second server.
     """
 
     def __init__(self, server: Server, own: Server) -> None:
@@ -181,7 +190,7 @@ class Twin:
         server.on_event(self._events.append)
 
     def catch_up(self) -> None:
-        """Do all that was done meanwhile; nobody calls the other now."""
+        """Replay all events since the last call. The first server must be idle."""
         events = [*self._events]
         self._events.clear()
         starts = defaultdict(list)
@@ -189,13 +198,13 @@ class Twin:
             if isinstance(event, Dispatched):
                 starts[event.start_version].append(event)
         for event in events:
-            # Who left while an update was under way started from what was there before it.
+            # A client that was dispatched during an update started from the version before this update.
             for left in starts.pop(self.own.version, ()):
                 self._names[left.ticket] = self.own.dispatch(left.client).id
             if isinstance(event, Accepted):
                 receipt = self.own.receive(self._names.pop(event.ticket), self.brought.pop(event.ticket))
                 if repr(receipt) != repr(event.receipt):
-                    raise RuntimeError(f"the receipt was {event.receipt}, and is {receipt}")
+                    raise RuntimeError(f"receipt: expected {event.receipt}, got {receipt}")
             elif isinstance(event, Dropped | Expired) or (isinstance(event, Rejected) and event.is_final):
                 self.own.drop(self._names.pop(str(event.ticket)))
         for left in starts.pop(self.own.version, ()):
@@ -205,7 +214,7 @@ class Twin:
 
 
 def known(server: Server) -> bytes:
-    """All that a server knows, but for what nobody else could: ids, refusals, and where it keeps it."""
+    """Return the state of a server without identifiers, rejections and storage locations."""
     tree: dict[str, Any] = dict(server.snapshot().tree())
     for name in ("options", "clock", "time", "closed_tickets", "rejected", "journal"):
         del tree[name]
@@ -216,11 +225,11 @@ def known(server: Server) -> bytes:
 
 
 class Source:
-    """Makes messages, one after another.
+    """A generator of messages.
 
     Args:
-        server: that they are for.
-        seed: of what is drawn.
+        server: the server that receives the messages.
+        seed: the seed of the random numbers.
     """
 
     def __init__(self, server: Server, space: ParameterSpace, seed: int) -> None:
@@ -262,17 +271,17 @@ class Source:
         }
 
     def fill(self) -> None:
-        """Tickets for everybody."""
+        """Dispatch tickets to all clients."""
         for client in range(CLIENTS):
             self.tickets.append(self.server.dispatch(client))
 
     def next(self) -> tuple[str, Sent]:
-        """A message and its kind."""
+        """Return the kind of the next message, and the message."""
         (name,) = self.random.choices([*self.kinds], [often for often, _ in self.kinds.values()])
         return name, self.kinds[name][1]()
 
     def ticket(self) -> Ticket:
-        """One of those that are out, which stays in the pool until `used`."""
+        """Return a random ticket in flight. The ticket stays in the pool until `used` is called."""
         while len(self.tickets) < POOL:
             try:
                 self.tickets.append(self.server.dispatch(self.random.randrange(CLIENTS)))
@@ -284,18 +293,18 @@ class Source:
         return self.random.choice(self.tickets)
 
     def used(self, ticket: str, receipt: Receipt) -> None:
-        """An update was taken on a ticket."""
+        """Record that an update on a ticket was accepted."""
         self.lost(ticket)
         self.answered.append((ticket, repr(receipt)))
 
     def lost(self, ticket: str) -> None:
-        """A ticket has ended."""
+        """Record that a ticket has ended."""
         self.tickets = [one for one in self.tickets if one.id != ticket]
 
-    # What is right.
+    # Valid messages.
 
     def payload(self, ticket: Ticket) -> Payload:
-        """As a client would send it."""
+        """Return a valid payload."""
         message = ticket.message
         move = self.random.choice(self.moves)
         return Payload(
@@ -307,7 +316,7 @@ class Source:
         )
 
     def odd(self, ticket: Ticket) -> Payload:
-        """Right, though its tensors lie oddly in memory, or know a derivative."""
+        """Return a valid payload whose tensors have unusual strides or require gradients."""
         right = self.payload(ticket)
         points = right.points
         wide = torch.stack([points, points], -1)
@@ -315,25 +324,25 @@ class Source:
         return replace(right, points=self.random.choice(ways), samples=np.int64(right.samples))
 
     def value(self, make: Callable[[Ticket], Any], expected: str) -> Sent:
-        """A message that is handed on as a value."""
+        """Return a message with a Python value."""
         ticket = self.ticket()
         return Sent(ticket.id, make(ticket), expected)
 
     def bytes_of(self, make: Callable[[Ticket], Payload], expected: str, **options: Any) -> Sent:
-        """A message that comes as bytes."""
+        """Return a message with the bytes of a value."""
         ticket = self.ticket()
         return self.sent(wire.pack(make(ticket), ticket=ticket, **options), expected)
 
     def sent(self, data: bytes, expected: str) -> Sent:
-        """Bytes as they come."""
+        """Return a message with the given bytes."""
         return Sent(None, partial(wire.unpack, data), expected, data=data)
 
     def data(self, **options: Any) -> bytearray:
-        """Bytes of a payload that is right."""
+        """Return the bytes of a valid payload."""
         ticket = self.ticket()
         return bytearray(wire.pack(self.payload(ticket), ticket=ticket, **options))
 
-    # What comes on a ticket that is none.
+    # Messages on invalid tickets.
 
     def again(self) -> Sent:
         if not self.answered:
@@ -372,7 +381,7 @@ class Source:
         ticket = self.old.popleft()
         return Sent(ticket.id, self.payload(ticket), REFUSED)
 
-    # What is wrong with values.
+    # Faults in values.
 
     def numbers(self, ticket: Ticket) -> Payload:
         right = self.payload(ticket)
@@ -432,7 +441,7 @@ class Source:
         ways = (None, 3, {}, [], "payload", Payload, Receipt(True, "", 1), self.ticket(), lambda: None, dict, fails)
         return Sent(self.ticket().id, self.random.choice(ways), REFUSED)
 
-    # What is wrong with bytes.
+    # Faults in bytes.
 
     def cut(self) -> Sent:
         data = self.data(compress=self.random.random() < 0.3)
@@ -493,7 +502,7 @@ class Source:
         return self.sent(with_length(json.dumps(lines).encode()) + data[8 + length :], REFUSED)
 
     def bombs(self) -> Sent:
-        """Few bytes that say that they are many, and of which many come."""
+        """Return a message with few bytes that expand to many bytes, or that declare a huge size."""
         ticket = self.ticket()
         told = self.random.choice((4 * 10**5, 4 * 10**6, 4 * 10**9, 4 * 10**12))
         zeros = zstandard.ZstdCompressor(1).compress(bytes(4 * 10**6))
@@ -523,7 +532,7 @@ class Source:
         return self.sent(wire.pack(self.random.choice(some), ticket=ticket), REFUSED)
 
     def headers(self) -> Sent:
-        """Those that take long to read, were they read."""
+        """Return a message whose header would take long to parse."""
         data = self.data()
         length = int.from_bytes(data[:8], "little")
         lines = json.loads(data[8 : 8 + length])
@@ -535,16 +544,16 @@ class Source:
 
 
 def framed_header(data: bytes | bytearray) -> bytes:
-    """The JSON before the tensors."""
+    """Return the JSON header of packed bytes."""
     return bytes(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
 class Intake:
-    """Hands messages to a server, as a host would, and looks what becomes of them.
+    """A host that passes messages to a server and checks the results.
 
     Args:
-        server: that gets them.
-        twin: that is told what was taken.
+        server: the server that receives the messages.
+        twin: the second server, which receives the accepted updates.
     """
 
     def __init__(self, server: Server, twin: Twin) -> None:
@@ -556,7 +565,7 @@ class Intake:
         self.taken: dict[str, int] = defaultdict(int)
 
     def hand(self, source: Source, kind: str, sent: Sent) -> None:
-        """Hand one on."""
+        """Pass one message to the server."""
         told = {}
         if isinstance(sent.client, tuple) and sent.client[0] == "client":
             told = {"client": sent.client[1]}
@@ -591,10 +600,10 @@ class Intake:
             source.used(ticket, receipt)
         if receipt.reason.startswith(("ticket: expired", "ticket: unknown", "staleness")) and type(ticket) is str:
             source.lost(ticket)
-            # Its time was over, whatever it brought.
+            # The ticket had expired, so a valid message is rejected as well.
             busy = busy or sent.expected == TAKEN
         if sent.expected == AGAIN and repr(receipt) != sent.client[1]:
-            self.faults.append(f"{kind}: another receipt, {receipt}")
+            self.faults.append(f"{kind}: expected the original receipt, got {receipt}")
         if (sent.expected == TAKEN and not receipt.accepted and not busy) or (
             sent.expected == REFUSED and receipt.accepted
         ):
@@ -602,18 +611,18 @@ class Intake:
         if not receipt.accepted and not (
             receipt.reason and len(receipt.reason) < 1000 and receipt.reason.isprintable()
         ):
-            self.faults.append(f"{kind}: a reason that nobody can read: {receipt.reason[:300]!r}")
+            self.faults.append(f"{kind}: expected a printable reason, got {receipt.reason[:300]!r}")
 
 
 class Look:
-    """Memory and open files after so many messages."""
+    """Measurements of memory and open files by number of messages."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int, str]] = []
         self.count = 0
 
     def at(self, messages: int, part: str) -> None:
-        """Look, after so many more."""
+        """Measure after a further number of messages."""
         self.count += messages
         self.rows.append((self.count, resident(), descriptors(), part))
 
@@ -621,7 +630,10 @@ class Look:
 def flooded(
     part: str, messages: int, look: Look, threads: int = 1, seconds: float = math.inf, **options: Any
 ) -> Intake:
-    """A server with so many messages, or for so many seconds, held against its twin; it is closed afterwards."""
+    """Send messages to a server, compare the server with its twin, and close both servers.
+
+    The function stops after the given number of messages or seconds.
+    """
     space = ParameterSpace.of(model())
     clock = Seconds()
     update = replace(LIMITS.update, max_staleness=STALE)
@@ -641,8 +653,8 @@ def flooded(
     twin = Twin(server, made(space, Seconds(), {"update": update}))
     intake = Intake(server, twin)
     sources = [Source(server, space, seed) for seed in range(threads)]
-    # Each client contributes once, because a weight depends on the tickets of clients that have not, and a twin gets
-    # these in another order.
+    # Each client first contributes one update. The weights depend on the tickets of clients without an update, and the
+    # twin dispatches these tickets in another order.
     for client in range(CLIENTS):
         ticket = server.dispatch(client)
         twin.brought[ticket.id] = sources[0].payload(ticket)
@@ -661,7 +673,7 @@ def flooded(
         if threads == 1:
             work(sources[0], count)
         else:
-            # What goes wrong in a thread comes out here, and all that count are handed on.
+            # `result` raises the exceptions of the threads.
             with ThreadPoolExecutor(threads) as pool:
                 shares = [(count + i) // threads for i in range(threads)]
                 done = [pool.submit(work, one, share) for one, share in zip(sources, shares, strict=True)]
@@ -673,7 +685,7 @@ def flooded(
         twin.catch_up()
         look.at(count, part)
     if known(server) != known(twin.own):
-        intake.faults.append(f"{part}: the server knows something else than one that got the valid messages alone")
+        intake.faults.append(f"{part}: the state differs from that of a server that received only the valid messages")
     server.close()
     if "durability" in options:
         del server
@@ -687,18 +699,18 @@ def flooded(
             durability=Durability(journal=options["durability"].journal),
         )
         if known(back) != known(twin.own):
-            intake.faults.append(f"{part}: the server that goes on from its files knows something else")
+            intake.faults.append(f"{part}: the state of the resumed server differs")
         back.close()
-    # Nobody needs them any more, and they would count for what the next one holds.
+    # Without this, the memory of both servers would count for the next part.
     del intake.server, intake.twin
     return intake
 
 
 def main() -> None:
-    """Print the table, write it, its numbers and the picture; fail at any fault."""
+    """Print the table, write the results and the plot, and fail if there is a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=float, default=1e6)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no longer than that")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="the maximum duration in seconds")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -729,10 +741,11 @@ def main() -> None:
     head = f"floods of messages, P = 990; torch {torch.__version__}, {machine()}"
     lines = [
         head,
-        f"{look.count} messages in {whole:.0f} s with all that makes them; resident memory {megabytes(warm[0]):.0f} MB "
-        f"after a twentieth, at most {megabytes(grew):.1f} MB more, of {megabytes(BOUND):.0f}; {left} more files open",
+        f"{look.count} messages in {whole:.0f} s including their construction; "
+        f"resident memory {megabytes(warm[0]):.0f} MB after a twentieth, "
+        f"growth {megabytes(grew):.1f} MB of at most {megabytes(BOUND):.0f}; {left} more open files",
         "",
-        "kind                       came    taken   median us  quartiles        a second",
+        "kind                       sent accepted   median us  quartiles        a second",
     ]
     rows = []
     first = intakes["in turns"]
@@ -744,7 +757,7 @@ def main() -> None:
         rows.append({"kind": kind, "came": came, "taken": taken, "median": middle, "quartiles": [low, high]})
         mean = statistics.fmean(alone) if alone else math.nan
         lines.append(f"{kind:<22} {came:>8} {taken:>8} {middle:>11.0f}  {low:>5.0f} - {high:<8.0f} {1e6 / mean:>9.0f}")
-    lines += ["", "part              messages a second of the processor"]
+    lines += ["", "part              messages per processor second"]
     for part, intake in intakes.items():
         seconds = [second for kind in intake.seconds.values() for second in kind]
         lines.append(f"{part:<17} {len(seconds) / sum(seconds):>10.0f}")
@@ -766,7 +779,7 @@ def main() -> None:
 
 
 def draw(look: Look, warm: float, path: Path) -> None:
-    """Memory over the messages, and the bound."""
+    """Plot the memory over the number of messages, with the bound."""
     figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
     for part, colour in (("in turns", "#0072b2"), ("four threads", "#e69f00"), ("journal", "#009e73")):

@@ -1,12 +1,14 @@
-"""exp, log, transport and means beside geoopt and pymanopt on equal batches: time, and error against 40 digits.
+"""Time and error of exp, log, transport and means, compared with geoopt and pymanopt on equal batches.
 
     python benchmarks/manifolds.py [--repetitions 15] [--out benchmarks/results/manifolds]
 
-A time is that of the processor for one call on the whole batch, on one thread; the ratio is ours / theirs over
-interleaved repetitions (median and quartiles; below 1 is faster). An error is the largest, over tangents of lengths
-1e-7, 1e-3, 0.1, 1 and far (3 on the sphere, 1.4 on Grassmann, 2 elsewhere), of |result - exact| / |exact| in
-coordinates, exact being mpmath's at 40 digits for the same float64 input. Matrices are orthonormal to
-rounding only, so that a log of length 1e-7 is known to some 1e-9 there, whatever the formula.
+A time is the processor time of one call on the whole batch, on one thread. The ratio is ours / theirs over interleaved
+repetitions, as median and quartiles. A ratio below 1 means that this library is faster.
+
+An error is the largest value of |result - exact| / |exact| in coordinates, over tangents of lengths 1e-7, 1e-3, 0.1, 1
+and far (3 on the sphere, 1.4 on Grassmann, 2 elsewhere). The exact value is computed by mpmath with 40 digits from the
+same float64 input. Matrices are orthonormal only up to rounding, so a log of length 1e-7 is determined to about 1e-9 on
+these spaces, for any formula.
 """
 
 import argparse
@@ -51,7 +53,7 @@ OPERATIONS = ("exp", "log", "transport")
 
 @dataclass(frozen=True)
 class Case:
-    """A space, its peer's calls by operation, and the 40-digit references by operation."""
+    """A space, with the calls of the peer and the 40-digit references by operation."""
 
     name: str
     peer: str
@@ -63,7 +65,7 @@ class Case:
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "manifolds")
@@ -83,7 +85,7 @@ def main() -> None:
 
 
 def measured(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
-    """A row for each operation that the peer has, and one for our mean."""
+    """Return a row for each operation that the peer has, and a row for our mean."""
     x, y, u, v = drawn(case.space, case.batch, 0.7)
     arguments = {"exp": (x, u), "log": (x, y), "transport": (x, y, v)}
     for operation in OPERATIONS:
@@ -119,7 +121,7 @@ def measured(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Format a row of the table."""
     what = f"{row['space']:<34} {row['peer']:<9} {row['operation']:<10} {row['ours'] * 1e3:6.2f} ms"
     if "ratio" not in row:
         return f"{what} {'':>9}  {'(the residual)':<19} {row['our error']:9.1e}"
@@ -129,7 +131,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def drawn(space: Manifold, batch: int, length: float, seed: int = 0) -> tuple[Tensor, ...]:
-    """x, y = exp_x u, u and v in float64, u and v of this length."""
+    """Sample x, y = exp_x u, and tangents u and v of a given length, in float64."""
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(batch, generator=generator, dtype=torch.float64)
     axes = (1,) * len(space.shape)
@@ -141,7 +143,7 @@ def drawn(space: Manifold, batch: int, length: float, seed: int = 0) -> tuple[Te
 
 
 def error(case: Case, operation: str, call: Callable[..., Any]) -> float:
-    """The largest relative error over the lengths; a result that is not finite counts as infinite."""
+    """Return the largest relative error over the lengths. A non-finite result has an infinite error."""
     worst = 0.0
     for length in (*LENGTHS, case.far):
         x, y, u, v = drawn(case.space, 3, length, seed=7)
@@ -157,20 +159,20 @@ def error(case: Case, operation: str, call: Callable[..., Any]) -> float:
 
 
 def numpy_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A NumPy function on tensors."""
+    """Apply a NumPy function to tensors."""
     return lambda *tensors: np.asarray(function(*(t.numpy() for t in tensors)))
 
 
 def looped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one point on a batch, one after the other."""
+    """Apply a function of one point to each point of a batch."""
     return lambda *tensors: np.stack([function(*(t.numpy() for t in one)) for one in zip(*tensors, strict=True)])
 
 
 def cases() -> Iterator[Case]:
-    """What is compared."""
+    """Return all comparisons."""
     sphere = {"exp": exact.sphere_exp, "log": exact.sphere_log, "transport": exact.sphere_transport}
     peer = geoopt.Sphere()
-    # geoopt's transp is a projection: it has no parallel transport to compare.
+    # geoopt's `transp` is a projection and not a parallel transport, so it is not compared.
     yield Case("Sphere(16)", "geoopt", Sphere(16), 4096, 3.0, {"exp": peer.expmap, "log": peer.logmap}, sphere)
     ball = geoopt.PoincareBall(c=torch.tensor(1.0, dtype=torch.float64))
     calls = {"exp": lambda x, u: ball.expmap(x, u, project=False), "log": ball.logmap, "transport": ball.transp}
@@ -189,7 +191,7 @@ def cases() -> Iterator[Case]:
     calls = {"exp": cone.expmap, "log": cone.logmap, "transport": cone.transp}
     yield Case("SymmetricPositiveDefinite(6)", "geoopt", SymmetricPositiveDefinite(6), 512, 2.0, calls, digits)
     cone_ = pymanopt.SymmetricPositiveDefinite(6, k=512)
-    # Its transport is a projection: there is none to compare.
+    # The transport of the peer is a projection and not a parallel transport, so it is not compared.
     calls = {"exp": numpy_call(cone_.exp), "log": numpy_call(cone_.log)}
     yield Case("SymmetricPositiveDefinite(6)", "pymanopt", SymmetricPositiveDefinite(6), 512, 2.0, calls, digits)
     frames = geoopt.EuclideanStiefelExact()
@@ -209,7 +211,7 @@ def cases() -> Iterator[Case]:
         {"exp": exact.grassmann_exp, "log": exact.grassmann_log},
     )
     turns = pymanopt.SpecialOrthogonalGroup(5, k=512)
-    # A tangent there is xᵀu, and the metric the same.
+    # The peer represents a tangent as xᵀu, with the same metric.
     calls = {
         "exp": lambda x, u: turns.exp(x.numpy(), (x.mT @ u).numpy()),
         "log": lambda x, y: x.numpy() @ turns.log(x.numpy(), y.numpy()),

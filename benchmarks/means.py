@@ -1,11 +1,15 @@
-"""Karcher means of k models on a sphere beside the iteration on points and the plain mean: time, and error.
+"""Time and error of Karcher means of k models on a sphere, compared with two iterations and with the plain mean.
 
     python benchmarks/means.py [--size 1000000] [--repetitions 5] [--output benchmarks/results/means]
 
-A time is that of the processor for one call on one thread. `iteration` holds the points in float64; `in place` runs the
-same fixed point in the dtype of the models, as merging tools do; `plain` is the arithmetic mean, divided by its norm.
-An error is that of the point, its distance from the mean of the same models in float64, in roundings: 1 is the distance
-from that mean to its rounding to the dtype, below which no model of the dtype comes.
+A time is the processor time of one call on one thread. There are three references:
+
+- `iteration`: the fixed-point iteration, with the points in float64.
+- `in place`: the same iteration in the dtype of the models, as in tools that merge models.
+- `plain`: the arithmetic mean, divided by its norm.
+
+An error is the distance to the mean of the same models in float64. The unit is the distance from this mean to its
+rounding in the dtype of the models, so no model in this dtype has an error below 1.
 """
 
 import argparse
@@ -22,7 +26,7 @@ from manifoldagg.averaging import karcher
 from manifoldagg.manifolds import Sphere, karcher_mean
 
 SPREAD = 0.3
-"""How far each model is from one of them."""
+"""The distance of each model from the first model."""
 HEADER = (
     f"{'dtype':<9} {'k':>2} {'karcher':>9} {'iteration':>10} {'in place':>9} {'plain':>9}  "
     f"{'iteration / karcher':>19}   {'errors: karcher':>15} {'iteration':>9} {'in place':>9} {'plain':>9}"
@@ -30,7 +34,7 @@ HEADER = (
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1_000_000)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -52,7 +56,7 @@ def main() -> None:
 
 
 def measured(size: int, k: int, dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
-    """Seconds and errors of each way."""
+    """Return the seconds and the errors of each method."""
     models = drawn(size, k, dtype)
     space = Sphere(size)
     calls = {
@@ -69,7 +73,7 @@ def measured(size: int, k: int, dtype: torch.dtype, repetitions: int) -> dict[st
 
 
 def shown(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Format a row of the table."""
     seconds = row["seconds"]
     times = " ".join(f"{1e3 * seconds[name]:6.1f} ms" for name in ("karcher", "iteration", "in place", "plain"))
     errors = " ".join(f"{error:9.2f}" for error in row["errors"].values())
@@ -78,7 +82,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def drawn(size: int, k: int, dtype: torch.dtype) -> list[Tensor]:
-    """k unit vectors in the dtype, at distances of `SPREAD` from a first one."""
+    """Sample k unit vectors in the given dtype, at distances of `SPREAD` from the first vector."""
     space = Sphere(size)
     generator = torch.Generator().manual_seed(0)
     start = space.random_point(generator=generator, dtype=torch.float64)
@@ -90,12 +94,12 @@ def drawn(size: int, k: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def iterated(space: Sphere, models: list[Tensor]) -> Any:
-    """The mean by logs and exponentials of points in float64: that of a batch of one."""
+    """Compute the mean by logarithms and exponentials in float64, as the mean of a batch with one element."""
     return karcher_mean(space, torch.stack(models)[None], tolerance=1e-12 * len(models[0]) ** 0.5)
 
 
 def in_place(models: list[Tensor], steps: int = 50) -> Tensor:
-    """The same fixed point in the dtype of the models."""
+    """Compute the same fixed point in the dtype of the models."""
     mean = plain(models)
     for _ in range(steps):
         step = torch.zeros_like(mean)
@@ -114,7 +118,7 @@ def in_place(models: list[Tensor], steps: int = 50) -> Tensor:
 
 
 def plain(models: list[Tensor]) -> Tensor:
-    """The arithmetic mean, on the sphere."""
+    """Compute the arithmetic mean and normalise it."""
     mean = torch.stack(models).mean(0)
     return mean / mean.norm()
 

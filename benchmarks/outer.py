@@ -1,14 +1,18 @@
-"""An outer optimiser, `optim.Outer`, beside torch's and beside formulas written out in torch.
+"""Time of a step of `optim.Outer`, compared with PyTorch's optimizers and with hand-written formulas.
 
-On tensors like those of a network: what a step takes on the wall, in turns, as ratios with their quartiles.
+The tensors have sizes like those of a network. The benchmark measures wall-clock times in turns, and prints ratios with
+their quartiles.
 
-- *floor*: streams in C++ over what a step must touch: the gradient before anything is written, as one that is not
-  finite must not leave half a step; then gradient, parameters and momentum read, parameters and momentum written.
-- *SGD*: `torch.optim.SGD(fused=True)`, with Nesterov momentum where ours has it; it looks at nothing first.
-- *torch*: HeLoCo's formulas, tensor by tensor.
-- *workers*: k calls of `step()` by rules that wait for k, beside such a floor for each call, and beside the mean of k
-  gradients and one step of SGD, which look at nothing first.
-- The same on fewer parameters, down to a few entries a tensor, where a step is what Python costs.
+- *floor*: the memory traffic that a step cannot avoid, as streams in C++. The gradients are read before anything is
+  written, because a non-finite gradient must not cause a partial step. Then gradients, parameters and momentum are
+  read, and parameters and momentum are written.
+- *SGD*: `torch.optim.SGD(fused=True)`, with Nesterov momentum if the rule has it. This optimizer does not check the
+  gradients.
+- *torch*: the formulas of HeLoCo, tensor by tensor.
+- *workers*: k calls of `step()` with rules that wait for k updates. The references are one floor per call, and the mean
+  of k gradients with one step of SGD.
+
+The last rows have fewer parameters, down to a few entries per tensor, where the overhead of Python determines the time.
 """
 
 import argparse
@@ -34,15 +38,15 @@ RULES = {
     "HeLoCo": (HeLoCo(0.7), 3, 2),
     "DelayedNesterov": (DelayedNesterov(4), 2, 2),
 }
-"""A rule, one more than the vectors that its inner products need, and how many vectors a step writes.
+"""For each rule: the number of vectors of its inner products plus one, and the number of vectors that a step writes.
 
-Of what is kept `DelayedNesterov` reads a vector in half of its steps, two in one of four and none in the first."""
+`DelayedNesterov` reads one stored vector in half of its steps, two in a quarter, and none in the first step."""
 SMALL = 42 * 8
-"""Entries of which a step is what Python costs."""
+"""Numbers of entries for which the overhead of Python determines the time."""
 
 
 def parameters(size: int, count: int) -> list[nn.Parameter]:
-    """Parameters with gradients."""
+    """Return parameters with gradients."""
     made = [nn.Parameter(torch.randn(n)) for n in lengths(size, count)]
     for p in made:
         p.grad = 1e-3 * torch.randn(p.shape)
@@ -50,7 +54,7 @@ def parameters(size: int, count: int) -> list[nn.Parameter]:
 
 
 class Written:
-    """HeLoCo by its formulas, as one would write them: Al Asif et al. 2026, Algorithms 1 and 2."""
+    """HeLoCo as written in the paper: Al Asif et al. 2026, Algorithms 1 and 2."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -58,7 +62,7 @@ class Written:
 
     @torch.no_grad()
     def step(self) -> list[Tensor]:
-        """A step, and where workers start from."""
+        """Take a step, and compute the start model of the workers."""
         for p, m in zip(self.params, self.momentum, strict=True):
             delta: Any = p.grad
             size, length = delta.norm(), m.norm()
@@ -78,7 +82,7 @@ class Written:
 
 
 def steps(size: int, count: int, repetitions: int) -> dict[str, Any]:
-    """Each rule beside its floor and torch's optimisers."""
+    """Measure each rule, its floor and PyTorch's optimizers."""
     threads = torch.get_num_threads()
     floor = Floor()
     vectors = [torch.randn(size) for _ in range(4)]
@@ -91,9 +95,9 @@ def steps(size: int, count: int, repetitions: int) -> dict[str, Any]:
         )
 
         def least(rows: int = rows, written: int = written) -> None:
-            # Once to look at the gradient (and the momentum where the rule asks for its products); once to step.
+            # One pass checks the gradient, and reads the momentum if the rule needs inner products. One pass steps.
             floor.read(vectors[: rows - 1], threads)
-            # In place: what is written elsewhere is fetched into the cache first.
+            # The step is in place, because writes to other memory first fetch the lines into the cache.
             floor.read_write([vectors[0], vectors[2]], vectors[2], threads)
             if written > 1:
                 floor.read_write([vectors[3]], vectors[3], threads)
@@ -110,7 +114,7 @@ def steps(size: int, count: int, repetitions: int) -> dict[str, Any]:
 
 
 def workers(size: int, count: int, repetitions: int, most: int) -> dict[str, Any]:
-    """k updates and one step, beside its floor, and the mean of k gradients and a step of SGD."""
+    """Measure k updates that lead to one step, with their references."""
     found = {}
     threads = torch.get_num_threads()
     floor = Floor()
@@ -138,7 +142,7 @@ def workers(size: int, count: int, repetitions: int, most: int) -> dict[str, Any
                 peer.step()
 
             def least(k: int = k, measured: int = 1 + (name == "RadialDirectional")) -> None:
-                # Each gradient is looked at, and goes into the sum; the last one, with the sum, into the model.
+                # Each gradient is checked and added to the sum. The last gradient and the sum move the model.
                 for i in range(k):
                     floor.read(vectors[: measured if i == k - 1 else 1], threads)
                     row = vectors[2 if i == k - 1 else 3]
@@ -155,7 +159,7 @@ def workers(size: int, count: int, repetitions: int, most: int) -> dict[str, Any
 
 
 def lines(rows: dict[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the lines of the tables."""
     table = []
     for size, each in rows["steps"].items():
         head = f"{size} parameters"
@@ -182,12 +186,12 @@ def _over(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print the tables, and write them."""
+    """Run the benchmark, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=10**7)
     parser.add_argument("--tensors", type=int, default=42)
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--workers", type=int, default=32, help="the most")
+    parser.add_argument("--workers", type=int, default=32, help="the maximum number of workers")
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)

@@ -1,9 +1,8 @@
-"""Line search for the global rates of `manifoldagg compare` on the digits, on seeds that no comparison uses.
+"""Line search for the server rates of `manifoldagg compare` on the digits, with seeds that no comparison uses.
 
-It is that of `manifoldagg.experiments.tuning`, but on the held-out samples of these seeds. All methods have as many
-updates, one client's each, as in a comparison.
-
-Runs that are done are kept in `build/rates`, under all that they follow from, and are not done again.
+The search is that of `manifoldagg.experiments.tuning`, on the held-out samples of these seeds. All methods have the
+same number of updates, each from one client, as in a comparison. Finished runs are stored in `build/rates`, with all
+their settings, and are not repeated.
 """
 
 import argparse
@@ -21,7 +20,7 @@ CLIENTS = 30
 
 
 def main() -> None:
-    """Print a row for each method and rate."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default=",".join(RULES))
     parser.add_argument("--updates", type=int, default=200)

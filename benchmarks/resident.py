@@ -1,4 +1,4 @@
-"""What a process holds: memory, open files and threads, and whether they grow."""
+"""Memory, open files and threads of a process, and their growth."""
 
 import math
 import os
@@ -14,31 +14,31 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * PAGE
 
 
 def descriptors() -> int:
-    """Open files, sockets and what else has a number, but for the look itself."""
+    """Return the number of open file descriptors, without the descriptor that this call opens."""
     return len(os.listdir("/proc/self/fd")) - 1
 
 
 def threads() -> int:
-    """Threads of Python that run."""
+    """Return the number of running Python threads."""
     return threading.active_count()
 
 
 def megabytes(size: float) -> float:
-    """Bytes in units of 10^6."""
+    """Convert bytes to megabytes (10^6 bytes)."""
     return size / 1e6
 
 
 def slope(x: Sequence[float], y: Sequence[float], blocks: int = 20) -> tuple[float, float]:
-    """By how much y grows with x, and half of the interval in which that lies with 95 %.
+    """Return the slope of y over x, and half the width of its 95 % confidence interval.
 
-    A line through the means of so many blocks, one after another: neighbours depend on each other, such means
-    hardly do.
+    The function fits a line to the means of consecutive blocks. Consecutive measurements are correlated, but the means
+    of blocks are nearly independent.
     """
     blocks = min(blocks, len(x))
     if blocks < 3:

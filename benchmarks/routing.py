@@ -1,9 +1,10 @@
-"""What the exact numbers of a network of 1000 clients and 5000 tasks cost, and how they grow with both.
+"""Cost of the exact quantities of a queueing network with 1,000 clients and 5,000 tasks, and its growth.
 
     python benchmarks/routing.py [--repetitions 7] [--out benchmarks/results/routing]
 
-Times are of the processor, for one call: means with throughput, the bound H with its gradient, all covariances, and a
-million completions of a simulation (from as many as are run). Clients have rates that spread over a factor of 100.
+The table shows the processor time of one call: the means with the throughput, the bound H with its gradient, all
+covariances, and a million completions of a simulation, extrapolated from fewer completions. The rates of the clients
+span a factor of 100.
 """
 
 import argparse
@@ -22,28 +23,28 @@ COMPLETIONS = 20_000
 
 
 def problem(clients: int) -> tuple[np.ndarray, np.ndarray]:
-    """A routing and rates."""
+    """Return a routing and the rates."""
     generator = np.random.default_rng(0)
     return generator.dirichlet(np.full(clients, 5.0)), 10.0 ** generator.uniform(-1, 1, clients)
 
 
 def means(p: np.ndarray, rates: np.ndarray, tasks: int) -> float:
-    """Of a fresh network, whose values are computed once each."""
+    """Compute the means of a new network, because a network computes each value only once."""
     return ClosedNetwork(p, rates, tasks).throughput
 
 
 def covariance(p: np.ndarray, rates: np.ndarray, tasks: int) -> np.ndarray:
-    """All n² of them."""
+    """Compute all n² covariances."""
     return ClosedNetwork(p, rates, tasks).covariance
 
 
 def simulation(p: np.ndarray, rates: np.ndarray, tasks: int) -> float:
-    """From a cold start, without the exact values."""
+    """Simulate from a cold start, without computing the exact values."""
     return ClosedNetwork(p, rates, tasks).simulate(COMPLETIONS, np.random.default_rng(0), "cold").time
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, beside each other."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "routing")

@@ -1,4 +1,4 @@
-"""Runs that are kept as they are done, so that what was interrupted goes on."""
+"""A file of finished runs, from which an interrupted benchmark resumes."""
 
 import json
 from dataclasses import asdict
@@ -11,21 +11,21 @@ Row = dict[str, Any]
 
 
 class Runs:
-    """The runs that are done, a line of a file each, with the size that they are of.
+    """Finished runs, stored as one JSON line per run with the settings of the run.
 
     Args:
-        path: of the file.
-        size: a dataclass; runs of another one are not seen.
+        path: the path of the file.
+        size: a dataclass with the settings. Runs with other settings are ignored.
     """
 
     free: ClassVar[tuple[str, ...]] = ()
-    """What of the size may differ."""
+    """The settings that may differ."""
 
     def __init__(self, path: Path, size: Any) -> None:
         self._path, self._size = path, json.loads(json.dumps(asdict(size)))
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # interrupted within a line
+        if whole != text:  # the process was interrupted while it wrote a line
             path.write_text(whole)
         self._rows = [row for row in map(json.loads, whole.splitlines()) if self._fits(row["size"])]
 
@@ -34,11 +34,11 @@ class Runs:
         return {**size, **anything} == {**self._size, **anything}
 
     def found(self, **key: Any) -> Row | None:
-        """That run, if it is done."""
+        """Return the run with these values, or `None` if the run is not finished."""
         return next((row for row in self._rows if key.items() <= row.items()), None)
 
     def add(self, row: Row) -> None:
-        """Append it."""
+        """Append a finished run."""
         row = {**row, "size": self._size}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,16 +1,15 @@
-"""How long `receive` takes on a machine that has other things to do.
+"""Time of `receive` on a busy machine, with many tickets in flight, and with a large model.
 
-Clients in threads of their own dispatch and answer without end; beside them, one process a core spins, or none does.
-Seconds are those of a clock on the wall, from the call of `receive` to its return: with many clients they hold the wait
-for the updates before it. A server that hands a small model to a pool of threads waits for threads that do not get
-a core; the table shows it in the median and the 99th percentile.
+The benchmark has three tables:
 
-A second table has so many tickets out at once, each of a client of its own, and what `dispatch` and `receive` cost
-then, in seconds of the processor: of batches, taken in turns with those of a server with the fewest tickets.
-
-A third table has one client of a large model, which is handed to it by `dispatch` and comes back by `receive`, on one
-thread and beside its floor: what the rule's step has to read and write, and for the client's copy one model read and
-one written.
+- Load: clients in separate threads dispatch and return updates continuously. In half of the rows, one additional
+  process per core runs a busy loop. The table shows the wall-clock time of `receive`, which includes the wait for
+  earlier updates. If a server passes a small model to a thread pool, it waits for threads that have no core. This wait
+  is visible in the median and the 99th percentile.
+- Tickets: many tickets are in flight, each of a different client. The table shows the processor time of `dispatch` and
+  `receive`. Batches run in turns with batches of the server with the fewest tickets.
+- Large model: one client with a large model, on one thread. The floor is the memory traffic of the rule's step, and one
+  read and one write of a model for the client's copy.
 """
 
 import argparse
@@ -38,17 +37,17 @@ from manifoldagg.manifolds import Flat
 
 HERE = Path(__file__).parent
 RULES = {"FedAsync": (FedAsync(0.5), 1), "FedOrtho": (FedOrtho(0.5), 1), "AsyncBezier": (AsyncBezier(0.5), 2)}
-"""Each with how many points its clients send."""
-HEAD = "rule               P  threads  clients  beside  median ms    p99 ms  updates/s"
+"""The rules, with the number of points that their clients return."""
+HEAD = "rule               P  threads  clients    busy  median ms    p99 ms  updates/s"
 LARGE_HEAD = "rule               P      floor ms       ours ms  x floor  quartiles"
-OUT_HEAD = "tickets out        P  call        median us  of the fewest  quartiles"
+OUT_HEAD = "tickets out        P  call        median us  ratio to base  quartiles"
 BATCH = 50
-"""Calls between two looks at the clock."""
+"""The number of calls per time measurement."""
 
 
 @contextmanager
 def spinning(count: int) -> Iterator[None]:
-    """So many processes that do nothing, as fast as they can."""
+    """Start processes that run a busy loop."""
     spin = [sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(count)]
     try:
@@ -61,7 +60,7 @@ def spinning(count: int) -> Iterator[None]:
 
 
 def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[float], float]:
-    """The seconds of each `receive`, and how long all of them took together."""
+    """Return the time of each `receive`, and the total time, in seconds."""
     kind, count = RULES[rule]
     server = Server(Flat(size), kind, torch.zeros(size), weights="uniform")
     gate = threading.Barrier(clients + 1)
@@ -98,7 +97,7 @@ def seconds_of(rule: str, size: int, clients: int, limit: float) -> tuple[list[f
 
 
 def seconds_with(counts: list[int], size: int, repetitions: int = 60) -> dict[str, list[list[float]]]:
-    """Seconds of a `dispatch` and of a `receive`, for each number of tickets that are out."""
+    """Return the times of `dispatch` and `receive` for each number of tickets in flight, in seconds."""
     servers = [Server(Flat(size), FedAsync(0.5), torch.zeros(size), limits=ServerLimits(timeout=1e6)) for _ in counts]
     payload = Payload(torch.ones(1, size), 1)
     for server, count in zip(servers, counts, strict=True):
@@ -118,7 +117,7 @@ def seconds_with(counts: list[int], size: int, repetitions: int = 60) -> dict[st
 
 
 def out_at_once(counts: list[int], size: int) -> tuple[list[str], list[dict[str, object]]]:
-    """The second table: its lines and its rows."""
+    """Return the lines and the rows of the table of tickets."""
     lines = [OUT_HEAD]
     rows: list[dict[str, object]] = []
     for call, taken in seconds_with(counts, size).items():
@@ -141,7 +140,7 @@ def out_at_once(counts: list[int], size: int) -> tuple[list[str], list[dict[str,
 
 
 def with_large(size: int, repetitions: int = 9) -> tuple[list[str], list[dict[str, object]]]:
-    """The third table: its lines and its rows."""
+    """Return the lines and the rows of the table of large models."""
     torch.set_num_threads(1)
     floor = Floor()
     vectors = [torch.randn(size, generator=torch.Generator().manual_seed(i)) for i in range(6)]
@@ -174,16 +173,22 @@ def with_large(size: int, repetitions: int = 9) -> tuple[list[str], list[dict[st
 
 
 def main() -> None:
-    """Print a table, and write it and its numbers into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=["FedOrtho"], choices=list(RULES))
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e5, 1e6])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--beside", type=int, nargs="+", default=[0, os.cpu_count() or 1], help="processes that spin")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table")
-    parser.add_argument("--tickets", type=float, nargs="+", default=[10, 1e3, 1e5], help="that are out at once")
-    parser.add_argument("--large", type=float, default=1e7, help="numbers of the model in the third table")
+    parser.add_argument(
+        "--beside",
+        type=int,
+        nargs="+",
+        default=[0, os.cpu_count() or 1],
+        help="numbers of processes that run a busy loop",
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="the duration of each row")
+    parser.add_argument("--tickets", type=float, nargs="+", default=[10, 1e3, 1e5], help="numbers of tickets in flight")
+    parser.add_argument("--large", type=float, default=1e7, help="the number of parameters in the third table")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     about = f"receive under load, float32; torch {torch.__version__}, {machine()}"

@@ -1,17 +1,17 @@
-"""A server step on a flat space, beside what the memory bus allows and beside how else people write it.
+"""Time of a server step on a flat space, compared with a memory floor and with other implementations.
 
-The step is that of a curve with two control points: `gram` of v1, v2 and g, a correction's few numbers, `combine`. It
-has to read four vectors of P float32 numbers twice and to write one. The floor is that traffic and nothing else: two
-streams in C++, taken in turn with everything else in the same run.
+The step is that of a curve with two control points: `gram` of v1, v2 and g, the coefficients of a correction, and
+`combine`. It must read four vectors of P float32 numbers twice and write one vector. The floor is this memory traffic,
+as two streams in C++. All methods run in turns in one process.
 
-Beside it, with the same formulas:
+The other implementations use the same formulas, with sums in float32 and therefore fewer correct digits:
 
-- *foreach*: tensors by name, `torch._foreach_*` for differences and sums, dot products one by one;
-- *torch*: tensors by name, the plain expressions, one after the other;
-- *numpy*: a list of arrays, as the servers of several frameworks hold a model.
+- *foreach*: named tensors, with `torch._foreach_*` for differences and sums, and separate dot products.
+- *torch*: named tensors, with plain expressions.
+- *numpy*: a list of arrays, as in the servers of several frameworks.
 
-All sums of the others are float32, so they keep fewer digits. `--layout tensors` cuts P into 42 pieces as a ResNet has
-them; our backends then read and write tuples of 42 tensors, each with a Gram matrix of its own.
+The option `--layout tensors` splits P into 42 tensors like those of a ResNet. Our backends then read and write tuples
+of 42 tensors, each with a separate Gram matrix.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Step = Callable[[], Any]
 
 
 def pieces(size: int) -> list[int]:
-    """42 lengths in the proportions of a ResNet's: 21 weights that grow, 21 vectors beside them."""
+    """Return 42 tensor sizes in the proportions of a ResNet: 21 weights that grow, each followed by a vector."""
     shares = [2 ** (i / 3) for i in range(21)]
     weights = [max(1, round(size * 0.985 * share / sum(shares))) for share in shares]
     vectors = [max(1, round(size * 0.015 / 21))] * 21
@@ -47,7 +47,7 @@ def pieces(size: int) -> list[int]:
 
 
 def ours(vectors: Sequence[Row], lengths: list[int] | None, out: Row) -> Step:
-    """`gram`, the numbers of OrthoDC in Python, `combine`."""
+    """Compute the step with `gram`, the coefficients of OrthoDC in Python, and `combine`."""
     base, *points, current = vectors
     rows = (*points, current)
     correction = OrthoDC(1.0)
@@ -64,7 +64,7 @@ def ours(vectors: Sequence[Row], lengths: list[int] | None, out: Row) -> Step:
 
 
 def plain(vectors: list[list[Tensor]]) -> Step:
-    """Tensors by name, plain expressions."""
+    """Compute the step with plain expressions on named tensors."""
     base, first, second, current = vectors
 
     def step() -> list[Tensor]:
@@ -80,7 +80,7 @@ def plain(vectors: list[list[Tensor]]) -> Step:
 
 
 def foreach(vectors: list[list[Tensor]]) -> Step:
-    """Lists of tensors, the differences and sums by `torch._foreach_*`."""
+    """Compute the step with `torch._foreach_*` on lists of tensors."""
     base, first, second, current = vectors
 
     def step() -> list[Tensor]:
@@ -98,7 +98,7 @@ def foreach(vectors: list[list[Tensor]]) -> Step:
 
 
 def numpy(vectors: list[list[np.ndarray]]) -> Step:
-    """Lists of arrays."""
+    """Compute the step on lists of arrays."""
     base, first, second, current = vectors
 
     def step() -> list[np.ndarray]:
@@ -114,7 +114,7 @@ def numpy(vectors: list[list[np.ndarray]]) -> Step:
 
 
 def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
-    """Every way to take the step, by name, the floor first."""
+    """Return all methods by name, with the floor first."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(size, generator=generator)
     vectors = [base, *(base.add(torch.randn(size, generator=generator), alpha=0.01) for _ in range(3))]
@@ -142,19 +142,19 @@ def ways(size: int, layout: str, threads: int, floor: Floor) -> dict[str, Step]:
 
 
 def most_held(name: str, call: Step) -> int:
-    """The most bytes that one call held at once, by the backend of that name."""
+    """Return the peak memory of one call of a method, in bytes."""
     work_by(name)
     return extra(call)
 
 
 def work_by(name: str) -> None:
-    """Choose the backend of that name, if there is one."""
+    """Select the backend with the name of the method, if there is one."""
     if name in BACKENDS:
         set_backend(name)
 
 
 def measure(size: int, layout: str, threads: int, floor: Floor, repetitions: int) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Return a row for each method."""
     torch.set_num_threads(threads)
     calls = ways(size, layout, threads, floor)
     taken = in_turns(calls, repetitions, prepare=work_by)
@@ -180,7 +180,7 @@ def measure(size: int, layout: str, threads: int, floor: Floor, repetitions: int
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     return (
         f"{row['P']:>6.0e} {row['layout']:<8}{row['threads']:>8}  {row['way']:<10} {row['ms']:>10.4f} "
@@ -189,7 +189,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print a table and write it, and its numbers, into a folder."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e4, 1e6, 1e7, 1e8])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     floor = Floor()
-    extra(lambda: None)  # the profiler's own beginnings
+    extra(lambda: None)  # the first use of the profiler allocates its own memory
     head = [
         f"One server step, float32, two control points; torch {torch.__version__}, {machine()}",
         f"{'P':>6} {'layout':<8}{'threads':>8}  {'way':<10} {'ms':>10} {'GB/s':>7} {'x floor':>8} "

@@ -1,14 +1,18 @@
-"""How fast a federation is simulated: two processes beside one, and beside other engines; and how many clients fit.
+"""Speed of the simulator with one and two processes, compared with other engines, and its memory by number of clients.
 
-Four parts, each with its table. `run`: the demo's methods with one process and with two, beside the same training in a
-bare loop, with neither server nor course nor exam, beside a run with a checkpoint every second, and beside two such
-loops in two processes, each with half of the work: what the machine allows. `engines`: updates a second of equal work,
-FedAvg with the digits' CNN, beside Flower's own simulation engine and FLGo, each in an environment that is made here
-once, and in processes of its own; its cold start, to the end of the first round, is told apart. `clients`: what a run
-with that many clients holds, and what it costs when clients do nothing.
+The benchmark has three parts, each with a table:
 
-Peers run in a network namespace of their own (`unshare`, of util-linux): Ray, Flower's engine, listens wherever it can.
-FLGo runs in one process, in which it is fastest here: its pool of processes is made anew every round.
+- `run`: the methods of the demo with one process and with two processes. The first reference is the same training in a
+  bare loop, without server, scheduler or evaluation. Two such loops in two processes, each with half of the work, show
+  the limit of the machine. The table also shows a run with a checkpoint every second.
+- `engines`: updates per second for equal work (FedAvg with the digits' CNN), compared with Flower's simulation engine
+  and FLGo. Each engine runs in its own environment and processes. The cold start, until the end of the first round, is
+  shown separately.
+- `clients`: the memory of a run with many clients, and the time per update if clients do nothing.
+
+The peers run in a separate network namespace (`unshare` of util-linux), because Ray, which Flower's engine uses,
+listens on all interfaces. FLGo runs in one process, which is its fastest configuration, because it starts a new process
+pool in every round.
 """
 
 import argparse
@@ -58,7 +62,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """How long it may take."""
+    """The settings that determine the duration."""
 
     updates: int
     turns: int
@@ -73,7 +77,9 @@ QUICK = Size(updates=20, turns=2, rounds=3, engine_turns=2, clients=(100, 10_000
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds on the wall and of this process for each call, in turns that begin with another one each."""
+    """Return wall-clock and processor seconds of each call. The calls run in turns, and each turn starts with another
+    call.
+    """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -90,14 +96,14 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, li
 
 
 def federation() -> FederatedDataset:
-    """The demo's."""
+    """Return the federation of the demo."""
     return FederatedDataset.split(
         load_dataset("digits"), CLIENTS, partition=partial(dirichlet_partition, concentration=0.5), seed=0
     )
 
 
 def errands_of(chosen: Method, updates: int) -> list[ClientTask]:
-    """What clients are asked for in a run; neither trainer has a memory."""
+    """Return the tasks of the clients in a run. The trainers have no state."""
     errands: list[ClientTask] = []
     given = {client: count() for client in range(CLIENTS)}
     data = federation()
@@ -111,18 +117,18 @@ def errands_of(chosen: Method, updates: int) -> list[ClientTask]:
 
 
 def bare(errands: list[ClientTask]) -> int:
-    """A loop without a server."""
+    """Train in a loop without a server."""
     return sum(run_task(errand).samples for errand in errands)
 
 
 def halves(pool: Executor, errands: list[ClientTask]) -> int:
-    """Two loops that know nothing of one another."""
+    """Run two independent loops in two processes."""
     parts = [pool.submit(bare, errands[half::2]) for half in (0, 1)]
     return sum(part.result() for part in parts)
 
 
 def run_part(size: Size) -> list[Row]:
-    """One process, two, and loops without a server."""
+    """Measure runs with one process and with two processes, and loops without a server."""
     rows: list[Row] = []
     pool = processes(2)()
     folder = tempfile.TemporaryDirectory()
@@ -158,11 +164,11 @@ def run_part(size: Size) -> list[Row]:
 
 
 def run_lines(rows: list[Row]) -> list[str]:
-    """Their table."""
+    """Return the lines of the table."""
     lines = [
-        "milliseconds an update; run / loop in seconds of the processor, the other ratios on the wall",
+        "milliseconds per update; run / loop in processor time, the other ratios in wall-clock time",
         "method        loop  run, 1  run, 2  run / loop (aim 1.05)  resumable / run (aim 1.05)"
-        "  1 / 2 processes (aim 1.8)  two loops apart",
+        "  1 / 2 processes (aim 1.8)   separate loops",
     ]
     for row in rows:
         bare, one, two = (1e3 * row[f"{call} s"] / row["updates"] for call in ("bare", "one", "two"))
@@ -178,7 +184,7 @@ def run_lines(rows: list[Row]) -> list[str]:
 
 
 def engine(script: str, python: Path | str, path: Path, *, alone: bool = False) -> Row:
-    """What a script says of its rounds."""
+    """Run the script of an engine and return its reported times."""
     paths = [] if alone else [HERE.parent, *map(Path, filter(None, [os.environ.get("PYTHONPATH")]))]
     command = [*(apart.NAMESPACE if alone else []), python, PEERS / script, path, repr(time.time())]
     done = subprocess.run(command, env=apart.variables(*paths), capture_output=True, text=True, timeout=300)
@@ -195,11 +201,11 @@ ENGINES = {
     "manifoldagg, 2": ("in_manifoldagg.py", None, 2, None),
     "Flower, 2": ("in_flower.py", "flower", 2, "manifoldagg, 2"),
 }
-"""Script, environment, processes, and which of ours it is compared with."""
+"""For each engine: script, environment, number of processes, and the reference of the ratio."""
 
 
 def engines_part(size: Size) -> list[Row]:
-    """Equal work."""
+    """Measure all engines on equal work."""
     train = [part.tolist() for part in federation().train]
     work = {"train": train, "cohort": 10, "rounds": size.rounds, "warm": 3, "steps": 12, "batch": 16, "rate": 0.01}
     pythons = {name: apart.environment(name) for name in ("flower", "flgo")}
@@ -234,10 +240,10 @@ AIMS = {"FLGo": 1.0, "Flower": 3.0}
 
 
 def engines_lines(rows: list[Row]) -> list[str]:
-    """Their table."""
+    """Return the lines of the table."""
     lines = [
-        f"equal work: FedAvg, 10 of {CLIENTS} clients a round, 12 steps of Adam on minibatches of 16; no evaluation",
-        "engine       version   processes  updates/s  cold start s  ours / it            aim",
+        f"equal work: FedAvg, 10 of {CLIENTS} clients per round, 12 steps of Adam on minibatches of 16; no evaluation",
+        "engine       version   processes  updates/s  cold start s  ours/peer            aim",
     ]
     for row in rows:
         compared = "" if row["ratio"] is None else f"{spread(row['ratio']):<19} {AIMS[row['engine']]:>4.1f}"
@@ -252,23 +258,23 @@ def engines_lines(rows: list[Row]) -> list[str]:
 
 
 class Idle:
-    """A trainer that sends back what it was sent."""
+    """A trainer that returns the start model."""
 
     def train(
         self, space: Any, message: Message, loss: Any, batches: Any, client_state: Any, *, generator: Any
     ) -> Payload:
-        """The message's start, with the samples of the batches."""
+        """Return the start model, with the number of samples of the batches."""
         return Payload(message.start[None], batches.samples)
 
 
 def held() -> float:
-    """GiB, the most so far; `ru_maxrss` would count what the process that made this one holds."""
+    """Return the peak memory in GiB. `ru_maxrss` would include the memory of the parent process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 2**20
 
 
 def one_size(clients: int, answers: int) -> Row:
-    """In a process of its own: what it holds, when the first answer comes, and what the others cost."""
+    """Measure memory, the time of the first update, and the time of later updates, in a separate process."""
     torch.set_num_threads(1)
     labels = torch.arange(5 * clients) % 2
     inputs = torch.randn(5 * clients, 4, generator=torch.Generator().manual_seed(0))
@@ -289,7 +295,7 @@ def one_size(clients: int, answers: int) -> Row:
 
 
 def clients_part(size: Size) -> list[Row]:
-    """Each number of clients in a process of its own."""
+    """Measure each number of clients in a separate process."""
     rows = []
     for clients in size.clients:
         command = [sys.executable, __file__, "--one-size", str(clients), str(size.answers)]
@@ -298,10 +304,10 @@ def clients_part(size: Size) -> list[Row]:
 
 
 def clients_lines(rows: list[Row]) -> list[str]:
-    """Their table."""
+    """Return the lines of the table."""
     lines = [
-        "clients that do nothing, in a model of 10 parameters; GiB are the most that the process held",
-        "  clients  GiB before    GiB  s to the first answer  us an answer   aim",
+        "clients that do nothing, with a model of 10 parameters; GiB is the peak memory of the process",
+        "  clients  GiB before    GiB  s to the first update us per update   aim",
     ]
     for row in rows:
         aim = "< 2 GiB" if row["clients"] == 100_000 else ""
@@ -313,7 +319,7 @@ def clients_lines(rows: list[Row]) -> list[str]:
 
 
 def spread(values: tuple[float, float, float], digits: int = 2) -> str:
-    """Median and quartiles."""
+    """Format the median and the quartiles."""
     low, middle, high = values
     return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
 
@@ -326,10 +332,10 @@ MADE = {
 
 
 def main() -> None:
-    """Print the tables, and write them and their numbers into a folder; parts that are left out stay as they were."""
+    """Run the benchmark, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--quick", action="store_true", help="small and inexact; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="small sizes and inexact results; write nothing")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--one-size", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

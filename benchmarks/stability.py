@@ -48,7 +48,7 @@ class Size:
 
 
 def main() -> None:
-    """Run what is missing, and print and write the tables."""
+    """Run the missing experiments, and print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
@@ -86,7 +86,7 @@ def federation(task: str, clients: int, seed: int, partition: str) -> FederatedD
 
 
 def accuracy(key: Row, size: Size) -> float:
-    """Return the final accuracy of a run; 0 if training diverges to values that are not finite."""
+    """Return the final accuracy of a run. If training diverges to non-finite values, return 0."""
     torch.set_num_threads(1)
     data = federation(key["task"], key["clients"], key["seed"], size.partition)
     chosen = method(key["method"], rate=key["rho"] * key["clients"])
@@ -101,7 +101,7 @@ def accuracy(key: Row, size: Size) -> float:
 
 
 def table(task: str, rows: list[Row]) -> list[str]:
-    """Return the lines of the table of a task: a block for each method, a row for each number of clients."""
+    """Return the lines of the table of a task, with a block for each method and a row for each number of clients."""
     seeds = sorted({row["seed"] for row in rows if row["task"] == task})
     heads = "".join(f"{f'rate {rho:g} N':>15}" for rho in STEP_SIZES)
     lines = [f"{task}: final accuracy in %, mean and standard deviation over {len(seeds)} seeds; * above the limit"]

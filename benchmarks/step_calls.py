@@ -1,13 +1,13 @@
-"""Cost of one step of a small model: Python calls, changes of file, and time.
+"""Cost of one step of a small model: Python calls, file switches and time.
 
-A call counts if its code is in the package. A change of file is a call into another file than the previous call. The
-steps are those of FedOrtho with the compiled backend and one thread:
+A call counts if its code is in the package. A file switch is a call into another file than the previous call. The steps
+use FedOrtho with the compiled backend and one thread:
 
-- `aggregate`: state dicts of 2 tensors, and of 8 tensors;
-- `receive`: a server on 10 parameters, and on `Sphere(50)`.
+- `aggregate`: state dicts with 2 tensors and with 8 tensors.
+- `receive`: a server with 10 parameters, and a server on `Sphere(50)`.
 
-With `--trees A B` the script measures several checkouts in turns, each in processes of its own, so that a noisy moment
-of the machine affects all of them. It prints the median and the quartiles over the processes.
+With `--trees A B`, the script measures several checkouts in turns, each in separate processes, so that a disturbance of
+the machine affects all of them. The script prints the median and the quartiles over the processes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TIMED_STEPS = 400
 
 
 def counted(work: Callable[[], Any]) -> tuple[int, int]:
-    """Return the number of Python calls within the package, and of changes of file."""
+    """Return the number of Python calls within the package, and the number of file switches."""
     files: list[str] = []
 
     def watch(frame: Any, event: str, _: Any) -> None:
@@ -46,7 +46,7 @@ def counted(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def steps() -> dict[str, Callable[[int], Iterator[Callable[[], Any]]]]:
-    """Return for each row a function from a number to as many calls, prepared so that only the step is measured."""
+    """Return a function for each row that prepares a number of calls, so that only the steps are measured."""
     import torch
 
     from manifoldagg import Server, aggregate
@@ -92,7 +92,7 @@ def steps() -> dict[str, Callable[[int], Iterator[Callable[[], Any]]]]:
 
 
 def measure() -> dict[str, list[float]]:
-    """Return calls, changes of file and milliseconds of each row."""
+    """Return calls, file switches and milliseconds of each row."""
     found = {}
     warnings.simplefilter("ignore")
     for name, calls in steps().items():
@@ -109,7 +109,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print the table, and write the measurements."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trees", nargs="+", default=[str(HERE.parent)], help="checkouts to measure in turns")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -126,7 +126,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--measure"]
             done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=tree)
             runs[tree].append(json.loads(done.stdout))
-    print(f"{'step':24} {'tree':>12} {'calls':>6} {'changes of file':>16} {'ms':>7}  quartiles")
+    print(f"{'step':24} {'tree':>12} {'calls':>6} {'file switches':>16} {'ms':>7}  quartiles")
     for name in runs[options.trees[0]][0]:
         for tree in options.trees:
             calls, changes, _ = runs[tree][-1][name]

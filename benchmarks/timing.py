@@ -1,4 +1,4 @@
-"""Times of several calls, taken in turns, so that a noisy moment of the machine meets all of them."""
+"""Times of several calls that run in turns, so that a disturbance of the machine affects all of them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def machine() -> str:
-    """What this machine is: what its processor can do, what that is called, and how many cores of it there are."""
+    """Describe the machine: architecture, processor and number of cores."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -25,11 +25,10 @@ def machine() -> str:
 def interleaved(
     calls: Mapping[str, Callable[[], Any]], *, repetitions: int = 15, least: float = 2e-3
 ) -> dict[str, list[float]]:
-    """Seconds of the processor for one call, each `repetitions` times in turns.
+    """Return the processor seconds of each call, measured `repetitions` times in turns.
 
-    Short calls are repeated for `least` seconds.
-
-    Of the processor, on all its threads: what else runs on the machine does not count.
+    Short calls are repeated for `least` seconds. Processor time includes all threads of this process but no other
+    processes.
     """
     repeats = {}
     for name, call in calls.items():
@@ -48,13 +47,13 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile; of a single value that."""
+    """Return the first quartile, the median and the third quartile. A single value is returned three times."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return low, middle, high
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile of the ratios of pairs."""
+    """Return the first quartile, the median and the third quartile of the ratios of pairs."""
     return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -65,9 +64,10 @@ def in_turns(
     least: float = 2e-3,
     prepare: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of a clock on the wall for one call, in turns that begin with another one each; short ones repeated.
+    """Return the wall-clock seconds of each call. The calls run in turns, and each turn starts with another call.
 
-    On the wall, as threads that wait for one another take no time of the processor. `prepare(name)` goes before.
+    Wall-clock time is used because threads that wait for each other consume no processor time. Short calls are repeated
+    for `least` seconds. `prepare(name)` runs before each measurement.
     """
     repeats = {}
     for name, call in calls.items():
@@ -89,7 +89,7 @@ def in_turns(
 
 
 def extra(call: Callable[[], Any]) -> int:
-    """The most bytes that one call held at once, of torch's allocator and of Python's."""
+    """Return the peak memory of one call in bytes, of PyTorch's and Python's allocators."""
     call()
     tracemalloc.start()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -108,13 +108,13 @@ def extra(call: Callable[[], Any]) -> int:
 def beside_the_first(
     calls: Mapping[str, Callable[[], Any]], repetitions: int, about: Mapping[str, Any], unit: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way: milliseconds, ratios to those of the first, and the most that it held.
+    """Yield a row for each method: milliseconds, the ratio to the first method, and the peak memory.
 
     Args:
-        calls: the ways by name.
-        repetitions: how often each is taken.
-        about: what all rows say of them.
-        unit: bytes in which memory is counted.
+        calls: the methods by name.
+        repetitions: the number of measurements of each method.
+        about: entries that are added to each row.
+        unit: the unit of memory, in bytes.
     """
     taken = in_turns(calls, repetitions)
     first, *_ = calls
@@ -125,11 +125,11 @@ def beside_the_first(
 
 
 TIMES = f"{'ms':>10}{'x floor':>9}{'quartiles':>17}{'extra models':>13}"
-"""The head of what `times` says."""
+"""The header of the columns that `times` returns."""
 
 
 def times(row: Mapping[str, Any]) -> str:
-    """What a row of `beside_the_first` says beside the name of the way, in the columns of `TIMES`."""
+    """Format the numbers of a row of `beside_the_first` in the columns of `TIMES`."""
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     return f"{row['ms']:>10.4f}{row['ratio']:>9.2f}{spread:>17}{row['extra']:>13.2f}"
 
@@ -141,7 +141,7 @@ def tabled(
     shown: Callable[[dict[str, Any]], str],
     repetitions: int,
 ) -> None:
-    """Print a line for each row as soon as there is one; then write the lines as `.txt`, and the rows as `.json`."""
+    """Print each row as soon as it is measured. Then write the lines as `.txt` and the rows as `.json`."""
     lines, found = [*head], []
     print(*head, sep="\n", flush=True)
     for row in rows:
@@ -164,16 +164,17 @@ def by_parts(
     *,
     write: bool,
 ) -> None:
-    """Print the table of each part, and write all tables and their numbers; parts that are left out stay as they were.
+    """Measure parts of a benchmark and print their tables. Results of other parts remain in the files.
 
     Args:
-        path: of the numbers, `.json`; the tables stand beside them as `.txt`.
+        path: the path of the `.json` file with the numbers. The tables are written to a `.txt` file next to it.
         head: the first line.
-        settings: what the numbers follow from.
-        parts: names in `made`.
-        made: what makes the rows of a part of this size, and their lines, in the order of the file.
-        size: how long it may take.
-        write: whether anything is written.
+        settings: the settings to store.
+        parts: the names of the parts to measure.
+        made: for each part, a function that measures its rows and a function that formats them, in the order of the
+            file.
+        size: the settings that determine the duration.
+        write: whether to write the files.
     """
     rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() and write else {}
     rows["settings"] = dict(settings)

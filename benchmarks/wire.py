@@ -1,11 +1,11 @@
-"""What a message costs on the wire: `pack` and `unpack` beside a copy of the memory, safetensors and pickle.
+"""Time of `pack` and `unpack`, compared with a memory copy, safetensors and pickle.
 
     python benchmarks/wire.py [--size 10000000] [--repetitions 9] [--output benchmarks/results/wire]
 
-A model of so many float32 in 100 tensors. `memcpy` is one pass: it reads and writes every byte once, into memory that
-is there; `new bytes` is one too, into new memory, which no `pack` can do without. Times are those of a clock on the
-wall, on one thread, in turns; the ratio is to `new bytes`: median, first and third quartile. The sizes are those of
-normal numbers of spread 0.02, which compress as little as weights can.
+The model has a given number of float32 parameters in 100 tensors. `memcpy` reads and writes every byte once, into
+existing memory. `new bytes` copies into new memory, which every implementation of `pack` must allocate. Times are
+wall-clock times on one thread, measured in turns. The ratio is relative to `new bytes`, as median and quartiles. Sizes
+are those of normal numbers with standard deviation 0.02, which is the worst case for the compression of weights.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HEADER = f"{'':<34} {'ms':>8} {'GB/s':>7} {'/ new bytes':>20} {'bytes / raw':>12
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=10_000_000)
     parser.add_argument("--repetitions", type=int, default=9)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measured(size: int, repetitions: int) -> dict[str, dict[str, object]]:
-    """Seconds, ratios and sizes by name."""
+    """Return seconds, ratios and sizes by name."""
     width = size // TENSORS
     space = ParameterSpace(Layout(tuple(Entry(f"layers.{i}.weight", (width,), torch.float32) for i in range(TENSORS))))
     start = 0.02 * torch.randn(space.shape[0], generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def measured(size: int, repetitions: int) -> dict[str, dict[str, object]]:
 
 
 def shown(name: str, row: dict) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     median = statistics.median(row["seconds"])
     low, middle, high = row["ratio"]
     share = f"{row['bytes'] / row['raw']:.3f}" if row["bytes"] else ""

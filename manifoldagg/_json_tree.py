@@ -1,12 +1,12 @@
-"""Trees of plain values and tensors as standard JSON.
+"""JSON encoding of trees of plain values and tensors.
 
-A value that JSON cannot represent is an object with one name that begins with `$`. The names are:
+A value that JSON cannot represent is encoded as an object with a single name that begins with `$`:
 
-- `$tuple`: a list.
-- `$bytes`: base64 text.
-- `$float`: a non-finite number.
-- `$dict`: pairs of keys and values, if keys are integers or begin with `$`.
-- `$tensor`: a reference, which the caller chooses.
+- `$tuple`: a tuple, encoded as a list.
+- `$bytes`: bytes, encoded as base64 text.
+- `$float`: a number that is not finite.
+- `$dict`: a dict whose keys are integers or begin with `$`, encoded as pairs of keys and values.
+- `$tensor`: a reference to a tensor, chosen by the caller.
 """
 
 import json
@@ -24,19 +24,22 @@ from torch import Tensor
 __all__ = ["TreePath", "check_bounds", "decode", "encode", "parse_json"]
 
 MAX_DIMENSIONS = 64
-"""The largest number of dimensions of a tensor, as in torch."""
+"""The largest number of dimensions of a tensor. PyTorch has the same limit."""
 MAX_BLOCKING_VALUES = 2**12
-"""The largest number of values that one call of `json.dumps` writes."""
+"""The largest number of values per call of `json.dumps`, which blocks all other threads."""
 
 # Limits of data from an untrusted source (`is_bounded`).
 MAX_HEADER_BYTES = 2**24
 MAX_HEADER_VALUES = 2**20
-"""The largest number of brackets and commas in JSON, and therefore of values."""
+"""The largest number of brackets and commas in JSON. This number bounds the number of values."""
 MAX_DEPTH = 64
 MAX_KEY = 2**60
-"""The bound on integer keys. Larger integers may not equal their hashes, and parsing many digits is quadratic."""
+"""The upper bound of integer keys.
+
+Keys below this bound equal their hashes, so distinct keys do not collide. Parsing many digits takes quadratic time.
+"""
 MAX_INT_KEYS = 2**12
-"""The largest number of integer keys of one dict. Keys with colliding hashes would take quadratic time."""
+"""The largest number of integer keys of one dict. Inserting keys with colliding hashes takes quadratic time."""
 
 TreePath = tuple[str | int, ...]
 """The keys and indices from the root of a tree to a value."""
@@ -53,9 +56,9 @@ def encode(
 
     Args:
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
-        tensor_ref: returns the reference to a tensor, given the tensor and its path in the tree.
-        make_error: returns the exception to raise for a value of another type, given its message.
-        is_bounded: reject trees that `decode` rejects from an untrusted source.
+        tensor_ref: a function that returns the reference to a tensor, given the tensor and its path in the tree.
+        make_error: a function that returns the exception to raise for an unsupported value, given the message.
+        is_bounded: whether to reject trees that exceed the limits for untrusted data.
 
     Example:
         >>> encode({"m": [torch.ones(2), (3, math.inf)], "n": {1: b""}}, lambda tensor, path: len(tensor), ValueError)
@@ -65,11 +68,11 @@ def encode(
     try:
         return _write_json(encoder.node(tree), encoder.large)
     except RecursionError:
-        raise make_error("cannot be saved: it is nested too deeply, or contains itself") from None
+        raise make_error("the tree cannot be saved: it is nested too deeply, or contains itself") from None
 
 
 def _write_json(node: Any, large: set[int]) -> str:
-    """Return a value as JSON. A large value is written in pieces, as `json.dumps` blocks all other threads."""
+    """Convert a value to JSON. Large values are written in pieces, because `json.dumps` blocks all other threads."""
     if id(node) not in large:
         return json.dumps(node)
     if isinstance(node, list):
@@ -79,8 +82,6 @@ def _write_json(node: Any, large: set[int]) -> str:
 
 @dataclass
 class _Encoder:
-    """Conversion of a tree to values that `json` writes."""
-
     tensor_ref: Callable[[Tensor, TreePath], Any]
     make_error: Callable[[str], Exception]
     is_bounded: bool
@@ -125,7 +126,7 @@ class _Encoder:
         self.num_values += 1
         self.path.append(name)
         if self.is_bounded and len(self.path) > MAX_DEPTH:
-            raise self.make_error(f"cannot be saved: it has more than {MAX_DEPTH} nested branches")
+            raise self.make_error(f"the tree cannot be saved: it has more than {MAX_DEPTH} nested branches")
         node = self.node(value)
         self.path.pop()
         return node
@@ -144,7 +145,7 @@ class _Encoder:
                 raise self._type_error(f"a dict with the key {key!r}")
             self._integer(key)
         if self.is_bounded and len(numbers) > MAX_INT_KEYS:
-            raise self._type_error(f"a dict with more than {MAX_INT_KEYS} integers as keys")
+            raise self._type_error(f"a dict with more than {MAX_INT_KEYS} integer keys")
 
     def _tensor(self, tensor: Tensor) -> Any:
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
@@ -161,12 +162,12 @@ class _Encoder:
 
 
 def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = False, depth: int = 0) -> Any:
-    """Decode the tree of a parsed JSON value; an invalid value raises an exception.
+    """Decode a tree from parsed JSON. An invalid value raises an exception.
 
     Args:
-        node: the value that `json` has parsed.
-        load_tensor: returns the tensor of a reference.
-        is_bounded: reject deep nesting, and large or many integer keys, as an untrusted source may send.
+        node: the parsed JSON value.
+        load_tensor: a function that returns the tensor of a reference.
+        is_bounded: whether to reject trees that exceed the limits for untrusted data.
         depth: the depth of the node in the tree.
     """
     kind = type(node)
@@ -187,14 +188,14 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
     if tag == "$bytes":
         return b64decode(content, validate=True)
     if tag == "$float":
-        # `math.nan` is one object, which is equal to itself in a tuple, as in receipts.
+        # `math.nan` is a single object, so tuples and receipts that contain it compare equal.
         return math.nan if math.isnan(float(content)) else float(content)
     if tag != "$dict" or not all(type(key) in (str, int) for key, _ in content):
         raise ValueError(f"an unknown tag {tag}, or an invalid key")
     if is_bounded:
         numbers = [key for key, _ in content if type(key) is int]
         if len(numbers) > MAX_INT_KEYS or not all(-MAX_KEY < key < MAX_KEY for key in numbers):
-            raise ValueError(f"a dict with more than {MAX_INT_KEYS} integers as keys, or with larger ones")
+            raise ValueError(f"a dict with more than {MAX_INT_KEYS} integer keys, or with a key beyond 2^60")
     branches = {key: child(item) for key, item in content}
     if len(branches) < len(content):
         raise ValueError("a duplicate key")
@@ -202,7 +203,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
 
 
 def parse_json(text: str, *, is_bounded: bool = False) -> Any:
-    """Parse JSON without duplicate names and non-finite numbers. Other text raises an exception."""
+    """Parse JSON. Duplicate names, non-finite numbers and invalid text raise an exception."""
     if is_bounded:
         check_bounds(text)
     return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
@@ -220,7 +221,11 @@ def _reject_constant(constant: str) -> None:
 
 
 def check_bounds(text: str) -> None:
-    """Raise a `ValueError` if JSON from an untrusted source is too large to be parsed."""
+    """Check that JSON from an untrusted source is small enough to be parsed.
+
+    Raises:
+        ValueError: if the text is too long or contains too many values.
+    """
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")
     if sum(map(text.count, "[{,")) > MAX_HEADER_VALUES:

@@ -1,12 +1,12 @@
-"""Tensor files: trees of plain values and tensors, as safetensors files with JSON metadata.
+"""Tensor files: trees of plain values and tensors, stored as safetensors files with JSON metadata.
 
-The entries of a file are the tensors, named by their paths in the tree. The metadata contain:
+Each tensor is an entry of the file. The name of the entry is the path of the tensor in the tree. The metadata contain:
 
 - the version of this format
 - the kind of the tree
 - the tree as JSON
-- the encodings of entries with dtypes that safetensors readers may not support
-- in a file, a checksum of all its bytes
+- the encodings of entries whose dtypes safetensors readers may not support
+- a checksum of all bytes, if the data are a file
 
 Reading a file does not execute code.
 """
@@ -51,7 +51,10 @@ __all__ = [
 FORMAT = "manifoldagg"
 VERSION = "1"
 HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
-"""The start of the header of a file. Eight hexadecimal digits follow. They are zeros while the checksum is computed."""
+"""The first bytes of the header of a file.
+
+The checksum follows. It has eight hexadecimal digits, which are zeros while the checksum is computed.
+"""
 BLANK_CHECKSUM = b"00000000"
 CHECKSUM = slice(len(HEADER_PREFIX), len(HEADER_PREFIX) + len(BLANK_CHECKSUM))
 DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
@@ -61,7 +64,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a file: its dtype and shape in memory, and the number and position of its bytes in the file."""
+    """Description of a stored tensor: dtype and shape in memory, and size and position of the bytes in the file."""
 
     name: str
     dtype: torch.dtype
@@ -72,34 +75,34 @@ class TensorEntry(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """The number of bytes in memory."""
+        """The size in memory, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype in the header."""
+        """The dtype that the header declares."""
         return torch.uint8 if self.is_compressed or self.dtype not in DTYPE_NAMES else self.dtype
 
 
 def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
-    """Write a tree to a file and replace an existing file. Only the user of the process can read the file.
+    """Write a tree to a file. The write is atomic and replaces an existing file.
 
-    The file is renamed after it is complete and synced to the disk. If the process is killed or the machine stops,
-    either the old or the new file exists. After an error, only the old file exists. If only the sync of the folder
-    fails, the new file remains.
+    The data are written to a temporary file, synced to the disk, and renamed. If the process is killed or the machine
+    stops, either the old file or the new file exists. After an error, the old file exists. The only exception is an
+    error while the folder is synced, after which the new file exists. The file can be read only by the current user.
 
     Args:
-        path: the path of the file, in an existing folder. Links are followed.
+        path: the path of the file, in an existing folder. Symbolic links are followed.
         kind: the kind of the tree, which `load` checks.
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
-            It must not change during the call. Tensors that share memory are written separately.
-        keep: the number of files to keep: the latest as `path`, and older ones as `path.1`, `path.2`, …
+            The tree must not change during the call. Tensors that share memory are written separately.
+        keep: the number of files to keep. The latest file is `path`, and older files are `path.1`, `path.2`, …
 
     Raises:
         ArgumentError: if the folder does not exist.
-        CheckpointError: if the tree contains a value of another type (the message names it), or after a system error.
+        CheckpointError: if the tree contains a value of another type, or after a system error.
 
-    Cost: one pass over the tensors, no second copy of them in memory.
+    Cost: one pass over the tensors, without a second copy in memory.
 
     Example:
         >>> import tempfile
@@ -118,18 +121,20 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any) -> bytearray:
-    """Return the bytes of the file that `save` would write, for `load_from`. Raises the same errors as `save`."""
+    """Return the bytes of the file that `save` would write. Errors are the same as those of `save`."""
     data = bytearray().join(_serialize(kind, tree))
     data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % zlib.crc32(data)
     return data
 
 
 def load(path: str | Path, kind: str) -> Any:
-    """Read the tree that `save` wrote. Tensors are loaded to their original devices if available, else to the CPU.
+    """Read a tree from a file that `save` wrote.
+
+    Tensors are loaded to their original devices, or to the CPU if a device is not available.
 
     Raises:
         CheckpointError: if the file does not exist, is truncated or altered, was not written by `save`, has another
-            version of the format, or contains another kind. The message names an older file next to it if there is one.
+            format version, or contains another kind. If an older file exists, the message names that file.
     """
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
@@ -141,16 +146,16 @@ def load(path: str | Path, kind: str) -> Any:
     except CheckpointError as error:
         why = str(error)
     older = older_files(Path(path))
-    raise CheckpointError(f"{path}: {why}" + (f"; an older one is {older[0]}" if older else ""))
+    raise CheckpointError(f"{path}: {why}" + (f"; an older file is {older[0]}" if older else ""))
 
 
 def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Any:
-    """Read a tree from the current position of an open file, and advance the file past it.
+    """Read a tree from an open file, starting at the current position.
 
     Args:
-        file: the file to read.
+        file: the file. The position is advanced to the end of the tree.
         kind: the expected kind of the tree.
-        size: the number of bytes from this position on.
+        size: the number of bytes from the current position to the end.
         allow_trailing: whether other bytes may follow the tree.
 
     Raises:
@@ -169,14 +174,16 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
 
 
 def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
-    """Read the metadata and the tree of a file in constant memory, with dtypes and shapes instead of tensors.
+    """Read the metadata and the tree of a file, with dtypes and shapes in place of tensors.
+
+    The memory consumption is constant.
 
     Args:
-        file: the file to read, which is advanced past the tree.
-        size: the number of bytes from its position on. Other bytes may follow the tree.
+        file: the file. The position is advanced to the end of the tree.
+        size: the number of bytes from the current position to the end. Other bytes may follow the tree.
 
     Raises:
-        CheckpointError: for the same reasons as in `load`, except for the kind.
+        CheckpointError: for the same reasons as in `load`. The kind is not checked.
     """
     metadata, found = _read(file, size, allow_trailing=True, retains_data=False)
 
@@ -188,14 +195,14 @@ def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the values of a tensor as contiguous bytes. They are copied only if they are not contiguous on the CPU.
+    """Return the values of a tensor as contiguous bytes. Contiguous CPU tensors are not copied.
 
     Example:
         >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)).hex()
         '01000200'
     """
     line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    # A tensor of at most one number is contiguous for any stride, but only stride 1 permits a view of its bytes.
+    # A tensor with at most one element is contiguous for any stride, but a view of its bytes requires stride 1.
     return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
 
 
@@ -211,7 +218,7 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, 
     """Return the length and the header of a file. The bytes of the entries must follow in the same order.
 
     Raises:
-        ValueError: if `is_bounded` and `parse_header` would reject the header from an untrusted source.
+        ValueError: if `is_bounded` is set and the header exceeds the limits for untrusted data.
     """
     lines: dict[str, Any] = {}
     coded = {}
@@ -233,16 +240,16 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, 
 
 
 def with_length(header: bytes) -> bytes:
-    """Return a header prefixed with its length, and padded so that the bytes of tensors begin at a multiple of 8."""
+    """Return a header with its length as a prefix, padded so that tensor data begin at a multiple of 8."""
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
 
 def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
-    """Return the metadata of a header, and its entries in the order of their bytes.
+    """Parse a header, and return the metadata and the entries in the order of their bytes.
 
-    An invalid header raises an exception. Entries are contiguous. The number of bytes of an entry matches its dtype and
-    shape, unless it is compressed.
+    The function raises an exception unless the entries are contiguous and the size of each uncompressed entry matches
+    its dtype and shape.
 
     Example:
         >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})
@@ -252,7 +259,7 @@ def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tup
     lines = parse_json(str(header, "utf-8"), is_bounded=is_bounded)
     metadata = lines.pop("__metadata__")
     if metadata.get("format") != FORMAT or not all(type(text) is str for text in metadata.values()):
-        raise ValueError("its metadata are not those of this package")
+        raise ValueError("the metadata were not written by this package")
     coded = parse_json(metadata.get("coded", "{}"), is_bounded=is_bounded)
     entries = []
     for entry in parse_entries(lines):
@@ -286,9 +293,9 @@ def parse_entries(
     for name, line in sorted(lines.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = line["data_offsets"]
         if len(line) != 3 or type(begin) is not int or type(end) is not int or begin > end:
-            raise ValueError("an entry with other fields or a negative length")
+            raise ValueError("an entry with unexpected fields or a negative length")
         if begin != position:
-            raise ValueError("its entries are not contiguous")
+            raise ValueError("the entries are not contiguous")
         entry = TensorEntry(name, dtypes[line["dtype"]], parse_shape(line["shape"]), end - begin, begin=begin)
         _check_length(entry)
         yield entry
@@ -297,11 +304,15 @@ def parse_entries(
 
 def _check_length(entry: TensorEntry) -> None:
     if not entry.is_compressed and entry.memory != entry.num_bytes:
-        raise ValueError("an entry whose shape is not that of its bytes")
+        raise ValueError("the shape of an entry does not match its number of bytes")
 
 
 def parse_shape(shape: Any) -> tuple[int, ...]:
-    """Convert a shape from JSON to a tuple. An invalid shape raises a `ValueError`."""
+    """Convert a shape from JSON to a tuple.
+
+    Raises:
+        ValueError: if the shape is invalid.
+    """
     if type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 2**62 for n in shape):
         return tuple(shape)
     raise ValueError("an invalid shape")
@@ -316,7 +327,7 @@ def _parse_dtype(name: str) -> torch.dtype:
 
 
 def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
-    """Yield the parts of a file with a blank checksum."""
+    """Yield the parts of a file. The checksum in the header is blank."""
     tensors: dict[str, Tensor] = {}
 
     def add(tensor: Tensor, path: TreePath) -> Any:
@@ -327,7 +338,7 @@ def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
     text = encode(tree, add, CheckpointError)
     metadata = {"checksum": BLANK_CHECKSUM.decode(), "kind": kind, "tree": text}
     listed = [TensorEntry(name, x.dtype, x.shape, x.numel() * x.itemsize) for name, x in tensors.items()]
-    # Readers require that an entry begins at a multiple of the size of its numbers.
+    # Safetensors readers require that an entry begins at a multiple of the size of its numbers.
     listed.sort(key=lambda entry: -entry.stored_dtype.itemsize)
     head = memoryview(make_header(listed, metadata))
     return chain([head], (tensor_bytes(tensors[entry.name]) for entry in listed))
@@ -350,7 +361,6 @@ def _atomic_write(path: Path, parts: Iterator[memoryview], keep: int) -> None:
 def _read(
     file: BufferedReader, size: int, allow_trailing: bool, retains_data: bool = True
 ) -> tuple[dict[str, str], dict[str, tuple[TensorEntry, Tensor]]]:
-    """Read the header and the data of a file, and return the metadata and the entries with their bytes."""
     start = file.read(8 + len(HEADER_PREFIX))
     if not HEADER_PREFIX.startswith(start[8:]):
         raise CheckpointError("was not written by this package")
@@ -390,7 +400,6 @@ def _decode_tree(metadata: Mapping[str, str], load_tensor: Callable[[Any], Any])
 
 
 def _read_exactly(file: BufferedReader, count: int) -> Tensor:
-    """Read exactly this number of bytes into new memory."""
     data = torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != count:
         raise CheckpointError("is altered: it is shorter than its header declares")
@@ -398,7 +407,6 @@ def _read_exactly(file: BufferedReader, count: int) -> Tensor:
 
 
 def _available_device(device: torch.device) -> torch.device:
-    """Return the device if it is available, else the CPU."""
     kind = getattr(torch, device.type, None)
     there = kind is not None and kind.is_available() and (device.index or 0) < kind.device_count()
     return device if there else torch.device("cpu")

@@ -1,14 +1,18 @@
 """Serialization of messages, payloads, tickets and receipts to bytes.
 
-The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. With a `spec`, the entries have the parameter
-names of the model (`start/0.weight`, `points/0/0.weight`, `buffers/1.running_mean`). The metadata also contain the
-ticket of the value and a digest of the model's layout.
+The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. If a `spec` is given, the tensors have the
+parameter names of the model, such as `start/0.weight`, `points/0/0.weight` and `buffers/1.running_mean`. The metadata
+contain the ticket and a digest of the model layout.
 
-`unpack` does not execute code from the bytes. For invalid bytes, it raises a
-[`WireError`][manifoldagg.errors.WireError]. It checks all sizes before it allocates a tensor, and tensors are at most
-`MAX_COMPRESSION_RATIO` times as large as their bytes.
+The function `unpack` is safe for untrusted data:
 
-A NaN outside of tensors, such as in `numbers`, in `client_state` or in a receipt, loses its sign and payload bits.
+- No code is executed.
+- Invalid bytes raise a [`WireError`][manifoldagg.errors.WireError].
+- All sizes are checked before a tensor is allocated. A tensor is at most `MAX_COMPRESSION_RATIO` times as large as its
+  serialized bytes.
+
+Tensors are serialized bit for bit. Other numbers, such as those in `numbers`, `client_state` and receipts, lose the
+sign and the payload bits of a NaN.
 """
 
 import json
@@ -37,11 +41,11 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
 MIN_COMPRESSED_BYTES = 512
-"""The minimum number of bytes for compression. Smaller tensors are not compressed."""
+"""The minimum size of a tensor for compression, in bytes."""
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in (Message, Payload, Receipt, Ticket)}
 Spec = ParameterSpace | Mapping[str, Any]
 SPLIT_FIELDS = ("start", "points", "base")
-"""Fields whose entries have the names of the model."""
+"""The fields that contain models. With a `spec`, each model is stored as its named tensors."""
 
 
 def pack(
@@ -52,26 +56,27 @@ def pack(
     compress: bool = False,
     error: float = 0.0,
 ) -> bytes:
-    r"""Serialize a value to bytes.
+    r"""Serialize a message, a payload, a receipt or a ticket to bytes.
 
-    Tensors keep their dtypes and bits. With `spec`, entries have the parameter names of the model. A ticket uses the
-    names of its own space, which is not serialized.
+    Tensors keep their dtypes and bits. With a `spec`, models are stored as tensors with the parameter names of the
+    model. A ticket needs no `spec`, because it already contains its space. The space itself is not serialized.
 
     Args:
         value: the value to serialize.
-        spec: the result of the server's `spec()`, or its space.
-        ticket: the ticket of the value, which [`ticket_of`][manifoldagg.wire.ticket_of] reads.
-        compress: whether to compress tensors without loss with zstandard (`pip install 'manifoldagg[wire]'`).
-        error: the largest rounding error of each number of `points` and `tensors` of a payload,
+        spec: the result of the server's `spec()`, or the space of the server.
+        ticket: the ticket that the value belongs to. The function [`ticket_of`][manifoldagg.wire.ticket_of] reads its
+            identifier.
+        compress: whether to compress tensors losslessly with zstandard (`pip install 'manifoldagg[wire]'`).
+        error: the largest rounding error of each number in the `points` and `tensors` of a payload,
             $|\hat x_i - x_i| \le$ `error`. Numbers are rounded to multiples of the largest power of two that satisfies
-            this bound, and compressed. Non-finite numbers and curved leaves of `points` are exact.
+            this bound, and then compressed. Non-finite numbers and curved leaves of `points` are not rounded.
 
     Raises:
-        ArgumentError: if an argument is invalid (the message names it). A message cannot be rounded, because the client
-            would start from a different model than the server's base.
-        WireError: if a value cannot be serialized. The message names it.
+        ArgumentError: if an argument is invalid. For a message, `error` must be 0, because the client would otherwise
+            start from a different model than the server's base.
+        WireError: if the value contains an object that cannot be serialized.
 
-    Cost: one pass over the tensors, which reads them and writes the bytes. `compress` needs more time.
+    Cost: one pass that reads the tensors and writes the bytes. Compression takes additional time.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -110,7 +115,7 @@ def pack(
     parts = [
         _encode_tensor(name, leaf, tensor, compress, error, curved) for name, (leaf, tensor) in writer.tensors.items()
     ]
-    # Readers require that an entry begins at a multiple of the size of its numbers.
+    # Safetensors readers require that an entry begins at a multiple of the size of its numbers.
     parts.sort(key=lambda part: -part[0].stored_dtype.itemsize)
     try:
         head = tensor_file.make_header([entry for entry, _ in parts], metadata, is_bounded=True)
@@ -120,25 +125,25 @@ def pack(
 
 
 def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) -> Any:
-    """Deserialize a message, a payload, a receipt or a ticket. Its tensors are on the CPU.
+    """Deserialize a message, a payload, a receipt or a ticket. All tensors are on the CPU.
 
     Args:
         data: the bytes.
-        spec: the spec of the expected space. A ticket gets this space, for its `state_dict`.
+        spec: the spec of the expected space. A ticket gets this space for its method `state_dict`.
 
     Raises:
         WireError: if the bytes were not returned by `pack`, have another format version, or do not match the space.
         ArgumentError: if `data` or `spec` has an invalid type.
 
-    Cost: one pass over the tensors, each of which is allocated separately.
+    Cost: one pass over the tensors. Each tensor is allocated separately.
 
     Example:
         >>> unpack(pack(Receipt(True, "", version=3))).version
         3
-        >>> unpack(b"of my own making")
+        >>> unpack(b"not a packed value")
         Traceback (most recent call last):
             ...
-        manifoldagg.errors.WireError: wire: expected what `pack` returns: its header is longer than the data
+        manifoldagg.errors.WireError: wire: expected the result of `pack`: the header is longer than the data
     """
     space = None if spec is None else _as_space(spec)
     view = _as_byte_view(data)
@@ -146,12 +151,12 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
         reader = _TensorReader(view, space)
         content = decode(reader.json_value("tree"), reader.read_tensor, is_bounded=True)
         if reader.unread_entries:
-            raise ValueError("it has unreferenced entries")
+            raise ValueError("unreferenced entries")
         return _from_fields(reader.kind, content, space)
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the ticket id in packed bytes, or `None` without a ticket. Only the header is read.
+    """Return the ticket identifier in packed bytes, or `None` if there is no identifier. Only the header is read.
 
     Raises:
         WireError: if the header is invalid.
@@ -166,7 +171,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
 
 
 class _TensorWriter:
-    """Writer that assigns names to the tensors of a value, and parameter names to their leaves."""
+    """Collector of the tensors of a value, which assigns a unique name to each tensor."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout
@@ -174,7 +179,7 @@ class _TensorWriter:
         self.has_leaf_names = False
 
     def add_tensor(self, tensor: Tensor, path: tuple[str | int, ...]) -> Any:
-        """Return the reference to a tensor in the metadata."""
+        """Add a tensor and return the reference that the metadata store."""
         field = str(path[0])
         name = tensor_file.unique_name(path, self.tensors)
         try:
@@ -200,12 +205,12 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reader that validates the whole header before it reads any tensor."""
+    """Reader of the tensors of a value, which validates the whole header before it reads a tensor."""
 
     def __init__(self, view: memoryview, space: ParameterSpace | None = None) -> None:
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 or length > len(view) - 8:
-            raise ValueError("its header is longer than the data")
+            raise ValueError("the header is longer than the data")
         self.metadata, entries = tensor_file.parse_header(view[8 : 8 + length], is_bounded=True)
         if self.metadata["version"] != tensor_file.VERSION:
             found = self.metadata["version"][:20]
@@ -213,7 +218,7 @@ class _TensorReader:
         self.kind = self.metadata["kind"]
         self._body = np.frombuffer(view, np.uint8)[8 + length :]
         if sum(entry.num_bytes for entry in entries) != len(self._body):
-            raise ValueError("its entries do not cover the data after the header")
+            raise ValueError("the entries do not cover the data after the header")
         if any(entry.memory > MAX_COMPRESSION_RATIO * entry.num_bytes for entry in entries):
             raise _wire_error(f"expected tensors at most {MAX_COMPRESSION_RATIO} times as large as their bytes")
         self.unread_entries = {entry.name: entry for entry in entries}
@@ -225,18 +230,17 @@ class _TensorReader:
             _check_layout(self.metadata.get("layout"), self.leaves, space)
 
     def json_value(self, name: str) -> Any:
-        """Return the metadata entry of a name, parsed as JSON."""
         return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
-        """Return a referenced tensor, or points that are assembled from their leaves."""
+        """Return a referenced tensor. Models are assembled from their named tensors."""
         if isinstance(reference, str):
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
         field, shape = reference
         sizes = tensor_file.parse_shape(shape)
         count = sizes[0] if field == "points" else 1
-        # Without leaf names, a huge number of points would need no entries.
+        # Each point must have at least one entry. Otherwise, a small file could request a huge number of points.
         if field not in SPLIT_FIELDS or not self.leaves or count * len(self.leaves) > len(self.unread_entries):
             raise ValueError("points without entries")
         before = [f"points/{i}" for i in range(count)] if field == "points" else [field]
@@ -245,11 +249,10 @@ class _TensorReader:
             raise _wire_error("layout: expected the shapes of the tensors as in `spec`")
         size = sum(math.prod(entry.shape) for entry in rows)
         if len({entry.dtype for entry in rows}) != 1 or math.prod(sizes) != size:
-            raise ValueError("points that do not match their entries")
+            raise ValueError("the shape of the points does not match their entries")
         return self._assemble(rows, sizes)
 
     def _assemble(self, rows: list[tensor_file.TensorEntry], shape: Sequence[int]) -> Tensor:
-        """Return a tensor with the data of these entries."""
         raw = in_huge_pages(torch.empty(sum(entry.memory for entry in rows), dtype=torch.uint8, device="cpu"))
         place = raw.numpy()
         start = 0
@@ -268,7 +271,6 @@ class _TensorReader:
 def _encode_tensor(
     name: str, leaf: str | None, tensor: Tensor, compress: bool, error: float, curved: set[str]
 ) -> tuple[tensor_file.TensorEntry, Any]:
-    """Return an entry and its bytes, rounded and compressed if requested."""
     if error and leaf not in curved and name.partition("/")[0] in ("points", "tensors"):
         tensor = round_to_grid(tensor.detach(), error)
     data: Any = tensor_file.tensor_bytes(tensor)
@@ -281,7 +283,6 @@ def _encode_tensor(
 
 
 def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[str, Any]:
-    """Return the fields by name, as plain values. A ticket includes the fields of its message."""
     source = value.message if isinstance(value, Ticket) else value
     found = {field.name: getattr(source, field.name) for field in fields(source)}
     if isinstance(value, Ticket):
@@ -294,7 +295,6 @@ def _to_fields(kind: str, value: Message | Payload | Receipt | Ticket) -> dict[s
 
 
 def _to_builtin(value: Any) -> Any:
-    """Convert NumPy numbers, sequences and mappings to plain Python values."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -303,7 +303,6 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
-    """Return the value with these fields, after checking their types."""
     made = _check_fields(kind, content)
     for name in SPLIT_FIELDS:
         given = made.get(name)
@@ -321,7 +320,7 @@ def _from_fields(kind: str, content: Any, space: ParameterSpace | None) -> Any:
 def _check_fields(kind: str, content: Any) -> dict[str, Any]:
     expected = FIELDS[kind]
     if type(content) is not dict or content.keys() != expected.keys():
-        raise ValueError("a value with other fields")
+        raise ValueError(f"expected the fields of a {kind}")
     for name, fits in expected.items():
         value = content[name]
         if not (type(value) is fits if isinstance(fits, type) else fits(value)):
@@ -356,11 +355,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "receipt": {**RECEIPT_FIELDS, **dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number)},
     "ticket": {**MESSAGE_FIELDS, **EXTRA_FIELDS, "id": str, "start_version": int},
 }
-"""The fields of each kind of value, with their types or predicates."""
+"""The fields of each kind of value, with a type or a predicate for each field."""
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
-    """Check the layout of the bytes against the space, as far as the metadata contain it."""
+    """Check that the names and the layout digest in the metadata match the space."""
     names = [leaf.name for leaf in space.layout.leaves]
     if leaves and leaves != names:
         raise _wire_error(f"layout: expected the names of the tensors as in `spec`{wrapper_hint(leaves, names)}")
@@ -385,17 +384,17 @@ def _as_byte_view(data: Any) -> memoryview:
         raise ArgumentError("data: expected bytes, got a memoryview that was released") from None
     try:
         return view.cast("B")
-    except (TypeError, ValueError):  # The bytes are not contiguous, or of another byte order.
+    except (TypeError, ValueError):  # The memory is not contiguous, or its format has another byte order.
         return memoryview(view.tobytes())
 
 
 @contextmanager
 def _as_wire_errors() -> Iterator[None]:
-    """Raise any exception as a `WireError` of one line and limited length."""
+    """Convert any exception to a `WireError` with a short message of one line."""
     try:
         yield
     except WireError:
         raise
     except Exception as error:
         text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise _wire_error(f"expected what `pack` returns: {repr(text[:200])[1:-1]}") from None
+        raise _wire_error(f"expected the result of `pack`: {repr(text[:200])[1:-1]}") from None

@@ -175,9 +175,9 @@ def test_who_cannot_be_sent_anything_is_told_why():
 @pytest.mark.parametrize(
     ("spoil", "status", "reason"),
     [
-        (lambda data: b"", 400, "wire: expected what `pack` returns"),
-        (lambda data: b"of my own making", 400, "wire: expected what `pack` returns"),
-        (lambda data: data[:-1], 400, "wire: expected what `pack` returns"),
+        (lambda data: b"", 400, "wire: expected the result of `pack`"),
+        (lambda data: b"of my own making", 400, "wire: expected the result of `pack`"),
+        (lambda data: data[:-1], 400, "wire: expected the result of `pack`"),
         (lambda data: data[:300] + b"!" + data[301:], 422, "wire: "),
     ],
     ids=["nothing", "text", "cut", "altered"],

@@ -392,12 +392,12 @@ def test_errors_name_the_older_file_and_do_not_read_it(tmp_path):
     for i in range(3):
         save(path, "tree", i, keep=3)
     path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"x: is truncated: it has 0 bytes; an older one is .*x\.1$"):
+    with pytest.raises(CheckpointError, match=r"x: is truncated: it has 0 bytes; an older file is .*x\.1$"):
         load(path, "tree")
     path.unlink()
     (tmp_path / "x.1").unlink()
     (tmp_path / "x.txt").touch()
-    with pytest.raises(CheckpointError, match=r"x: cannot be read: No such file .*; an older one is .*x\.2$"):
+    with pytest.raises(CheckpointError, match=r"x: cannot be read: No such file .*; an older file is .*x\.2$"):
         load(path, "tree")
 
 

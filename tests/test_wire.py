@@ -237,7 +237,7 @@ def test_a_message_is_not_rounded():
         ({"client_state": {2**70: 1}}, r"^wire: \['client_state'\]: .* key 1180591620717411303424"),
         (
             {"client_state": {"m": dict.fromkeys(range(MAX_INT_KEYS + 1))}},
-            r"^wire: \['client_state'\]\['m'\]: .* more than 4096 integers",
+            r"^wire: \['client_state'\]\['m'\]: .* more than 4096 integer keys",
         ),
         ({"client_state": {"m": FREED}}, "^wire: client_state/m: .* whose storage was freed"),
         ({"client_state": torch.ones(2).to_sparse()}, r"^wire: \['client_state'\]: .*not dense"),
@@ -259,7 +259,7 @@ def test_branches_within_one_another_are_counted_on_both_sides():
 
     value = Payload(torch.ones(1, 2), 1, client_state=nested(MAX_DEPTH - 1))
     assert unpack(pack(value)).client_state == value.client_state
-    with pytest.raises(WireError, match="^wire: cannot be saved: it has more than 64 nested branches"):
+    with pytest.raises(WireError, match="^wire: the tree cannot be saved: it has more than 64 nested branches"):
         pack(replace(value, client_state=nested(MAX_DEPTH)))
 
 
@@ -269,7 +269,7 @@ def test_integers_as_keys_are_counted_on_both_sides():
     data = pack(Payload(torch.ones(1, 2), 1, client_state=memory))
     assert unpack(data).client_state == memory
     value = header_of(data)["__metadata__"]["tree"].replace("[[0, null]", "[[-1, null], [0, null]")
-    with pytest.raises(WireError, match="more than 4096 integers as keys"):
+    with pytest.raises(WireError, match="more than 4096 integer keys"):
         unpack(altered(data, tree=value))
     words = {str(n): n for n in range(MAX_INT_KEYS + 1)}
     assert unpack(pack(Payload(torch.ones(1, 2), 1, client_state=words))).client_state == words
@@ -378,7 +378,7 @@ SAMPLES = [
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data):
-    with pytest.raises(WireError, match="^wire: expected what `pack` returns: "):
+    with pytest.raises(WireError, match="^wire: expected the result of `pack`: "):
         unpack(data)
     refused_or_read(with_length(data.decode("latin1").encode()))
 
@@ -467,7 +467,7 @@ def line(dtype, shape, *offsets):
 
 
 HOSTILE = {
-    "a header longer than all": (struct.pack("<Q", 2**63) + PLAIN[8:], "its header is longer"),
+    "a header longer than all": (struct.pack("<Q", 2**63) + PLAIN[8:], "the header is longer"),
     "a header of many bytes": (with_length(b'{"__metadata__":{"a":"' + b"x" * 2**24 + b'"}}'), "more than 16777216 bytes"),
     "a header of many values": (with_length(b'{"a":[' + b"[]," * 2**20 + b"0]}"), "more than 1048576 values"),
     "deep brackets": (with_length(NESTED.encode()), "RecursionError|a header"),
@@ -476,7 +476,7 @@ HOSTILE = {
     "NaN": (forged(PLAIN, '{"__metadata__":NaN}'), "NaN is not JSON"),
     "digits": (forged(PLAIN, '{"__metadata__":' + "9" * 5000 + "}"), "digits"),
     "utf-16": (with_length(b"x") + PLAIN, "wire"),
-    "another format": (altered(PLAIN, format="pt"), "not those of this package"),
+    "another format": (altered(PLAIN, format="pt"), "metadata were not written by this package"),
     "a newer version": (altered(PLAIN, version="2"), "expected format version '1', got '2'"),
     "another kind": (altered(PLAIN, kind="outcome"), "KeyError"),
     "a key twice": (
@@ -490,7 +490,7 @@ HOSTILE = {
     "less than all": (altered(PLAIN, tensors_t=line("F32", [1], 16, 20)), "do not cover the data"),
     "more than all": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 16 + 2**42)), "do not cover the data"),
     "backwards": (altered(PLAIN, tensors_t=line("F32", [0], 16, 8)), "a negative length"),
-    "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "not that of its bytes"),
+    "a shape of more": (altered(PLAIN, tensors_t=line("F32", [2**40], 16, 24)), "does not match its number of bytes"),
     "a shape of less than none": (altered(PLAIN, tensors_t=line("F32", [-1, -2], 16, 24)), "an invalid shape"),
     "a shape of many axes": (altered(PLAIN, tensors_t=line("F32", [1] * 70 + [2], 16, 24)), "an invalid shape"),
     "a huge shape of nothing": (altered(PLAIN, start=line("F32", [2**61, 2**61, 0], 0, 0)), "wire"),
@@ -511,7 +511,7 @@ HOSTILE = {
         "an invalid shape",
     ),
     "leaves twice": (altered(SAMPLES[1], leaves='["0.weight", "0.weight"]'), "invalid leaves"),
-    "a ticket of another type": (altered(PLAIN, ticket=None), "not those of this package"),
+    "a ticket of another type": (altered(PLAIN, ticket=None), "metadata were not written by this package"),
     "bytes that are none": (altered(PLAIN, tree=VALUE.replace('{"$tensor": "tensors/t"}', '{"$bytes": "?"}')), "Error"),
 }  # fmt: skip
 
@@ -589,7 +589,7 @@ def test_junk_is_a_refused_receipt_and_leaves_the_ticket_open(as_shipped):
     ticket = server.dispatch("ward-7")
     receipt = server.receive(ticket.id, partial(unpack, b"of my own making"))
     assert (receipt.accepted, server.rejected, server.version) == (False, {"wire": 1}, 0)
-    assert receipt.reason.startswith("wire: expected what `pack` returns")
+    assert receipt.reason.startswith("wire: expected the result of `pack`")
     data = pack(Payload(torch.tensor([[2.0, 4.0]]), samples=10))
     assert server.receive(ticket.id, partial(unpack, data)).accepted
     assert torch.equal(server.model, torch.tensor([1.0, 2.0]))

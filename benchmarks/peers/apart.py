@@ -1,4 +1,4 @@
-"""A Python environment and a network namespace of one's own, for what shall not meet the rest of the machine."""
+"""Separate Python environments and network namespaces for peers of the benchmarks."""
 
 import fcntl
 import os
@@ -31,10 +31,10 @@ NAMESPACE = (
 
 
 def environment(name: str) -> Path:
-    """The Python of an environment, which is made where it is missing, half made or of another list.
+    """Return the Python of an environment, which is created if it is missing, incomplete or outdated.
 
-    It has this process's torch and the lines of `NAME.txt`, where `manifoldagg` stands for all that it needs, and a
-    package after `bare` comes without what that needs.
+    The environment contains this process's PyTorch and the packages in `NAME.txt`. The name `manifoldagg` stands for
+    all dependencies of this package. A package after `bare` is installed without its dependencies.
     """
     folder = ENVIRONMENTS / name
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,12 +56,12 @@ def environment(name: str) -> Path:
 
 
 def variables(*paths: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, silent, with these folders to import from and no others."""
+    """Return this process's environment variables, without logging, with only these folders on the import path."""
     return os.environ | SILENT | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | dict(more or {})
 
 
 def alone() -> bool:
-    """Whether this process has no network but the loopback."""
+    """Return whether this process has no network interface except the loopback."""
     return [name for _, name in socket.if_nameindex()] == ["lo"]
 
 

@@ -1,6 +1,6 @@
-"""The same work for every engine: digits, who holds which, the CNN, and a client's local steps.
+"""The workload that all engines share: the digits and their partition, the CNN, and the local training.
 
-It imports nothing but torch, NumPy and scikit-learn, so that it runs in every environment.
+The module imports only PyTorch, NumPy and scikit-learn, so that it runs in every environment.
 """
 
 import json
@@ -20,17 +20,17 @@ __all__ = ["Rounds", "Work", "cnn", "digits", "read", "train"]
 
 @dataclass(frozen=True)
 class Work:
-    """What is done.
+    """The workload.
 
     Attributes:
-        train: the positions of samples, for each client.
-        cohort: clients a round.
-        rounds: how many are timed.
-        warm: rounds before these.
-        steps: of the optimiser, for each update.
-        batch: samples a step; the last of a pass can be smaller.
-        rate: of Adam.
-        jobs: processes that train.
+        train: the indices of the samples of each client.
+        cohort: the number of clients per round.
+        rounds: the number of timed rounds.
+        warm: the number of rounds before the timed rounds.
+        steps: the number of optimizer steps per update.
+        batch: the number of samples per step. The last batch of an epoch can be smaller.
+        rate: the learning rate of Adam.
+        jobs: the number of training processes.
     """
 
     train: list[list[int]]
@@ -44,11 +44,11 @@ class Work:
 
 
 class Rounds:
-    """When each round began, and when the last one ended.
+    """The start times of all rounds, and the end of the last round.
 
     Args:
-        work: how many they are.
-        started: the clock on the wall, `time.time()`, when the process was asked for.
+        work: the workload.
+        started: the time at which the process was requested, as returned by `time.time()`.
     """
 
     def __init__(self, work: Work, started: float) -> None:
@@ -57,11 +57,11 @@ class Rounds:
         self._times: list[float] = []
 
     def mark(self) -> None:
-        """A round begins, or the last one has ended."""
+        """Record the start of a round or the end of the last round."""
         self._times.append(time.time())
 
     def report(self, **more: Any) -> None:
-        """Print a line of JSON: updates, their seconds, and those before the second round began."""
+        """Print one JSON line: the number of updates, their seconds, and the seconds before the second round."""
         if len(self._times) != self._work.warm + self._work.rounds + 1:
             raise RuntimeError(f"{len(self._times) - 1} rounds were seen")
         made = {
@@ -73,21 +73,21 @@ class Rounds:
 
 
 def read() -> tuple[Work, Rounds]:
-    """The work and its clock, of a script that was called with the file that `benchmarks/simulation.py` wrote."""
+    """Read the workload and its clock in a script that `benchmarks/simulation.py` started."""
     path, started = sys.argv[1:]
     work = Work(**json.loads(Path(path).read_text()))
     return work, Rounds(work, float(started))
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Inputs and labels, as `manifoldagg.experiments.load_dataset("digits")` has them."""
+    """Return inputs and labels, as `manifoldagg.experiments.load_dataset("digits")` does."""
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     return inputs, torch.from_numpy(labels).to(torch.int64)
 
 
 def cnn() -> nn.Module:
-    """`manifoldagg.simulation.dataset.data.models.cnn`."""
+    """Return the network of `manifoldagg.simulation.dataset.data.models.cnn`."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -103,7 +103,7 @@ def cnn() -> nn.Module:
 
 
 def train(model: nn.Module, inputs: Tensor, labels: Tensor, work: Work, generator: np.random.Generator) -> None:
-    """A client's update: so many steps of Adam on minibatches that are reshuffled at every pass."""
+    """Train a client for a number of Adam steps on minibatches that are reshuffled in each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), work.rate)
     done = 0
     while done < work.steps:

@@ -1,4 +1,4 @@
-"""`make test-hosts`: each recipe of `examples/hosts` in the package that it is for, in an environment of its own."""
+"""`make test-hosts`: runs each recipe of `examples/hosts` with its framework in a separate environment."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ HOSTS = ("flgo", "appfl", "nvflare")
 
 
 def main() -> None:
-    """Those that are named, or all."""
+    """Run the named recipes, or all recipes."""
     for host in sys.argv[1:] or HOSTS:
         python = environment(f"host-{host}")
         command = [python, HERE / f"with_{host}.py", ROOT / "examples" / "hosts" / f"{host}.py"]

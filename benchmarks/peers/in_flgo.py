@@ -1,4 +1,4 @@
-"""Equal work in FLGo: `in_flgo.py WORK STARTED`."""
+"""The shared workload in FLGo: `in_flgo.py WORK STARTED`."""
 
 import json
 import os
@@ -18,10 +18,10 @@ DATA = torch.utils.data.TensorDataset(*equal.digits())
 
 
 class TaskPipe(FromDatasetPipe):
-    """Digits, as a benchmark of FLGo's; its own `TaskDataset` is one that torch 2.13 refuses."""
+    """The digits as an FLGo benchmark. PyTorch 2.13 rejects FLGo's own `TaskDataset`."""
 
     class TaskDataset(torch.utils.data.Subset):
-        """A client's samples."""
+        """The samples of a client."""
 
         def __init__(self, dataset, indices, perturbation=None) -> None:
             super().__init__(dataset, indices)
@@ -34,33 +34,33 @@ TaskCalculator = GeneralCalculator
 
 
 class Net(FModule):
-    """The CNN, with FLGo's arithmetic of models."""
+    """The CNN with FLGo's arithmetic of models."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = equal.cnn()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         return self.layers(inputs)
 
 
 class model:
-    """Who begins with what."""
+    """The initial models of FLGo's server and clients."""
 
     @staticmethod
     def init_local_module(party) -> None:
-        """Clients begin with what they are sent."""
+        """Do nothing, because clients start from the received model."""
 
     @staticmethod
     def init_global_module(party) -> None:
-        """The server begins with the CNN."""
+        """Set the initial model of the server to the CNN."""
         if isinstance(party, Server):
             party.model = Net().to(party.device)
 
 
 class Server(fedavg.Server):
-    """FedAvg that says when a round begins."""
+    """FedAvg that records the start of each round."""
 
     def iterate(self):
         CLOCK.mark()
@@ -75,7 +75,7 @@ class algorithm:
 
 
 def main() -> None:
-    """All rounds."""
+    """Run all rounds."""
     package = types.ModuleType("digits")
     sys.modules |= {"digits": package, "digits.core": sys.modules["__main__"]}
     names = [f"Client{i}" for i in range(len(WORK.train))]

@@ -1,6 +1,6 @@
-"""Equal work in Flower's simulation engine: `in_flower.py WORK STARTED`, in a network namespace of its own.
+"""The shared workload in Flower's simulation engine: `in_flower.py WORK STARTED`, in a separate network namespace.
 
-Ray listens on every interface that it finds; here that is the loopback of the namespace, which this raises.
+Ray listens on every network interface. In the namespace, this is only the loopback, which the script enables.
 """
 
 import logging
@@ -25,7 +25,7 @@ server = ServerApp()
 
 
 class Timed(FedAvg):
-    """FedAvg that says when a round begins."""
+    """FedAvg that records the start of each round."""
 
     def configure_train(self, *args, **options):
         CLOCK.mark()
@@ -33,14 +33,14 @@ class Timed(FedAvg):
 
 
 class Held:
-    """What a worker keeps from task to task."""
+    """The data that a worker keeps between tasks."""
 
     data: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """One update of one client."""
+    """Compute one update of one client."""
     if Held.data is None:
         torch.set_num_threads(1)
         Held.data = equal.digits()
@@ -56,7 +56,7 @@ def train(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """All rounds."""
+    """Run all rounds."""
     strategy = Timed(
         fraction_train=WORK.cohort / len(WORK.train),
         min_train_nodes=WORK.cohort,

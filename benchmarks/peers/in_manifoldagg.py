@@ -1,4 +1,4 @@
-"""Equal work in `manifoldagg.simulation.run`: `in_manifoldagg.py WORK STARTED`."""
+"""The shared workload in `manifoldagg.simulation.run`: `in_manifoldagg.py WORK STARTED`."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from manifoldagg.simulation import FederatedDataset, Method, dirichlet_partition
 
 
 def main() -> None:
-    """All rounds, in one call."""
+    """Run all rounds in one call."""
     work, clock = equal.read()
     answers = (work.warm + work.rounds) * work.cohort
     federation = FederatedDataset.split(

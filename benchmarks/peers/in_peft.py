@@ -1,6 +1,7 @@
-"""PEFT's own combinations of adapters: `in_peft.py FOLDER KIND` reads `given.pt` there and writes `KIND.pt`.
+"""PEFT's own combinations of adapters: `in_peft.py FOLDER KIND` reads `given.pt` and writes `KIND.pt`.
 
-KIND is a `combination_type` of `add_weighted_adapter`. The scaling is 1, so that the weights are those of the products.
+KIND is a `combination_type` of `add_weighted_adapter`. The scaling is 1, so the weights apply to the products of
+factors.
 """
 
 import os
@@ -16,7 +17,7 @@ from torch import nn
 
 
 def main(folder: Path, kind: str) -> None:
-    """Combine once, and write the factors and the seconds."""
+    """Combine the adapters once, and write the factors and the seconds."""
     torch.set_num_threads(1)
     given = torch.load(folder / "given.pt", weights_only=True)
     (rank, n), m = given[0]["a"].shape, given[0]["b"].shape[0]

@@ -1,4 +1,4 @@
-"""`make test-peft`: the tests with the real PEFT, which skip where it is missing, in an environment of its own."""
+"""`make test-peft`: runs the tests that require PEFT in a separate environment."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ from apart import ROOT, environment, variables
 
 
 def main() -> None:
-    """All of them."""
+    """Run the tests."""
     command = [environment("peft"), "-m", "pytest", "tests/integrations/test_peft.py"]
     subprocess.run(command, cwd=ROOT, env=variables(ROOT), check=True, timeout=600)
 

@@ -1,4 +1,4 @@
-"""The recipe under APPFL's own asynchronous scheduler, with the calls of its server agent; nothing is sent anywhere."""
+"""The recipe with APPFL's asynchronous scheduler and the calls of its server agent, without a network."""
 
 import logging
 import runpy

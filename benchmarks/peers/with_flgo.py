@@ -1,4 +1,4 @@
-"""The recipe in FLGo: digits, clients that answer late and some that are lost."""
+"""The recipe in FLGo, on the digits with slow clients and dropouts."""
 
 import json
 import os
@@ -60,7 +60,7 @@ class model:
 
 
 class Simulator(flgo.simulator.DefaultSimulator):
-    """A client is lost now and then, and takes from 1 to 9 units of time."""
+    """Clients with delays of 1 to 9 units of time, which occasionally drop out."""
 
     def update_client_connectivity(self, client_ids):
         self.set_variable(client_ids, "prob_drop", [0.1 for _ in client_ids])

@@ -1,4 +1,4 @@
-"""The recipe under the loop of NVFlare's own FedAvg; clients answer in this process, and nothing is sent anywhere."""
+"""The recipe with the loop of NVFlare's FedAvg, with clients in this process and without a network."""
 
 import runpy
 import sys
@@ -14,7 +14,7 @@ CLIENTS = ["site-1", "site-2", "site-3"]
 
 
 class Here(FedAvg):
-    """FedAvg whose messages go to functions."""
+    """FedAvg that passes its messages to functions."""
 
     def sample_clients(self, num_clients=None):
         return CLIENTS

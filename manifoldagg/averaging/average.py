@@ -1,4 +1,4 @@
-"""Averages of models that are state dicts, or lists of tensors or arrays, read in place."""
+"""Averages of models, given as state dicts or as lists of tensors or arrays."""
 
 import os
 import warnings
@@ -43,13 +43,13 @@ STATE_DICT_TYPES = (dict, OrderedDict)
 
 @dataclass(frozen=True)
 class AverageInfo:
-    """The weights of an average, and the accuracy of its means on manifolds.
+    """Weights of an average, and accuracy of the means on manifolds.
 
     Attributes:
-        weights: the normalised weights of the models. They add up to 1.
-        residuals: for each entry on a manifold, the norm of the residual of its Karcher mean. Flat entries have a
-            closed-form mean and do not appear.
-        steps: for each entry on a manifold, the number of iterations of its Karcher mean.
+        weights: the normalised weights of the models, with sum 1.
+        residuals: the norm of the residual of each Karcher mean, by entry. Flat entries have a closed-form mean and are
+            not included.
+        steps: the number of iterations of each Karcher mean, by entry.
     """
 
     weights: tuple[float, ...]
@@ -116,55 +116,57 @@ def average(
     return_info: bool = False,
     **options: Any,
 ) -> Any:
-    r"""Compute the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$: $\sum_i w_i \Theta_i$ for flat entries.
+    r"""Average models: return the minimiser $m$ of $\sum_i w_i\, d(m, \Theta_i)^2$.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. If a model or `out` is a path of safetensors files,
-    [`merge`][manifoldagg.averaging.merge] computes the mean and writes the result to files.
+    For flat entries, the minimiser is the weighted mean $\sum_i w_i \Theta_i$. For entries on a manifold, the minimiser
+    is the Karcher mean. Sums are computed in float64 and rounded once, to bfloat16 and float16 by way of float32.
 
-    The result has the type, the order, the dtypes and
-    the devices of the first model; a mapping of another type becomes a `dict`. Sums are computed in float64 and rounded
-    once, to bfloat16 and float16 by way of float32. Entries on a manifold get their Karcher mean. Parameters of the
-    first model that share memory, shape and strides are tied, and count once.
+    A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
+    the devices of the first model. A mapping that is not a dict becomes a `dict`. Tied parameters of the first model,
+    which share memory, shape and strides, are averaged once.
 
-    Buffers have their own rules:
+    If a model or `out` is a path of safetensors files, [`merge`][manifoldagg.averaging.merge] computes the mean and
+    writes the result to files.
 
-    - Statistics of batch normalisation and complex numbers are averaged.
-      [`refresh_buffers`][manifoldagg.curves.refresh_buffers] computes statistics of the averaged model itself.
-    - `num_batches_tracked` is the largest of the models' values.
-    - Other single integers and booleans are those of the model with the largest weight. If several models have that
-      weight, the first of them counts.
+    Buffers are averaged as follows:
+
+    - Statistics of batch normalisation and complex numbers are averaged. To compute the statistics of the averaged
+      model itself, use [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
+    - `num_batches_tracked` is the largest value of all models.
+    - Other single integers and booleans are copied from the model with the largest weight. If several models have this
+      weight, the first of these models is used.
     - Larger integer and boolean tensors, such as masks, must be equal in all models.
 
     Args:
         models: k models with the same names, shapes and dtypes.
-        weights: k numbers >= 0, not all zero, such as numbers of training samples. They are normalised. The default is
-            equal weights. The flat parameters of a model with weight 0 are not read.
-        manifolds: a mapping from names or patterns to the space of those entries, as in
+        weights: k nonnegative numbers with a positive sum, such as numbers of training samples. The function normalises
+            the weights. The default is equal weights. The flat parameters of a model with weight 0 are not read.
+        manifolds: a mapping from names or patterns to the space of these entries, as in
             [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. The entries of a list
-            are called `"0"`, `"1"` and so on.
-        out: a model like the first that receives the result: one of `models` or another. Each entry has memory of its
-            own. `out` is written after the result is known to be finite.
-        return_info: whether to return an [`AverageInfo`][manifoldagg.averaging.AverageInfo] too, or a
+            have the names `"0"`, `"1"` and so on.
+        out: a model in the format of the first model, into which the result is written. This may be one of `models`.
+            The entries must not share memory. `out` is written only after the result is known to be finite.
+        return_info: whether to also return an [`AverageInfo`][manifoldagg.averaging.AverageInfo], or a
             [`MergeInfo`][manifoldagg.averaging.MergeInfo] for files.
-        options: further options of [`merge`][manifoldagg.averaging.merge] for files, such as `method="karcher"`.
+        **options: further options of [`merge`][manifoldagg.averaging.merge] for files, such as `method="karcher"`.
 
     Returns:
-        The mean: a new model, or `out`. For files, it is the path of the result. With `return_info=True`, the pair of
-        the mean and its information. If the models on a manifold are farther apart than
-        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a stationary point and perhaps not the
+        The mean as a new model, or `out`. For files, the path of the result. With `return_info=True`, the mean and its
+        information. If the models on a manifold are farther apart than
+        [`karcher_mean`][manifoldagg.manifolds.karcher_mean] allows, the mean is a stationary point that may not be the
         minimiser.
 
     Raises:
-        ArgumentError: naming the invalid argument, or the model and its invalid tensor; or if the models on a manifold
-            are so far apart that no mean is found. `out` is then unchanged.
+        ArgumentError: if an argument or a tensor of a model is invalid, or if the models on a manifold are so far apart
+            that no mean is found. `out` is then unchanged.
 
     Warns:
-        UserWarning: if a model has the factors of adapters, which would be averaged one by one. Use
+        UserWarning: if a model contains the factors of adapters, which would be averaged separately. Use
             [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
 
-    Cost: flat entries are read once, and entries on spheres of at least k dimensions twice, in place. Only the result
-    is allocated. Copies are made of non-contiguous tensors, of tensors on another device than the first model's, of
-    arrays of foreign byte order, and of entries on other manifolds.
+    Cost: flat entries are read once in place. Entries on spheres of at least k dimensions are read twice in place. Only
+    the result is allocated. The function copies tensors that are not contiguous, tensors that are not on the device of
+    the first model, arrays of foreign byte order, and entries on other manifolds.
 
     Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
 
@@ -225,8 +227,9 @@ def _iterable(models: Any) -> Sequence[Any]:
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
-    """Return the tensors of each model by message prefix, and as tensor lists, which are empty if their form is
-    unknown.
+    """Return the tensors of each model, by error message prefix and as tensor lists.
+
+    A tensor list is empty if the format of the model requires a conversion.
     """
     is_sequence = isinstance(models, Sequence) and not isinstance(models, str)
     if not is_sequence or not models:
@@ -246,10 +249,9 @@ def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
 
 
 def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
-    """Return the validated leaves of the models, the first of which has this layout.
+    """Return the validated parameters of the models. The layout describes the first model.
 
-    `lists` contains all tensors of the models. If their forms are known and equal, the checks of `Layout.tensor_lists`
-    are satisfied.
+    If all tensor lists have the same known form, the checks of `Layout.tensor_lists` are not needed.
     """
     forms = {row.form for row in lists}
     if layout.aliases or len(forms) > 1 or b"" in forms:
@@ -278,9 +280,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return the entries without a mean: the largest batch counters, and copies of the entries of the model with the
-    largest weight.
-    """
+    """Return the entries that are not averaged: the largest batch counters, and copies of other entries."""
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
@@ -325,7 +325,7 @@ def _as_real(x: Tensor) -> Tensor:
 def _mean_parameters(
     space: ParameterSpace, models: ModelsByPrefix, rows: Sequence[TensorList], weights: Tensor
 ) -> tuple[tuple[Tensor, ...], dict[str, KarcherMean]]:
-    """Return the means of the parameters as new tensors, and by name the Karcher means of those on manifolds."""
+    """Return the means of the parameters as new tensors, and the Karcher means by name."""
     leaves = space.layout.leaves
     curved = dict(space.manifolds)
     if not curved:
@@ -344,22 +344,22 @@ def _mean_parameters(
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
-    """Return whether a state dict has the type, order and device of a model with these leaves and no buffers."""
+    """Return whether a state dict already has the type, order and device of a model without buffers."""
     if layout.buffers or not row.form:  # A list with a form is on the CPU.
         return False
     return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
-    """Return whether all entries are finite. A finite sum of squares implies it for all entries at once."""
+    """Return whether all entries are finite. A finite sum of squares proves this in one pass."""
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 
 def _check_values(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> None:
-    """Check that the models with a positive weight are finite.
+    """Check that all models with a positive weight are finite.
 
     Raises:
-        StateDictError: if a tensor is not finite. The message names the first one.
+        StateDictError: if a tensor is not finite.
     """
     used = {label: model for (label, model), share in zip(models.items(), weights.tolist(), strict=True) if share > 0}
     layout.check_values(used)

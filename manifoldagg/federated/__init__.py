@@ -1,4 +1,4 @@
-"""Federated aggregation: rules, client trainers, the server, and functions for other code bases."""
+"""Federated aggregation: rules, client trainers, the server, and functions for your own training loop."""
 
 from manifoldagg.federated.clients.client import train_client
 from manifoldagg.federated.limits import UpdateLimits

@@ -11,13 +11,13 @@ __all__ = ["no_grad"]
 P = ParamSpec("P")
 T = TypeVar("T")
 set_grad_enabled = torch._C._set_grad_enabled
-"""The private function runs in one bytecode instruction. An interrupt could stop the public class in the middle."""
+"""The C function of torch, which an interrupt cannot stop halfway as it can stop the public Python class."""
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function without gradients and outside of inference mode.
+    """Decorate a function to run without gradients and outside of inference mode.
 
-    The decorators of torch would take as long as the bookkeeping of an update.
+    The decorators of torch take as long as the bookkeeping of an update.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Model buffers: tensors of a model that are not trained, and their update policies."""
+"""Model buffers: the tensors of a model that are not trained, and their update policies."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ __all__ = [
 
 VARIANCE_SUFFIX = "running_var"
 MAX_COUNT = 2**53
-"""The largest counter that clients may return, so that counting further batches does not overflow."""
+"""The largest counter that clients may return. Counting further batches cannot overflow below this limit."""
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
@@ -40,9 +40,9 @@ _is_cpu = attrgetter("is_cpu")
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Names and shapes of the buffers that share one policy, one dtype and one device.
+    """Names and shapes of buffers with the same policy, dtype and device.
 
-    Either all or none of them are variances, and either all or none are batch counters.
+    A group contains only variances, only batch counters, or only other buffers.
     """
 
     policy: str
@@ -51,12 +51,12 @@ class BufferGroup:
 
     @cached_property
     def is_variance(self) -> bool:
-        """Whether the buffers are variances, which are never negative."""
+        """Whether the buffers are variances, which must not be negative."""
         return self.names[0].endswith(VARIANCE_SUFFIX)
 
     @cached_property
     def is_counter(self) -> bool:
-        """Whether the buffers are counters of batches, which never decrease."""
+        """Whether the buffers are batch counters, which never decrease."""
         return self.names[0].endswith(COUNTER)
 
     @cached_property
@@ -66,18 +66,18 @@ class BufferGroup:
 
     @cached_property
     def is_1d(self) -> bool:
-        """Whether all buffers have one dimension, as in batch normalisation, so that they need no views."""
+        """Whether all buffers have one dimension, as in batch normalisation. Such buffers need no reshaping."""
         return all(len(shape) == 1 for shape in self.shapes)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBuffers(Mapping[str, Tensor]):
-    """Buffers by name, packed into one vector for each group.
+    """Mapping from names to buffers, with one vector for each group of buffers.
 
     Args:
-        groups: the buffers of each vector, in the order of their elements.
-        vectors: the vector of each group.
-        order: the names in their original order.
+        groups: the groups.
+        vectors: the vector of each group, which concatenates the buffers of the group.
+        order: the names of the buffers in their original order.
     """
 
     groups: tuple[BufferGroup, ...] = ()
@@ -86,7 +86,7 @@ class PackedBuffers(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, policy_by_name: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "PackedBuffers":
-        """Copy `tensors` into groups by the policies of `policy_by_name`."""
+        """Copy the buffers in `tensors` into groups according to their policies."""
         held = TensorList([tensors[name] for name in policy_by_name])
         devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
         groups = _group_buffers(
@@ -108,7 +108,6 @@ class PackedBuffers(Mapping[str, Tensor]):
         return PackedBuffers, (self.groups, self.vectors, self.order)
 
     def clone(self) -> "PackedBuffers":
-        """Return a copy in new memory."""
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -117,7 +116,7 @@ class PackedBuffers(Mapping[str, Tensor]):
 
     @cached_property
     def requested_names(self) -> tuple[str, ...]:
-        """The names of the buffers that clients return: those whose policy is not `"leave"`."""
+        """The names of the buffers that clients return: all buffers with a policy other than `"leave"`."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
 
@@ -137,13 +136,12 @@ class PackedBuffers(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class PendingBuffers:
-    """Buffers of the updates since the last move of the model.
+    """Buffers of the updates that arrived since the model last moved.
 
     Attributes:
         weight: the sum of the weights of the updates.
-        total: a vector for each group, with the weighted sums of averaged buffers in float64. It is empty for a single
-            update.
-        latest: the latest value of each buffer. Buffers with the policy `"leave"` are the server's.
+        total: for each group, the weighted sum of the averaged buffers in float64. Empty if there is only one update.
+        latest: the latest value of each buffer. Buffers with the policy `"leave"` have the values of the server.
         count: the number of updates.
     """
 
@@ -161,11 +159,13 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add copies of the buffers of an update to the pending buffers.
+    """Add the buffers of an update to the pending buffers. The buffers are copied.
+
+    A value that equals the server's value is always accepted, such as an infinity in an attention mask.
 
     Raises:
-        ArgumentError: if a value is not finite or a variance is negative, unless it equals the server's value (such as
-            an infinity in a mask), or if the pending buffers have other names or policies.
+        ArgumentError: if another value is not finite, if a variance is negative, or if the pending buffers have other
+            names or policies.
     """
     vectors = []
     if pending is not None and pending.latest.groups != current.groups:
@@ -193,12 +193,14 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""Return the buffers after a step. Averaged buffers become $b + s\,(\bar b - b)$ with the step $s$ of the model.
+    r"""Return the buffers after a step. An averaged buffer becomes $b + s\,(\bar b - b)$.
+
+    Here, $b$ is the server's value, $\bar b$ is the mean of the updates, and $s$ is the step of the model.
 
     Args:
-        pending: the buffers of the updates. The mean of a single update is bit-identical to its buffers.
-        current: the server's buffers, which are not modified.
-        numbers: the metrics of the outcome. `step` is $s$, clipped to [0, 1]. The default is 1.
+        pending: the buffers of the updates.
+        current: the server's buffers.
+        numbers: the metrics of the outcome. The entry `step` is $s$, clipped to [0, 1], with the default 1.
     """
     told = numbers.get("step", 1.0)
     part = min(max(told, 0.0), 1.0) if math.isfinite(told) else 1.0
@@ -219,7 +221,7 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
 def initial_buffers(
     space: Manifold, buffers: Mapping[str, Tensor] | None, buffer_policy: BufferPolicy
 ) -> tuple[PackedBuffers, dict[str, str]]:
-    """Return copies of the initial buffers of a server and the policy of each. Without buffers, both are empty.
+    """Return copies of the initial buffers of a server, and the policy of each buffer.
 
     Raises:
         ArgumentError: if the buffers do not match the layout of the space.
@@ -241,7 +243,7 @@ def initial_buffers(
 
 
 def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
-    """Return the buffers as a tree of plain values and tensors, for `buffers_from_tree`.
+    """Convert buffers to a tree of plain values and tensors.
 
     Example:
         >>> buffers_to_tree(PackedBuffers())
@@ -252,7 +254,7 @@ def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
 
 
 def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
-    """Return the buffers that `buffers_to_tree` serialised.
+    """Convert a tree of `buffers_to_tree` back to buffers.
 
     Example:
         >>> buffers_from_tree(buffers_to_tree(PackedBuffers())) == PackedBuffers()
@@ -269,7 +271,7 @@ def _group_buffers(
     dtypes: tuple[torch.dtype, ...],
     devices: torch.device | tuple[torch.device, ...],
 ) -> tuple[BufferGroup, ...]:
-    """Group buffers by policy and dtype, on one device or separately by device."""
+    """Group buffers by policy, dtype, device and kind. `devices` is one device, or one device for each buffer."""
     found: dict[tuple[str, torch.dtype, torch.device, tuple[bool, bool]], dict[str, tuple[int, ...]]] = {}
     each = devices if isinstance(devices, tuple) else repeat(devices)
     for (name, policy), shape, dtype, device in zip(policy_items, shapes, dtypes, each, strict=False):
@@ -279,7 +281,7 @@ def _group_buffers(
 
 
 def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torch.device) -> Tensor:
-    """Concatenate copies of the tensors of a group in one call, because hundreds of calls would take milliseconds."""
+    """Concatenate the tensors of a group in one call. Hundreds of separate calls would take milliseconds."""
     mine = [tensors[name] for name in group.names]
     if device != CPU or not all(map(_is_cpu, mine)):
         mine = [tensor.to(device) for tensor in mine]
@@ -287,14 +289,13 @@ def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torc
 
 
 def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
-    """Return a description of the values that a group accepts, for messages."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return "a counter <= 2^53"
     return f"finite values{' >= 0' if group.is_variance else ''}, or the values of the current model"
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Return whether all values are finite (and variances non-negative) or equal to the server's values."""
+    """Return whether each value is valid or equals the server's value. Variances must not be negative."""
     if not (received.is_floating_point() or received.is_complex()):
         return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)

@@ -1,4 +1,4 @@
-"""Limits on updates: the norm, the clipping threshold, the cosine and the number of samples."""
+"""Limits on updates: norm, clipping, cosine and sample count."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -21,10 +21,10 @@ from manifoldagg.manifolds.formulas import norm
 __all__ = ["DEFAULT_LIMITS", "NormLimitError", "Norms", "UpdateLimits", "clip_update", "update_norm", "with_norm"]
 
 MAX_WINDOW = 10**6
-"""The largest number of clients in a window; every update computes a median over it."""
+"""The largest number of clients in the window of norms. Each update computes a median over the window."""
 
 Norms = tuple[tuple[Hashable, float], ...]
-"""The latest norm of each client, the oldest first."""
+"""The latest norm of each client, with the oldest norm first."""
 
 
 class NormLimitError(ArgumentError):
@@ -32,7 +32,7 @@ class NormLimitError(ArgumentError):
 
     Attributes:
         limit: the largest allowed norm.
-        norms: the latest norms of the clients, with the limit in place of the norm of this update.
+        norms: the latest norms of the clients. The rejected update counts with the norm `limit`.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -43,42 +43,46 @@ class NormLimitError(ArgumentError):
 
 @dataclass(frozen=True)
 class UpdateLimits(KeywordHints):
-    r"""Limits on updates: the server rejects or clips an update beyond them.
+    r"""Limits beyond which the server rejects or clips an update.
 
-    The norm of an update is the largest distance of its points from its base, $\max_i d(\Theta^t, \varphi_i)$. Clipping
-    an update of norm r to c yields the points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with
-    $\lambda = \min(1, c / r)$, the same $\lambda$ for all points. On a flat space, these are
-    $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Further tensors are not clipped.
-    The receipt reports `clipped`, and the row in the history reports $\lambda$ as `clip`.
+    Norm: the norm of an update is the largest distance of a point from the base, $\max_i d(\Theta^t, \varphi_i)$.
 
-    The cosine of an update is the cosine of $v = \log_{\Theta^t} \varphi_n$ and the drift
-    $g = \log_{\Theta^t} \Theta^\tau$ in the metric at $\Theta^t$. The drift is the movement by other clients since the
-    dispatch. Updates with zero staleness or zero norm have no cosine and pass.
+    Clipping: an update of norm r is clipped to the norm c by
+    $\varphi_i \leftarrow \exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with $\lambda = \min(1, c / r)$. On a flat
+    space, this is $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Additional tensors
+    are not clipped. The receipt reports `clipped`, and the history reports $\lambda$ as `clip`.
+
+    Cosine: the cosine of an update is the cosine between $v = \log_{\Theta^t} \varphi_n$ and the drift
+    $g = \log_{\Theta^t} \Theta^\tau$ in the metric at $\Theta^t$. Updates with zero staleness or zero norm always pass
+    this limit.
 
     Args:
         max_norm: the largest norm.
-        norm_factor: the largest norm as a multiple of the median of the latest norms of the other clients.
-        norm_window: the number of clients in the window: those with the latest updates. Zero norms do not count. A
-            clipped update counts with its clipped norm. An update that `norm_factor` rejects counts with the largest
-            allowed norm, so that the median increases if most clients send longer updates.
-        norm_after: the number of other clients from which `norm_factor` and `clip_factor` apply.
+        norm_factor: the largest norm as a multiple of the median norm of the other clients.
+        norm_window: the number of clients over which the median is computed: those with the latest updates. Zero norms
+            do not count. A clipped update counts with its clipped norm. An update that `norm_factor` rejects counts
+            with the largest allowed norm, so the limit grows if most clients send longer updates.
+        norm_after: the minimum number of other clients for `norm_factor` and `clip_factor`. With fewer clients, these
+            limits do not apply.
         clip: the norm to which longer updates are clipped.
-        clip_factor: the clipping norm as a multiple of that median. If both are given, the smaller norm applies.
+        clip_factor: the clipping norm as a multiple of the median norm of the other clients. If `clip` is also given,
+            the smaller norm applies.
         min_cosine: the smallest cosine, in [-1, 1].
         max_samples: the largest sample count.
-        samples_factor: the cap f of a sample count as a multiple of the median report of the other clients. The weight
-            uses the capped count, and the receipt reports `clipped`. Among n clients with equal counts, one claim has
-            at most the weight f / (f + n - 1). `None` disables the cap.
-        max_points: the largest number of control points. The cost of a step grows at least quadratically with it.
+        samples_factor: the cap f of a sample count as a multiple of the median sample count of the other clients. The
+            weight uses the capped count, and the receipt reports `clipped`. If n - 1 clients report equal counts, the
+            weight of another client is at most f / (f + n - 1). `None` disables the cap.
+        max_points: the largest number of control points. The cost of a step grows at least quadratically with this
+            number.
         max_staleness: the largest staleness, in versions.
 
     Raises:
-        ArgumentError: if a limit is out of range. The message names it.
+        ArgumentError: if a limit is out of range.
 
     Source: clipping as in Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4.
 
-    Cost: with a limit on the norm or the cosine, one read of the update's points and base (and of the model for
-    `min_cosine`) before the rule reads them. A clipped update is read and written once more.
+    Cost: a limit on the norm or the cosine reads the points and the base once before the rule. The limit `min_cosine`
+    also reads the model. A clipped update is read and written once more.
 
     Example:
         >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, others=[1.0, 2.0, 3.0, 2.0, 2.0])
@@ -116,7 +120,8 @@ class UpdateLimits(KeywordHints):
         if self.norm_window > MAX_WINDOW:
             raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}, got {short_repr(self.norm_window)}")
         if self.norm_after > self.norm_window:
-            if self.norm_after == UpdateLimits.norm_after:  # probably not passed
+            # If `norm_after` has its default, the user probably passed only `norm_window`. The message names it.
+            if self.norm_after == UpdateLimits.norm_after:
                 raise ArgumentError(
                     f"norm_window: expected at least norm_after = {self.norm_after}, got {short_repr(self.norm_window)}"
                 )
@@ -126,7 +131,7 @@ class UpdateLimits(KeywordHints):
 
     @cached_property
     def uses_clipping(self) -> bool:
-        """Whether an update may be clipped."""
+        """Whether the limits may clip an update."""
         return self.clip is not None or self.clip_factor is not None
 
     @cached_property
@@ -139,7 +144,7 @@ class UpdateLimits(KeywordHints):
         """Check that a space supports the limits.
 
         Raises:
-            ArgumentError: if the space lacks operations that the limits need. The message names them.
+            ArgumentError: if the space lacks operations that the limits need.
         """
         if space.flat or space.ambient or not self.needs_norms:
             return
@@ -150,11 +155,14 @@ class UpdateLimits(KeywordHints):
             )
 
     def apply(self, space: Manifold, update: Update, norms: Norms) -> tuple[Update, float, Norms]:
-        r"""Return the update for the rule, $\lambda$, and the latest norms of the clients after this update.
+        r"""Check an update against the limits and clip it.
+
+        Returns:
+            The update for the rule, the factor $\lambda$, and the latest norms of the clients including this update.
 
         Raises:
-            ArgumentError: if the update exceeds a limit. The message names the limit.
-            NormLimitError: if the limit is `norm_factor`. Its latest norms include this limit.
+            ArgumentError: if the update exceeds a limit.
+            NormLimitError: if the exceeded limit is `norm_factor`.
         """
         late = self.min_cosine is not None and update.staleness > 0
         length, cosine = _norm_and_cosine(space, update.base, update.points, update.current if late else None)
@@ -173,7 +181,7 @@ class UpdateLimits(KeywordHints):
         return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
     def clip_threshold(self, others: Sequence[float]) -> float:
-        """Return the clipping norm, given the norms of other clients. Without clipping, return infinity.
+        """Return the clipping norm, given the norms of other clients. Without clipping, the result is infinity.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -183,15 +191,15 @@ class UpdateLimits(KeywordHints):
         return min(math.inf if self.clip is None else self.clip, self._limit_by_median(self.clip_factor, others))
 
     def check_norm(self, norm: float, others: Sequence[float]) -> None:
-        """Reject a norm that exceeds a limit or is NaN.
+        """Check that a norm is a number within the limits.
 
         Args:
             norm: the norm to check.
             others: the latest norms of other clients. Zeros do not count.
 
         Raises:
-            ArgumentError: if the norm exceeds a limit. The message names the limit.
-            NormLimitError: if the limit is `norm_factor`.
+            ArgumentError: if the norm is NaN or exceeds a limit.
+            NormLimitError: if the exceeded limit is `norm_factor`.
         """
         check_number("points: norm", norm)
         if self.max_norm is not None and norm > self.max_norm:
@@ -202,10 +210,10 @@ class UpdateLimits(KeywordHints):
             raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
 
     def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
-        """Return a multiple of the median, or infinity without a factor or with fewer than `norm_after` norms."""
+        """Return a multiple of the median norm, or infinity without `factor` or with fewer than `norm_after` norms."""
         if factor is None:
             return math.inf
-        # Zero norms would lower the median although they do not indicate the size of other updates.
+        # A zero norm lowers the median but says nothing about the size of other updates.
         norms = [norm for norm in others if norm > 0]
         return factor * float(np.median(norms)) if len(norms) >= self.norm_after else math.inf
 
@@ -214,7 +222,7 @@ DEFAULT_LIMITS = UpdateLimits()
 
 
 def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms:
-    """Return the latest norms of at most `window` clients with a new one. A zero norm does not count.
+    """Return the latest norms of at most `window` clients, including a new norm. A zero norm is ignored.
 
     Example:
         >>> with_norm((("a", 1.0), ("b", 2.0)), "a", 3.0, window=2)
@@ -226,21 +234,21 @@ def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
-    r"""Return $\max_i d(\Theta^t, \varphi_i)$, or infinity instead of NaN."""
+    r"""Return the norm $\max_i d(\Theta^t, \varphi_i)$ of an update. A norm that is NaN is returned as infinity."""
     return _norm_and_cosine(space, base, points, None)[0]
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    r"""Return the points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ of a clipped update.
+    r"""Return the clipped points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$.
 
     On a flat space, each number is rounded once. For low-rank leaves, the result is the low-rank point nearest to the
-    scaled point. Its distance from the base may be twice that of the scaled point. If the distance is too large, the
-    function uses $\lambda / 2$.
+    scaled point. The distance of this point from the base can be up to twice the target distance. If the distance
+    exceeds the target, the function uses $\lambda / 2$.
 
     Args:
         space: the space of the points.
-        base: the base $\Theta^t$ (P,).
-        points: the points $\varphi_i$ (n, P), which are not modified.
+        base: the base $\Theta^t$, (P,).
+        points: the points $\varphi_i$, (n, P).
         factor: the factor $\lambda \in (0, 1)$.
     """
     if space.flat:
@@ -261,14 +269,14 @@ def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) ->
 
 
 def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    """For each point, return the low-rank point that is nearest to the scaled one."""
     return torch.stack([AmbientSpace.of(space, base).combine(base, [row], [factor], minus=[base]) for row in points])
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    r"""Return the norm of an update, or infinity instead of NaN, and its cosine with the drift to `current`.
+    """Return the norm of an update and the cosine with the drift to `current`.
 
-    The cosine is NaN without `current`, and if the displacement or the drift is zero.
+    A norm that is NaN is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or the
+    drift is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

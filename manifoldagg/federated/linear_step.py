@@ -1,4 +1,4 @@
-"""Linear steps: combinations whose coefficients are known before the inner products of their rows."""
+"""Linear steps: steps whose coefficients do not depend on the inner products of their rows."""
 
 from dataclasses import replace
 
@@ -14,25 +14,28 @@ __all__ = ["measure"]
 def measure(
     state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Check the rows of a linear step and return it with its metrics; return any other step unchanged.
+    """Check the rows of a linear step and add the metrics of the step. Other steps are returned unchanged.
 
     Args:
         state: the next state.
         outcome: the outcome of a plan.
-        numbers: the metrics of the outcome, to which those of a linear step are added.
-        compute: whether to compute the combinations of the step, in new memory, in the pass that measures its rows.
-            Otherwise, the caller computes them, possibly in memory that the step reads.
-        out: an output buffer for the new model. It is written even if the update is then rejected.
+        numbers: the metrics of the outcome.
+        compute: whether to compute the new model and the sums in the same pass that measures the rows. Otherwise, the
+            caller computes them later, possibly in memory that the step reads.
+        out: an output buffer for the new model. The buffer is written even if the update is then rejected.
+
+    Returns:
+        The next state, the outcome and the metrics including those of the linear step.
 
     Raises:
-        ArgumentError: if a row or the new model would not be finite, or the rule rejects the update.
+        ArgumentError: if a row or the new model is not finite, or if the rule rejects the update.
 
-    Cost: one pass over the rows. With `compute=False`, the combinations need a second pass.
+    Cost: one pass over the rows. With `compute=False`, computing the model later needs a second pass.
     """
     model = outcome.model
     linear = outcome.linear
     if linear is None:
-        # A wrapper may return a new outcome without the linear step. The rows of its model are then unmeasured.
+        # A wrapper may return a new outcome without the linear step. The rows of the model are then still unchecked.
         if not isinstance(model, Combination) or model.frame.has_norm_bounds:
             return state, outcome, numbers
         linear = LinearStep(model.frame, _no_metrics)

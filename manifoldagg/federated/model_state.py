@@ -1,4 +1,4 @@
-"""The model state of a server: an immutable value that each step replaces."""
+"""The model state of a server: an immutable object that each step replaces."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    r"""The immutable part of the server state that an update may change for all clients. A step returns the next one.
+    r"""Immutable state of a server model. Each step returns a new state.
 
     Attributes:
         current: the model $\Theta^\tau$.
         state: the state of the rule.
         buffers: the buffers of the model.
-        pending_buffers: the buffers of the updates since the last move of the model.
-        version: the version $\tau$, which is the number of moves of the model.
-        norms: the latest norm of each recent client, if a limit needs them.
+        pending_buffers: the buffers of the updates that arrived since the model last moved.
+        version: the version $\tau$, which is the number of times that the model has moved.
+        norms: the latest norms of recent clients, if a limit needs norms.
     """
 
     current: Point

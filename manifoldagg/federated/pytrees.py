@@ -1,4 +1,4 @@
-"""Pytrees: nested dicts, lists and tuples with tensors, numbers or other values of a rule as leaves."""
+"""Pytrees: nested dicts, lists and tuples with tensors, numbers or other values as leaves."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain, repeat
@@ -53,7 +53,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """Apply `function` to the tensors of a tree. Unchanged subtrees are returned as the same objects.
+    """Apply a function to the tensors of a tree. Unchanged subtrees are returned as the same objects.
 
     Example:
         >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
@@ -73,7 +73,7 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Return whether a state has the entries and tensor shapes of an initial state, including nested rules.
+    """Return whether a tree has all entries and tensor shapes of a template.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -90,9 +90,9 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """Copy a tensor without its gradient.
+    """Copy a tensor without its autograd history.
 
-    A tensor of medium size is copied in the calling thread, because starting other threads would take longer.
+    Tensors of medium size are copied in the calling thread, because starting threads would take longer than the copy.
 
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
@@ -107,7 +107,7 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def unalias(tree: Tree, others: Tree) -> Tree:
-    """Return the tree with copies of the tensors that share memory with one of `others`.
+    """Return the tree with copies of all tensors that share memory with a tensor in `others`.
 
     Example:
         >>> x = torch.zeros(2)
@@ -124,7 +124,7 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """Return the uncomputed combinations in the dicts and lists of a tree."""
+    """Return the linear combinations in a tree that have not been computed."""
     if isinstance(tree, Combination):
         return [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -132,11 +132,11 @@ def combinations(tree: Tree) -> list[Combination]:
 
 
 def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
-    """Return the tree with the combinations in its dicts computed.
+    """Return the tree with all linear combinations replaced by their values.
 
     Args:
         tree: the tree.
-        computed: the known results of combinations.
+        computed: combinations whose values are already known.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
@@ -148,7 +148,7 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 
 
 def size_of(tree: Tree) -> int:
-    """Return the number of bytes of the tensors of a tree. Each storage counts once.
+    """Return the number of bytes of the tensors of a tree. Shared storages count once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -159,7 +159,7 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Return whether `new` has a non-finite tensor where `old` has a finite tensor or no tensor.
+    """Return whether `new` has a non-finite tensor at a position where `old` has a finite tensor or no tensor.
 
     Objects that are identical in both trees are skipped.
 
@@ -187,12 +187,11 @@ def introduces_nonfinite(new: Tree, old: Tree) -> bool:
 
 
 def upcast_8bit(tensor: Tensor) -> Tensor:
-    """Convert an 8-bit floating tensor to float32, as 8-bit dtypes lack arithmetic. Return other tensors unchanged."""
+    """Convert an 8-bit floating tensor to float32, because 8-bit dtypes have no arithmetic operations."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of any dtype and layout has only finite values."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     for part in _dense_parts(tensor.detach()):
@@ -203,10 +202,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Tree) -> dict[int, int]:
-    """Return the sizes of the storages of a tree by address, without empty storages.
-
-    Storages with the same address on two devices count as one.
-    """
+    """Return the size of each storage of a tree by address. Empty storages are ignored."""
     held: dict[int, int] = {}
     ahead = [tree]
     while ahead:
@@ -224,7 +220,6 @@ def _storages(tree: Tree) -> dict[int, int]:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,5 +1,6 @@
-r"""Schedules $\eta(\tau)$ of rates that depend on the version $\tau$ of the model. Any function of an int is a valid
-rate.
+"""Schedules: learning rates that depend on the version of the server model.
+
+Any function of an integer is a valid rate.
 """
 
 import math
@@ -16,26 +17,26 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError
 __all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
 
 Rate = float | Callable[[int], float]
-"""A number, or a function of the version."""
+"""A learning rate: a number, or a function of the version."""
 Weight = Callable[[int], float]
-"""A function of the staleness, such as those of `manifoldagg.federated.staleness`."""
+"""A staleness weight: a function of the staleness, such as those of `manifoldagg.federated.staleness`."""
 
 
 @dataclass(frozen=True)
 class Cyclic:
     r"""Triangular rate schedule.
 
-    The rate increases linearly from `low` to `high` and decreases back to `low` in every period of $T$ versions:
+    In each period of $T$ versions, the rate increases linearly from $a$ to $b$ and then decreases linearly to $a$:
 
     $$\eta(\tau) = a + (b - a)\left(1 - \left|\frac{2 (\tau \bmod T)}{T} - 1\right|\right).$$
 
     Args:
-        low: $a \ge 0$.
-        high: $b \ge a$.
-        period: $T \ge 2$ versions.
+        low: the smallest rate $a \ge 0$.
+        high: the largest rate $b \ge a$.
+        period: the period $T \ge 2$, in versions.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Smith 2017, the triangular schedule.
 
@@ -62,18 +63,19 @@ class Cyclic:
 class Cosine:
     r"""Cosine rate schedule.
 
-    The rate changes from `start` to `end` along half a cosine over $T$ versions, and is constant afterwards:
+    Over $T$ versions, the rate changes from $a$ to $b$ along half a period of the cosine. Afterwards, the rate is
+    constant:
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
     Args:
-        start: $a > 0$.
-        end: $b \ge 0$.
-        period: $T \ge 1$ versions.
-        restarts: whether to restart at `start` every $T$ versions, with $\tau \bmod T$ in place of $\min(\tau, T)$.
+        start: the first rate $a > 0$.
+        end: the last rate $b \ge 0$.
+        period: the period $T \ge 1$, in versions.
+        restarts: whether the schedule restarts every $T$ versions, with $\tau \bmod T$ in place of $\min(\tau, T)$.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Loshchilov, Hutter 2017.
 
@@ -99,10 +101,10 @@ class Cosine:
 
 
 def check_rate(rate: Rate, name: str = "rate") -> Rate:
-    """Validate `rate`, which must be a positive number or a function of the version.
+    """Check that `rate` is a positive number or a function of the version, and return the rate.
 
     Raises:
-        ArgumentError: if it is neither, or if it is a class instead of an instance.
+        ArgumentError: if `rate` is neither, or if `rate` is a class instead of an instance.
     """
     if not callable(rate):
         return check_number(name, rate, above=0)
@@ -111,7 +113,7 @@ def check_rate(rate: Rate, name: str = "rate") -> Rate:
 
 
 def rate_at(rate: Rate, version: int) -> float:
-    r"""Return $\eta(\tau)$ as a number.
+    r"""Return the rate $\eta(\tau)$ as a number.
 
     Raises:
         RuleError: if the function does not return a finite number $\ge 0$. Exceptions of the function propagate.
@@ -124,7 +126,7 @@ def rate_at(rate: Rate, version: int) -> float:
 
 
 def weight_at(weight: Weight, staleness: int) -> float:
-    """Return $s(x)$ as a number.
+    """Return the staleness weight $s(x)$ as a number.
 
     Raises:
         RuleError: if the function does not return a finite number >= 0. Exceptions of the function propagate.
@@ -137,7 +139,6 @@ def weight_at(weight: Weight, staleness: int) -> float:
 
 
 def _evaluate(name: str, function: Callable[[int], float], argument: int) -> float:
-    """Return the validated value of a user function."""
     try:
         given = function(argument)
         where = f"{name}({short_repr(argument)})"
@@ -148,10 +149,10 @@ def _evaluate(name: str, function: Callable[[int], float], argument: int) -> flo
 
 
 def check_function(name: str, function: Callable[[int], float]) -> None:
-    """Validate a function of an int.
+    """Check that `function` is callable.
 
     Raises:
-        ArgumentError: if it is not callable, or if it is a class instead of an instance.
+        ArgumentError: if `function` is not callable, or if `function` is a class instead of an instance.
     """
     if isinstance(function, type):
         raise ArgumentError(f"{name}: expected an instance, got the class {function.__name__}")
@@ -160,12 +161,13 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Validate the fields of a frozen dataclass by their types: booleans, rates, functions of an int and plain numbers.
+    """Validate the fields of a frozen dataclass according to their type annotations.
 
-    Tensors and arrays are not valid numbers, because they are mutable.
+    The function checks booleans, rates, functions of an integer and plain numbers. Tensors and arrays are rejected,
+    because they are mutable.
 
     Raises:
-        ArgumentError: if a field is invalid. The message names it.
+        ArgumentError: if a field is invalid.
     """
     for option in fields(options):
         value = getattr(options, option.name)

@@ -1,7 +1,7 @@
-r"""Stability of asynchronous steps: the limit of the step size, and learning rates below it.
+r"""Stability of asynchronous training: the largest stable step size, and a suggested learning rate.
 
-A server step moves the model by $\rho$ times a stale update. With $m$ clients in flight, the update was computed about
-$m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the oscillation grows, and training collapses.
+A step moves the model by $\rho$ times a stale displacement. With $m$ clients in flight, the displacement was computed
+about $m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the oscillation grows, and training diverges.
 """
 
 import math
@@ -16,25 +16,29 @@ from manifoldagg.federated.types import check_rule_protocol
 __all__ = ["is_synchronous", "stability_limit", "suggest_rate", "updates_per_step", "warn_if_unstable"]
 
 RATE_KINDS = ("share", "step", "mean", "latest")
-"""The kinds of rates that are multiples of an update. Other rates are, for example, lengths of Adam steps."""
+"""The kinds of rates that are multiples of a displacement. Other rates are, for example, lengths of Adam steps."""
 
 
 def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
-    r"""Return the largest step size $\rho$ at which asynchronous training is stable.
+    r"""Return the largest step size $\rho$ for which asynchronous training is stable.
 
-    The model: every client has the loss $\frac12 \|x\|^2$ and trains to its minimum, so that a client that started from
-    $b_i$ returns the displacement $-b_i$. In each step, $K$ of the $m$ clients in flight return, chosen at random:
+    The limit is exact for the following model. Each client has the loss $\frac12 \|x\|^2$ and trains to the minimum. A
+    client that started from $b_i$ therefore returns the displacement $-b_i$. In each step, $K$ random clients of the
+    $m$ clients in flight return and start again:
 
     $$x' = x - \frac{\rho}{K} \sum_{i \in S} b_i, \qquad b_i' = x' \ (i \in S), \qquad b_i' = b_i \ (i \notin S).$$
 
-    The second moments of $x$ and $b$ then follow a linear recursion. Its spectral radius is below 1 if and only if
+    The second moments of $x$ and $b$ follow a linear recursion. Its spectral radius is below 1 if and only if
 
     $$2 m (m - K)\, \rho^2 + K (K^2 + K - 2 m)\, \rho < 2 K^2 (2 m - K - 1).$$
 
-    For $K = 1$ this is $m \rho^2 < \rho + 2$. For $K = m$, synchronous rounds, it is $\rho < 2$, the limit of gradient
-    descent. Clients that train only a fraction of the distance to the minimum have a higher limit: the limit above,
-    divided by this fraction. If clients return in a fixed order, the limit for $K = 1$ is lower:
-    $2 \sin \frac{\pi}{2 (2 m - 1)}$ (Levin and May 1976), which is above $\pi / (2 m)$.
+    Special cases:
+
+    - $K = 1$: $m \rho^2 < \rho + 2$.
+    - $K = m$ (synchronous rounds): $\rho < 2$, the limit of gradient descent.
+    - If clients train only a fraction of the distance to the minimum, divide the limit by this fraction.
+    - If clients return in a fixed order and $K = 1$, the limit is $2 \sin \frac{\pi}{2 (2 m - 1)}$, which is lower
+      (Levin and May 1976). This limit is above $\pi / (2 m)$.
 
     Args:
         concurrency: the number $m$ of clients in flight.
@@ -54,40 +58,39 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
 
 
 def _stability_limit(m: int, k: int) -> float:
-    r"""Return the stability limit of $m$ clients in flight and $k \le m$ updates in each step."""
     if k == m:
         return 2.0
-    # The larger root of a ρ² + b ρ = c, where a and c are positive.
+    # The larger root of a ρ² + b ρ = c with positive a and c. The two forms avoid cancellation of b and the root.
     a, b, c = 2 * m * (m - k), k * (k * k + k - 2 * m), 2 * k * k * (2 * m - k - 1)
     root = math.sqrt(b * b + 4 * a * c)
     return (root - b) / (2 * a) if b <= 0 else 2 * c / (root + b)
 
 
 def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
-    r"""Return a stable learning rate of a rule for this number of clients and this concurrency.
+    r"""Suggest a stable learning rate for a rule, a number of clients and a concurrency.
 
-    With this rate, the update of an average client moves the model by the fraction $\rho = 1 / (m + 1)$ of its
-    displacement. This is about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit] or less, and at
-    most two thirds of the limit for clients that return in a fixed order. For a buffer of $K$ updates, the fraction is
-    $\rho = \min(1, K / m)$. A rule that adds the latest update of each client at every step has a lower limit, and the
-    suggestion is $\rho = 1 / (2 N)$. In terms of the option `rate`:
+    With the suggested rate, the update of an average client moves the model by a fraction $\rho$ of its displacement.
+    The fraction is $\rho = 1 / (m + 1)$, or $\rho = \min(1, K / m)$ for a buffer of $K$ updates. The value
+    $1 / (m + 1)$ is at most about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit]. It is at
+    most two thirds of the limit for clients that return in a fixed order. For a rule that adds the latest update of
+    every client in each step, the limit is lower, and the fraction is $\rho = 1 / (2 N)$.
 
     | rate of the rule | $\rho$ | suggested rate |
     | --- | --- | --- |
     | step, times the weight $w_i \approx 1 / N$ (`FedOrtho`, `ASGD` and others) | rate / N | N / (m + 1) |
     | share of the distance to the client's model (`FedAsync`, `OrthoFL`) | rate $\cdot\, s$ | 1 / (m + 1) / s |
-    | the same with `weighted=True` | rate $\cdot\, s$ / N | N / (m + 1) / s |
+    | share with `weighted=True` | rate $\cdot\, s$ / N | N / (m + 1) / s |
     | step on the mean of a buffer of K (`FedBuff`, `Median` and others) | rate | min(1, K / m) |
     | step on the mean of a synchronous cohort (`FedAvg`) | rate | 1 |
     | step on the mean of the latest updates of all clients (`ACE`) | rate | 1 / (2 N) |
 
-    Here $s$ is the staleness weight of the rule at the mean staleness $m - 1$.
+    Here, $s$ is the staleness weight of the rule at the mean staleness $m - 1$.
 
-    Begin with this rate. In short runs, higher rates converge faster, up to about half of the stability limit.
+    In short runs, higher rates converge faster, up to about half of the stability limit.
 
     Args:
-        rule: a rule whose rate is a multiple of an update. `Momentum` and `Private` count as their wrapped rule.
-            `Momentum` divides the rate by the sum $1 / (1 - \beta)$ of its weights.
+        rule: a rule whose rate is a multiple of a displacement. For `Momentum` and `Private`, the wrapped rule counts.
+            For `Momentum`, the rate is divided by $1 / (1 - \beta)$.
         num_clients: the number $N$ of participating clients.
         concurrency: the number $m \le N$ of clients that train at the same time.
 
@@ -113,7 +116,7 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
 
 
 def _suggested_rate(rule: Any, n: int, m: int) -> float:
-    """Return the rate for n clients with m tasks in flight, which may be more if a client has several tasks."""
+    """Return the suggested rate for n clients and m tasks in flight. A client may have several tasks."""
     inner, factor = rule, 1.0
     while hasattr(inner, "rule"):
         factor *= 1 - getattr(inner, "beta", 0.0)
@@ -131,7 +134,7 @@ def _suggested_rate(rule: Any, n: int, m: int) -> float:
     if kind == "latest":
         return factor / (2 * n)
     size = n if inner.weighted else 1
-    # If the weight is 0 at this staleness, the result is the largest share, 1.
+    # The lower limit of the weight avoids a division by 0 and limits the share to 1.
     return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))
 
 
@@ -144,26 +147,29 @@ def warn_if_unstable(
     weight: float,
     num_clients: int,
 ) -> bool:
-    r"""Warn if the step of an average client is larger than the stability limit, and return whether it is.
+    """Warn if the step of an average client exceeds the stability limit.
 
-    The step is divided by the ratio of the client's weight to the mean weight $1 / N$, because a single client with
-    many samples does not make training unstable. The concurrency is estimated by the smaller of the number of clients
-    in flight and $K$ times the staleness, plus 1. This excludes lost clients and a single late update.
+    The step is divided by N times the weight of the client, because one client with many samples does not make training
+    unstable. The concurrency is estimated as the smaller of two numbers: the number of tasks in flight, and $K$ times
+    the staleness plus 1. The estimate ignores lost clients and single late updates.
 
     Args:
-        rule: the rule that took the step.
-        numbers: the metrics of the step, with the step size `rate`.
+        rule: the rule that computed the step.
+        numbers: the metrics of the step. The entry `rate` is the step size.
         staleness: the staleness in versions.
-        num_in_flight: the number of tasks in flight, including this one.
+        num_in_flight: the number of tasks in flight, including the current task.
         weight: the weight of the client.
         num_clients: the number $N$ of clients that share the weights.
+
+    Returns:
+        Whether the step is too large.
 
     Warns:
         StabilityWarning: if the step is too large. The message contains the step size, the limit and a stable rate.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
-    # A share of at most 1 of the distance to the client's model never overshoots it.
+    # A step by at most the whole distance to the client's model cannot overshoot.
     if kind not in ("step", "mean") or not rho > 0:
         return False
     if kind == "step" and weight > 0:
@@ -173,7 +179,7 @@ def warn_if_unstable(
     k = updates_per_step(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
     limit = _stability_limit(m, min(k, m))
-    # The mean weight has rounding errors.
+    # The factor absorbs the rounding error of the mean weight.
     if rho <= limit * (1 + 1e-9):
         return False
     rate = _suggested_rate(rule, num_clients, num_in_flight)
@@ -186,7 +192,7 @@ def warn_if_unstable(
 
 
 def is_synchronous(rule: Any) -> bool:
-    """Return whether a rule waits for all clients of a cohort, so that no update is stale.
+    """Return whether a rule waits for all clients of a cohort. The updates of such a rule are never stale.
 
     Example:
         >>> from manifoldagg.federated.rules import DeFedAvg, FedAvg
@@ -197,7 +203,7 @@ def is_synchronous(rule: Any) -> bool:
 
 
 def updates_per_step(rule: Any) -> int:
-    """Return the number of updates in each step of a rule.
+    """Return the number of updates that a rule needs for one step.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff

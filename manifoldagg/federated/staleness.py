@@ -1,4 +1,4 @@
-"""Staleness weights s(x): the factor for an update of staleness x."""
+"""Staleness weights: factors s(x) for updates with staleness x."""
 
 import sys
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from manifoldagg.federated.schedules import check_options
 __all__ = ["Constant", "Hinge", "Polynomial"]
 
 MAX_STALENESS = sys.float_info.max
-"""The largest staleness in formulas, because Python cannot convert larger integers to floats."""
+"""The largest staleness in formulas. Python cannot convert larger integers to floats."""
 
 
 @dataclass(frozen=True)

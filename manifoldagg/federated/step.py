@@ -1,11 +1,10 @@
-"""One step of a rule: a validated update applied to a model state, in three phases.
+"""One step of the server: a rule applies a validated update to the model state.
 
-A `StepPlan` contains the parts that are the same for every update: the rule, the space, the policies and the limits.
-`step` has three phases:
+The function `step` has three phases:
 
-1. The rule plans the step, which computes only small matrices.
-2. `step` checks the result.
-3. `step` commits the result: it computes the new model and the sums in the state, which cannot fail.
+1. Plan: the rule computes the coefficients of the step from small matrices.
+2. Check: `step` validates the result.
+3. Commit: `step` computes the new model and the sums in the state. This phase cannot fail.
 """
 
 from collections.abc import Mapping
@@ -30,19 +29,19 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 __all__ = ["StepPlan", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
-"""Types of state entries that need no check for non-finite values and no copy."""
+"""The types of state entries that cannot contain non-finite tensors and need no copy."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The part of a step that is the same for all updates.
+    """The configuration of a step, which is the same for all updates.
 
     Args:
         space: the space of the models.
-        rule: the rule that steps.
+        rule: the rule that computes the step.
         policies: the policy of each buffer, by name.
-        update_limits: limits on norms and cosines.
-        buffers_label: the name of an update's buffers in messages.
+        update_limits: the limits on norms and cosines.
+        buffers_label: the name of the buffers in error messages.
     """
 
     space: Manifold
@@ -72,12 +71,12 @@ class StepPlan:
 
     @cached_property
     def uses_tensor_lists(self) -> bool:
-        """Whether the rule reads models in place as lists of tensors and returns combinations of them."""
+        """Whether the rule reads models in place as lists of tensors."""
         return accepts_tensor_lists(self.rule, self.space)
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space if clients receive a narrower dtype than that of the points, else `None`."""
+        """The space if clients receive models in a narrower dtype than the server stores, else `None`."""
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
@@ -93,20 +92,20 @@ def step(
     """Apply one update with a rule. The result shares no memory with the inputs.
 
     Args:
-        plan: the plan of the step.
-        before: the state before the step, which is not modified.
-        update: a validated update, which is not modified. The state stores copies of its tensors.
+        plan: the configuration of the step.
+        before: the state before the step. This state is not modified.
+        update: a validated update. The update is not modified, and the state stores copies of its tensors.
         buffers: the buffers of the update.
-        out: an output buffer for the new model. If the rule uses tensor lists, `None` allocates new memory.
-        atomic: whether `out` is written last, when the step can no longer fail. If the rule uses tensor lists, `out`
-            may then be a model that the rule reads.
+        out: an output buffer for the new model. `None` allocates new memory, which requires tensor lists.
+        atomic: whether `out` is written last, after all operations that can fail. With tensor lists, `out` may then be
+            a model that the rule reads.
 
     Returns:
-        The next model state, and the outcome, whose numbers are floats. A client state that the rule has not changed is
+        The next model state and the outcome, whose numbers are floats. A client state that the rule has not changed is
         the same object.
 
     Raises:
-        ManifoldAggError: if an input is invalid. The message names it, and only `out` may have changed.
+        ManifoldAggError: if an input is invalid. In this case, only `out` may have changed.
     """
     norms = before.norms
     kept = 1.0
@@ -137,7 +136,7 @@ def step(
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
-    # The commit is the last phase, so that an error leaves the state unchanged.
+    # The commit comes last, so that an error leaves the state unchanged.
     model: Any = outcome.model if plan.uses_tensor_lists else out
     if isinstance(model, Combination):
         model = model.compute(out)
@@ -149,14 +148,14 @@ def step(
 def run_rule(
     plan: StepPlan, state: State, update: Update, out: Row | None = None, *, compute: bool = True
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Call the rule, and return the next state, the outcome and its metrics.
+    """Call the rule, and return the next state, the outcome and the metrics.
 
     Args:
-        plan: the plan of the step.
+        plan: the configuration of the step.
         state: the state of the rule.
         update: a validated update.
-        out: an output buffer for the new model, which is not read. `None` allocates new memory.
-        compute: whether to compute the combinations of a linear step. The new model is written to `out` if given.
+        out: an output buffer for the new model. `None` allocates new memory.
+        compute: whether to compute the linear combinations of a linear step.
 
     Raises:
         RuleError: if the rule returns an invalid result.
@@ -181,7 +180,7 @@ def run_rule(
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
-    """Return the update with copies of points and tensors that share memory with the state or with `out`."""
+    """Return the update with copies of the points and tensors that share memory with the state or with `out`."""
     mine = [update.base, before.current, before.state, update.client_state, out]
     points, tensors = unalias((update.points, update.tensors), mine)
     if points is update.points and tensors is update.tensors:
@@ -192,10 +191,13 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Compute the next state and client state, check them, and copy tensors that share memory with clients or models.
+    """Compute and check the next states, and copy tensors that share memory with inputs.
+
+    Returns:
+        The next state of the rule and the next client state.
 
     Raises:
-        ArgumentError: if a tensor in the results is not finite.
+        ArgumentError: if a tensor in one of the states is not finite.
     """
     state = materialize(state)
     if not outcome.state_is_finite and (
@@ -209,7 +211,6 @@ def _own_finite_state(
 
 
 def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
-    """Validate a new model and write it into `out`."""
     if model is not out:
         try:
             check_shape("rule: new model", model, *plan.space.axes)
@@ -222,23 +223,24 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
 
 
 def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
-    """Check that the new model is finite in the dtypes that clients receive, now and after pending displacements.
+    """Check that the new model stays finite in the dtypes that clients receive.
 
-    A rule with `carried_displacements` stores displacements that later steps add, such as a momentum. If these alone
-    made the model overflow, the server would reject each later update.
+    A rule may store displacements that later steps add, such as a momentum. If these displacements alone made the model
+    overflow, the server would have to reject all later updates. The check therefore includes the displacements that
+    `carried_displacements` returns.
 
     Args:
-        plan: the plan of the step.
+        plan: the configuration of the step.
         space: the space of the models.
         state: the next state of the rule.
-        model: the new model; `None` if the model did not move.
+        model: the new model. `None` if the model has not moved.
         current: the model before the step.
 
     Raises:
-        ArgumentError: if a leaf overflows. The message names it.
+        ArgumentError: if a leaf overflows.
     """
     start = current if model is None else model
-    if not isinstance(start, Tensor):  # Tensor lists have the dtypes of the leaves, which their rules check.
+    if not isinstance(start, Tensor):  # Tensor lists already have the dtypes of the leaves.
         return
     carried = getattr(plan.rule, "carried_displacements", None)
     terms = carried(state) if carried is not None and space.flat else ()

@@ -1,13 +1,14 @@
-"""The protocols of rules, trainers and averaging, and the types that they exchange.
+"""Protocols and data types of rules, trainers and averages.
 
-- A server sends a [`Message`][manifoldagg.federated.Message] to a client.
-- A trainer returns a [`Payload`][manifoldagg.federated.Payload].
-- The server adds its own data and passes an [`Update`][manifoldagg.federated.Update] to the rule.
-- The rule returns an [`Outcome`][manifoldagg.federated.Outcome].
-- A client receives a [`Ticket`][manifoldagg.federated.Ticket] before its task and a
-  [`Receipt`][manifoldagg.federated.Receipt] after it.
+One task uses these types:
 
-A rule never has access to a loss, and a trainer never has access to the server's state.
+1. The client receives a [`Ticket`][manifoldagg.federated.Ticket] with a [`Message`][manifoldagg.federated.Message].
+2. The trainer returns a [`Payload`][manifoldagg.federated.Payload].
+3. The server passes an [`Update`][manifoldagg.federated.Update] to the rule: the payload and the server's own data.
+4. The rule returns an [`Outcome`][manifoldagg.federated.Outcome].
+5. The client receives a [`Receipt`][manifoldagg.federated.Receipt].
+
+A rule never accesses a loss, and a trainer never accesses the state of the server.
 """
 
 import inspect
@@ -53,13 +54,13 @@ __all__ = [
 ]
 
 BUSY_PREFIX = "server: busy"
-"""The start of the reason of a rejection that does not depend on the update."""
+"""The prefix of the reason if the server rejects an update because the server is busy."""
 State = Any
-"""A tree (nested dicts, lists, tuples) of tensors and numbers that a rule threads through its steps."""
+"""The state of a rule: a tree (nested dicts, lists, tuples) of tensors and numbers."""
 ClientState = Any
-"""A tree of tensors and numbers that the server stores for one client."""
+"""The state that the server stores for one client: a tree of tensors and numbers."""
 if TYPE_CHECKING:
-    # Depends on `accepts_tensor_lists` of the rule, which static types cannot express.
+    # The type depends on `accepts_tensor_lists` of the rule, which static types cannot express.
     Point: TypeAlias = Any
     Points: TypeAlias = Any
 else:
@@ -69,15 +70,15 @@ else:
 
 @dataclass(frozen=True)
 class Message:
-    """The input of a client's task.
+    """The data that the server sends to a client for one task.
 
     Attributes:
-        start: the model to start from (P,).
-        tensors: further tensors of the rule.
-        numbers: further numbers of the rule.
-        buffers: the model's buffers by name, if the server stores them.
-        requested_buffers: the buffers that a client returns: those that the server does not leave unchanged.
-        version: the version of the model, for schedules of trainers; `None` if it is unknown.
+        start: the model from which training starts, (P,).
+        tensors: additional tensors of the rule.
+        numbers: additional numbers of the rule.
+        buffers: the buffers of the model by name, if the server stores buffers.
+        requested_buffers: the names of the buffers that the client must return.
+        version: the version of the model, for schedules of trainers. `None` if the version is unknown.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -93,22 +94,23 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensors in bytes, as transmitted."""
+        """The number of bytes of all tensors, as transmitted."""
         return _total_nbytes(self.start, *self.tensors.values(), *self.buffers.values())
 
 
 @dataclass(frozen=True)
 class Payload:
-    r"""The update that a client returns.
+    r"""The data that a client returns after one task.
 
     Attributes:
-        points: the control points $\varphi_1, \dots, \varphi_n$ as points (n, P); a plain model is n = 1.
-        samples: the number of samples that it trained on.
-        tensors: further tensors that its rule requires.
-        numbers: further numbers that its rule requires.
-        client_state: the state of the trainer; the host passes it to the next `train` of this client.
-        buffers: the client's buffers by name, as the message requests them.
-        base: $\Theta^t$ (P,), if the ticket was issued with `retain_base=False`, so that the server has not stored it.
+        points: the control points $\varphi_1, \dots, \varphi_n$, (n, P). A plain model is one point.
+        samples: the number of samples that the client trained on.
+        tensors: additional tensors that the rule requires.
+        numbers: additional numbers that the rule requires.
+        client_state: the state of the trainer. The host passes this state to the client's next call of `train`.
+        buffers: the client's buffers by name, as requested in the message.
+        base: the start model $\Theta^t$, (P,). A client returns the base only if the ticket was issued with
+            `retain_base=False`, so that the server has not stored the start model.
     """
 
     points: Float[Tensor, "n P"]
@@ -121,31 +123,33 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensors in bytes, without `client_state`, which is not transmitted."""
+        """The number of bytes of all transmitted tensors. The client state is not transmitted."""
         base = () if self.base is None else (self.base,)
         return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
 
 @dataclass(frozen=True)
 class Update:
-    r"""A payload together with the server's data about it.
+    r"""A payload together with the server's data about the client.
+
+    Models have the shape (P,). For a rule with `accepts_tensor_lists`, a model is instead a row of the kernels: a
+    vector or a tuple of tensors.
 
     Attributes:
         client: the client that returned the payload.
-        base: $\Theta^t$ (P,), the model from which the client started. For a rule with `accepts_tensor_lists`, a row of
-            the kernels.
-        current: $\Theta^\tau$ (P,), the current model, in the same form.
-        points: as in the payload, (n, P). For a rule with `accepts_tensor_lists`, a tuple of n rows.
-        staleness: $\tau - t$ in versions, as recorded by the server.
-        weight: $w_i$, the client's share of the data.
-        samples: as in the payload, after capping.
-        tensors: as in the payload.
-        numbers: as in the payload.
+        base: the model $\Theta^t$ from which the client started.
+        current: the current server model $\Theta^\tau$.
+        points: the control points, (n, P). For a rule with `accepts_tensor_lists`, a tuple of n rows.
+        staleness: the staleness $\tau - t$ in versions, as recorded by the server.
+        weight: the client's share of the data $w_i$.
+        samples: the sample count of the payload, after the cap.
+        tensors: the additional tensors of the payload.
+        numbers: the additional numbers of the payload.
         client_state: the state that the server stores for this client.
-        share: the unnormalised weight of the client. Dividing it by the current sum gives $w_i$. Means over several
-            updates use it, so that they do not depend on the order of the updates. `None` if it is unknown.
+        share: the weight of the client before normalisation. Rules use `share` for means over several updates, because
+            `weight` changes when clients join. `None` if the share is unknown.
         is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as in an outer optimizer.
-            This is only possible for rules with `accepts_tensor_lists`, and reverses the sign of their frames.
+            Pseudo-gradients require a rule with `accepts_tensor_lists`.
     """
 
     client: Hashable
@@ -164,20 +168,21 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """A step whose coefficients do not depend on inner products. Only its metrics and checks need them.
+    """A step whose coefficients do not depend on inner products.
 
-    One pass over the parameters computes the combinations and the inner products.
+    One pass over the parameters computes the new model together with the inner products. The inner products are used
+    only for checks and metrics.
 
     Attributes:
-        frame: the frame of the combinations in the outcome and in the state. It is flat.
-        metrics: the function that checks the Gram matrix of the frame and returns the metrics of the step.
+        frame: the flat frame whose rows are combined.
+        metrics: a function that checks the Gram matrix of the frame and returns the metrics of the step.
     """
 
     frame: FrameRows
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics, given the Gram matrix of a frame with additional rows after those of this frame."""
+        """Return the metrics, given the Gram matrix of a larger frame that starts with the rows of this frame."""
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
         return self.metrics(gram)
@@ -188,14 +193,14 @@ class Outcome:
     """The result of a rule for one update.
 
     Attributes:
-        model: the new model (P,), or the `Combination` that `Frame.move` returned. `None` if the update is buffered and
-            the model did not move.
-        client_state: the next client state; `None` if the rule stores none.
-        numbers: the metrics for the receipt and the history: `cosine`, `step`, `norm`, `buffered` and others.
-        state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check. A
-            wrapper that changes an outcome must set it again.
-        linear: the frame and the metrics of a step whose coefficients do not depend on inner products. The metrics are
-            added to `numbers` when the step is computed.
+        model: the new model, (P,), or the `Combination` that `Frame.move` returned. `None` if the rule buffered the
+            update.
+        client_state: the next client state. `None` if the rule stores no client state.
+        numbers: metrics for the receipt and the history, such as `cosine`, `step`, `norm` and `buffered`.
+        state_is_finite: whether the rule guarantees that its state is finite. The server then skips the check.
+            A wrapper that changes an outcome must set this field again.
+        linear: the linear step, if the coefficients do not depend on inner products. The metrics of the linear step are
+            added to `numbers`.
     """
 
     model: Point | Combination | None
@@ -207,11 +212,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission to train: the identifier for `receive`, the version to start from, and the message.
+    """Permission for one client to train once.
 
     Attributes:
-        id: a unique identifier.
-        version: the version of the model to start from.
+        id: the unique identifier to pass to `receive`.
+        version: the version of the start model.
         message: the input of the trainer.
         space: the space of the server.
     """
@@ -222,7 +227,9 @@ class Ticket:
     space: Manifold | None = field(default=None, compare=False, repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the start model as a state dict, with the buffers that the server stores, for `load_state_dict`.
+        """Return the start model as a state dict for `load_state_dict`.
+
+        The state dict contains the buffers that the server stores.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
@@ -236,16 +243,15 @@ class Receipt:
 
     Attributes:
         accepted: whether the rule applied or buffered the update.
-        reason: the reason of a rejection; empty if the update was accepted.
-        version: the version of the server's model after the update.
-        staleness: $\tau - t$ in versions.
-        weight: the $w_i$ of the update.
-        cosine: the cosine between the update and the drift; NaN if one of them is zero.
-        step: the position $s$ on the curve to which the model moved.
+        reason: the reason of a rejection. Empty if the update was accepted.
+        version: the version of the server model after the update.
+        staleness: the staleness $\tau - t$ in versions.
+        weight: the weight $w_i$ of the update.
+        cosine: the cosine between the displacement and the drift. NaN if one of them is zero.
+        step: the position $s$ of the new model on the curve of the update.
         norm: the distance that the model moved.
-        buffered: whether the update was accepted into a buffer, and the model has not moved yet.
-        clipped: whether the reported number of samples was capped, or the update was scaled down by a `clip` of the
-            update limits or of the rule.
+        buffered: whether the rule buffered the update, so that the model has not moved.
+        clipped: whether the server capped the sample count, or a limit or the rule clipped the update.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)
@@ -269,16 +275,16 @@ class Receipt:
     clipped: bool = False
 
     def asdict(self) -> dict[str, Any]:
-        """Return the fields by name, as JSON values. A number that is not finite becomes `None`."""
+        """Return the fields by name as JSON values. Numbers that are not finite become `None`."""
         fields = vars(self).items()
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
 
     def check(self) -> "Receipt":
-        """Return the receipt itself if the update was accepted.
+        """Return this receipt if the update was accepted, or raise an error.
 
         Raises:
-            BusyError: if it was rejected because the server was busy. The client may retry later.
-            ArgumentError: if it was rejected for any other reason. The message is the reason.
+            BusyError: if the server was busy. The client may retry later.
+            ArgumentError: if the update was rejected for any other reason. The message is the reason.
         """
         if self.accepted:
             return self
@@ -289,30 +295,32 @@ class Receipt:
 
 @runtime_checkable
 class Rule(Protocol):
-    """Protocol of a server rule: pure methods of an immutable value.
+    """Protocol of a server rule: an immutable object with pure methods.
 
-    A rule that requires more than points declares two further attributes. `tensors` is a mapping from the name of a
-    tensor to its number of points ((k, P); `None` for a single point (P,)). `numbers` is a sequence of names. A payload
-    must contain exactly these.
+    Optional attributes:
 
-    A rule that only needs a Gram matrix and a linear combination on a flat space sets `accepts_tensor_lists = True`:
+    - `tensors`: the additional tensors that a payload must contain, as a mapping from names to numbers of points. The
+      value k means the shape (k, P), and `None` means the shape (P,).
+    - `numbers`: the names of the additional numbers that a payload must contain.
+    - `self_checked`: the names of the inputs whose finiteness the rule checks itself. The server skips these checks.
+      The name `"points"` includes the base.
+    - `accepts_tensor_lists`: whether the rule needs only a Gram matrix and a linear combination on flat spaces.
 
-    - Its models are rows of the kernels: vectors (P,), or tuples of the tensors of a state dict. Tuples are read in
-      place, and `aggregate` never flattens them.
-    - `start`, `base` and `current` are one row each, and `points` is a tuple of rows.
-    - The rule also has a method `plan(space, state, update)`, which writes nothing. It returns the same as `step`,
-      except that the new model and the sums in the state are results of
-      [`Frame.move`][manifoldagg.corrections.Frame.move] and
-      [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these after all checks have
-      passed.
+    The server rejects a payload with missing or unexpected tensors or numbers.
 
-    `self_checked` contains the names of the inputs whose finiteness the rule checks itself: `"points"` (with the base)
-    and further tensors. The server skips its own check for them.
+    A rule with `accepts_tensor_lists = True` reads models in place:
+
+    - A model is a row of the kernels: a vector (P,), or a tuple of the tensors of a state dict.
+    - `start`, `base` and `current` are rows, and `points` is a tuple of rows.
+    - The server calls `plan(space, state, update)` instead of `step`. The method `plan` does not write to any tensor.
+      The new model and the sums in the state are results of [`Frame.move`][manifoldagg.corrections.Frame.move] and
+      [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these results after all checks
+      have passed.
     """
 
     @property
     def cohort(self) -> int:
-        """The number of updates that a step needs: 1 for an asynchronous rule."""
+        """The number of updates that the rule needs for a step: 1 for an asynchronous rule."""
 
     def init(self, space: Manifold, start: Point) -> State:
         """Return the state before the first step."""
@@ -320,15 +328,15 @@ class Rule(Protocol):
     def message(
         self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
     ) -> Message:
-        """Return the message for a client. Its start is a point of `space`, such as `current`. The server copies it."""
+        """Return the message for a client. The server copies the start model, which may be `current`."""
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Process one update, which may only be buffered. The method writes to nothing except `out`, the memory for the
-        new model.
+        """Process one update, and return the next state and the outcome.
 
-        The caller owns the tensors of `update` and `out`. A rule must clone what it stores of them.
+        The caller owns the tensors of `update`. A rule must clone the tensors that it stores, and may write only to
+        `out`, an optional output buffer for the new model.
         """
 
 
@@ -351,23 +359,24 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Averaging(Protocol):
-    """Protocol of an average over the versions of a server."""
+    """Protocol of an average over the versions of a server model."""
 
     @property
     def average(self) -> Float[Tensor, " P"] | None:
-        """The current average; `None` if it is empty."""
+        """The current average. `None` before the first version."""
 
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
-        """Add a new version. `model` may be stored, and must not be modified.
+        """Add a new version to the average.
 
-        After an interrupt, a server may pass the latest version again, which must have no effect.
+        The method may store `model` but must not modify it. After an interrupt, a server may pass the latest version
+        again. A repeated version must have no effect.
         """
 
     def state(self) -> Any:
-        """Return the state for `load`: a tree of tensors and numbers with their own memory."""
+        """Return the state for `load`: a tree of numbers and copied tensors."""
 
     def load(self, state: Any) -> None:
-        """Restore a state that `state` returned."""
+        """Restore a state that the method `state` returned."""
 
 
 def _total_nbytes(*tensors: Tensor) -> int:
@@ -379,14 +388,14 @@ def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
 
     Args:
         rule: the rule to check.
-        hint: the end of the error message for an object that is not a rule.
+        hint: the end of the error message if `rule` is not a rule.
 
     Raises:
         ArgumentError: if a method is missing, if `step` does not accept `out`, or if `rule` is a class.
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
-    # By name, because `isinstance` with a protocol takes longer than a step of a small model.
+    # Attributes are checked by name, because `isinstance` with a protocol takes longer than a step of a small model.
     missing = [name for name in ("cohort", "init", "message", "step") if not hasattr(rule, name)]
     if len(missing) > 2:
         raise ArgumentError(
@@ -405,7 +414,6 @@ def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
 
 @lru_cache(maxsize=256)
 def _accepts_out(kind: type) -> bool:
-    """Return whether the `step` of a rule class accepts `out`, the memory for the model."""
     step = getattr(kind, "step", None)
     if step is None:  # an attribute of the instance
         return True
@@ -417,10 +425,10 @@ def check_trainer(trainer: Trainer) -> Trainer:
     """Check that a trainer is an instance with a `train` method.
 
     Raises:
-        ArgumentError: if it has no `train` method, or if it is a class instead of an instance.
+        ArgumentError: if the method `train` is missing, or if `trainer` is a class or a PyTorch module.
     """
     given: object = trainer
-    # A module has a `train` method too.
+    # A torch module has a method `train` of its own, so it would pass the `isinstance` check.
     if isinstance(given, type | torch.nn.Module) or not isinstance(given, Trainer):
         raise ArgumentError(f"trainer: expected an instance with `train`, got {short_repr(given)}")
     return trainer
@@ -430,7 +438,7 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
     """Check that a space is a `ParameterSpace`, whose points are models with named tensors.
 
     Raises:
-        ArgumentError: if it is another space.
+        ArgumentError: if the space has another type.
     """
     if not isinstance(space, ParameterSpace):
         raise ArgumentError(f"space: expected a ParameterSpace, got {type(space).__name__}")
@@ -438,30 +446,30 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Return whether the server calls `plan` of a rule on this space, with rows as models, instead of `step`."""
+    """Return whether the server calls `plan` with lists of tensors on this space, instead of `step`."""
     return space.flat and has_plan(rule)
 
 
 def has_plan(rule: Rule) -> bool:
-    """Return whether a rule accepts tensor lists in `plan`.
+    """Return whether a rule accepts lists of tensors in `plan`.
 
-    The result is false for a subclass that overrides only `step`. The server then calls this `step` with whole vectors.
+    If a subclass overrides only `step`, the result is false, and the server calls this `step` with whole vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 
 
 @lru_cache(maxsize=256)
 def _defines_plan_last(kind: type) -> bool:
-    """Return whether no subclass of the class that defines `plan` overrides `step`."""
+    """Return whether the most derived class that defines `plan` or `step` defines `plan`."""
     classes = (vars(base) for base in kind.__mro__ if "plan" in vars(base) or "step" in vars(base))
     return "plan" in next(classes, ())
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:
-    """Check an averaging object unless it is `None`.
+    """Check that an object implements `Averaging`. `None` is also valid.
 
     Raises:
-        ArgumentError: if it lacks a method of `Averaging`, or if it resets the model.
+        ArgumentError: if the object lacks a method of `Averaging`, or if the object would overwrite the server's model.
     """
     given: object = averaging
     if averaging is not None and not isinstance(given, Averaging):
@@ -474,7 +482,9 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
 
 
 def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
-    """Return the further tensors (name to number of points, `None` for one) and numbers that a rule requires.
+    """Return the additional tensors and numbers that a rule requires in a payload.
+
+    The tensors are a mapping from names to numbers of points, where `None` means a single point.
 
     Raises:
         ArgumentError: if `tensors` is not such a mapping, or if `numbers` is not a sequence of names.

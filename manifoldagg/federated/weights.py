@@ -1,4 +1,4 @@
-"""Client weights: each client's share of the data, as the server computes it."""
+"""Client weights: the share of each client in the training data."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -16,27 +16,32 @@ __all__ = ["Weights", "check_client"]
 
 KINDS = ("observed", "uniform")
 EARLY_REPORTS = 64
-"""For up to this number of clients, each first report updates the caps of the earlier reports."""
+"""Up to this number of clients, the first report of each client updates the caps of all earlier reports."""
 MAX_SAMPLES = 2**53
-"""The largest sample count. Floats represent all integers up to 2**53."""
+"""The largest sample count. All integers up to 2**53 are exact as floats."""
 MIN_REPORTS = 5
-"""The number of other reports from which the cap uses their median; below it, the cap uses their lower median."""
+"""The number of other reports from which the cap uses the median instead of the lower median."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    r"""The participating clients, their reported sample counts, and the weights $w_i$ that follow.
+    r"""Weights $w_i$ of the clients and the sample counts from which they are computed.
+
+    There are three kinds of weights:
+
+    - `"given"`: $w_i = |D_i| / \sum_j |D_j|$ with fixed sample counts $|D_i|$.
+    - `"uniform"`: $w_i = 1 / N$ for N participating clients.
+    - `"observed"`: $w_i = |D_i| / (N \bar D)$ with the reported sample counts and their mean $\bar D$.
+
+    A client participates if it has returned an update or has a ticket.
 
     Attributes:
         cap_factor: the cap of a sample count as a multiple of the median of other reports. `None` disables the cap.
-        kind: the kind of the weights. `"given"`: $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`: $w_i = 1 / N$;
-            `"observed"`: $w_i = |D_i| / (N \cdot$ mean of the reported $|D|)$, where N counts the clients that have
-                contributed or
-            have a ticket.
+        kind: the kind of the weights.
         sample_counts: the given sample counts, by client.
         reported: the latest sample count of each client. Before the first update of a client, the entry is minus the
             number of its tickets.
-        total: the sum of `sample_counts` for given weights, otherwise the sum of the positive entries of `reported`.
+        total: the sum of the given sample counts, or of the reported sample counts for other kinds.
         bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
 
     Example:
@@ -54,15 +59,14 @@ class Weights:
 
     @classmethod
     def of(cls, spec: str | Mapping[Any, int], cap_factor: float | None) -> "Weights":
-        r"""Return the initial weights of a server.
+        """Return the initial weights of a server.
 
         Args:
-            spec: a mapping from clients to samples, `"uniform"` or `"observed"`.
-            cap_factor: the cap factor, as in the class.
+            spec: a mapping from clients to sample counts, `"uniform"` or `"observed"`.
+            cap_factor: the cap of a sample count as a multiple of the median of other reports.
 
         Raises:
-            ArgumentError: if the sample count of a client is not a positive integer up to $2^{53}$. The message names
-                the client.
+            ArgumentError: if a sample count is not a positive integer up to $2^{53}$.
         """
         cap_factor = None if cap_factor is None else float(cap_factor)
         if isinstance(spec, str):
@@ -86,14 +90,14 @@ class Weights:
 
     @property
     def num_clients(self) -> int:
-        """The number of clients that share the weights, so the mean weight is 1 / `num_clients`."""
+        """The number N of clients. The mean weight is 1 / N."""
         return len(self.sample_counts if self.kind == "given" else self.reported)
 
     def check(self, client: Hashable) -> Hashable:
-        """Return the name of a client as `check_client` does. For given weights, the client must have a weight.
+        """Check the name of a client and return the name as `check_client` does.
 
         Raises:
-            ArgumentError: if the name is invalid or has no weight.
+            ArgumentError: if the name is invalid, or if the weights are given and the client has no weight.
         """
         client = check_client(client)
         if self.kind == "given" and client not in self.sample_counts:
@@ -102,7 +106,7 @@ class Weights:
         return client
 
     def with_client(self, client: Hashable) -> "Weights":
-        """Return the weights after `client` has received a ticket, which makes it a participant."""
+        """Return the weights after a client has received a ticket. The client then participates."""
         before = self.reported.get(client, 0)
         if before > 0:
             return self
@@ -110,9 +114,9 @@ class Weights:
         return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
 
     def without_ticket(self, client: Hashable) -> "Weights":
-        """Return the weights after a ticket ended without an update.
+        """Return the weights after a ticket has ended without an update.
 
-        A client that has not contributed no longer counts if this was its last ticket.
+        If this was the last ticket of a client that has never returned an update, the client no longer participates.
         """
         before = self.reported.get(client, 0)
         if before >= 0:
@@ -123,12 +127,13 @@ class Weights:
         return replace(self, reported=self.reported.delete(client), bit_length_histogram=(silent - 1, *others))
 
     def capped(self, client: Hashable, samples: int) -> int:
-        """Return the capped sample count: at most `cap_factor` times the median of the other clients' reports.
+        """Return the sample count of a client, limited to `cap_factor` times the median of the other clients' reports.
 
-        With fewer than five other reports, the cap uses the lower median, so that one of two other clients cannot raise
-        the cap. The count is not capped without `cap_factor`, without other reports, or if the weights do not depend on
-        samples. The first reports of the first 64 clients update the caps of the earlier reports. After that, only the
-        first reports of clients whose number is a power of two do so.
+        There is no cap if `cap_factor` is `None`, if there are no other reports, or if the kind is not `"observed"`.
+        With fewer than five other reports, the cap uses the lower median, so that a single client cannot raise the cap.
+
+        Reports that arrived early are capped again when more clients have reported. This happens at the first report of
+        each of the first 64 clients, and later whenever the number of clients reaches a power of two.
 
         Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 times the median needs one pass over
         all clients.
@@ -140,7 +145,7 @@ class Weights:
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
         if known == 0:
             return samples
-        # The median is at least the lower of the two middle values, whose number of digits is known.
+        # The median is at least the lower of the two middle values. The histogram gives its number of binary digits.
         digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
         if samples <= factor * 2 ** (digits - 1):
             return samples
@@ -152,7 +157,7 @@ class Weights:
         return min(samples, above * twice // (2 * below))
 
     def weight(self, client: Hashable, samples: int) -> float:
-        """Return $w_i$ for a client that reports `samples`."""
+        """Return the weight $w_i$ of a client that reports `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
         before = max(self.reported.get(client, 0), 0)
@@ -165,13 +170,13 @@ class Weights:
         return samples * seen / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
-        """Return the number that $w_i$ is proportional to: the given or reported samples, or 1 for uniform weights."""
+        """Return the weight before normalisation: the sample count, or 1 for uniform weights."""
         if self.kind == "given":
             return float(self.sample_counts[client])
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights with a client's latest sample count, after the cap."""
+        """Return the weights after a client has reported a sample count, which must be capped."""
         found = self.reported.get(client)
         if found == samples:
             return self
@@ -185,7 +190,7 @@ class Weights:
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
         is_first = not before and self.kind == "observed"
         if is_first and _is_recap_due(len(reported) - histogram[0]) and after._may_exceed_a_cap:
-            # An early uncapped count would distort all weights until its client reports again.
+            # Without a new cap, an early count would distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
                 after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
@@ -202,23 +207,23 @@ class Weights:
         return 1 << (len(histogram) - 1) > self.cap_factor * (1 << (shortest - 1))
 
     def state(self) -> dict[str, Any]:
-        """Return a tree from which `of_state` builds an equal value."""
+        """Return the state for `of_state`."""
         return {"kind": self.kind, "sample_counts": dict(self.sample_counts), "reported": dict(self.reported)}
 
     @classmethod
     def of_state(
         cls, state: Mapping[str, Any], spec: str | Mapping[Any, int] | None, cap_factor: float | None
     ) -> "Weights":
-        """Return the weights that `state` serialised.
+        """Restore weights from the result of `state`.
 
         Args:
             state: the result of `state`.
-            spec: the weights, as in `of`, instead of the saved ones. The reports are restored. `None` uses the saved
-                weights.
+            spec: new weights, as in `of`, which replace the saved weights. The reports are restored in any case. `None`
+                uses the saved weights.
             cap_factor: the cap factor, which is not part of the state.
 
         Raises:
-            ArgumentError: if `state` is invalid, or a participating client is missing in `spec`.
+            ArgumentError: if `state` is invalid, or if `spec` lacks a participating client.
         """
         if not isinstance(state, Mapping) or set(state) != {"kind", "sample_counts", "reported"}:
             raise ArgumentError("weights: state: expected the result of Weights.state()")
@@ -241,10 +246,9 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Check that a name, such as that of a client, is hashable and compares by content, and return it.
+    """Check that the name of a client is hashable and compares by content, and return the name.
 
-    A NumPy scalar is returned as the equal Python value, because comparing a NumPy scalar with a tuple returns an
-    array.
+    A NumPy scalar is converted to a Python value, because comparing a NumPy scalar with a tuple returns an array.
 
     Raises:
         ArgumentError: if the name is not hashable, does not equal itself, or contains a tensor.
@@ -267,7 +271,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
 
 
 def _components(name: Any) -> Iterator[Any]:
-    """Yield a name and, for a tuple or a set, its components."""
+    """Yield a name and, recursively, the components of a tuple or a frozen set."""
     yield name
     if isinstance(name, tuple | frozenset):
         for part in name:
@@ -275,12 +279,12 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _is_recap_due(num_reports: int) -> bool:
-    """Return whether to update the caps: for each of the first reports, and then at each power of two."""
+    """Return whether to update the caps of earlier reports after this number of reports."""
     return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Return the histogram with one more count of `bit_length` digits and one less of `removed` digits."""
+    """Return the histogram after adding a count of `bit_length` digits and removing a count of `removed` digits."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
@@ -291,9 +295,9 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the bit length at `rank` among the non-zero counts, without one count of `excluded` digits."""
+    """Return the bit length at `rank` among the non-zero counts, ignoring one count of `excluded` digits."""
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)
         if rank < 0:
             return digits
-    raise AssertionError("fewer amounts than places")
+    raise AssertionError("rank: expected a rank below the number of non-zero counts")

@@ -1,9 +1,11 @@
-r"""Privacy accounting: $(\varepsilon, \delta)$ of a private rule, computed by Google's `dp-accounting`.
+r"""Privacy accounting: the parameters $(\varepsilon, \delta)$ of a private rule.
 
-The functions apply to [`Private`][manifoldagg.federated.rules.Private], which is a sequence of Gaussian mechanisms with
-the noise multiplier $\sigma$. For a client with n participations, their composition is as private as one mechanism with
-the multiplier $\sigma / \sqrt n$. Amplification by subsampling is not used, because the first clients to reply are not
-a uniform sample. The module needs the extra `privacy`.
+The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms with noise multiplier
+$\sigma$. For a client with n participations, the composition is as private as one Gaussian mechanism with noise
+multiplier $\sigma / \sqrt n$. Amplification by subsampling does not apply, because the first clients to reply are not a
+uniform sample.
+
+The computation uses Google's `dp-accounting`, which the extra `privacy` installs.
 """
 
 import math
@@ -16,21 +18,22 @@ __all__ = ["epsilon", "noise_for"]
 
 
 def epsilon(noise: float, *, participations: int, delta: float) -> float:
-    r"""Compute the smallest $\varepsilon$ for which the models are $(\varepsilon, \delta)$-private for every client.
+    r"""Compute the smallest $\varepsilon$ for which all models are $(\varepsilon, \delta)$-private for every client.
 
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
       - e^\varepsilon\, \Phi\Bigl(-\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr), \qquad \mu = \frac{\sqrt n}{\sigma}.$$
 
-    The definition compares two runs, one of which replaces all updates of a client by zero. If they may be replaced by
-    arbitrary updates, $\mu$ is twice as large; pass half the noise for this case.
+    The definition compares a run with another run in which all updates of one client are zero. If the other run may
+    contain arbitrary updates of this client, $\mu$ is twice as large. For this stronger definition, pass half of the
+    noise.
 
     Args:
-        noise: $\sigma > 0$, as in [`Private`][manifoldagg.federated.rules.Private].
-        participations: n, the limit of the rule, or `numbers["participations"]`.
-        delta: $\delta$ in (0, 1), much smaller than one over the number of clients.
+        noise: the noise multiplier $\sigma > 0$, as in [`Private`][manifoldagg.federated.rules.Private].
+        participations: the number n: the limit of the rule, or the metric `numbers["participations"]`.
+        delta: the probability $\delta$ in (0, 1). Choose a value much smaller than one over the number of clients.
 
     Raises:
-        ArgumentError: if an argument is out of range. The message names it.
+        ArgumentError: if an argument is out of range.
         ModuleNotFoundError: if the extra `privacy` is not installed.
 
     Source: Balle, Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 3.3.
@@ -48,12 +51,12 @@ def noise_for(epsilon: float, *, participations: int, delta: float) -> float:
     r"""Compute the smallest noise multiplier $\sigma$ for a given $\varepsilon$.
 
     Args:
-        epsilon: $\varepsilon > 0$.
-        participations: n, as in `epsilon`.
-        delta: $\delta$ in (0, 1).
+        epsilon: the privacy loss $\varepsilon > 0$.
+        participations: the number n, as in `epsilon`.
+        delta: the probability $\delta$ in (0, 1).
 
     Raises:
-        ArgumentError: if an argument is out of range. The message names it.
+        ArgumentError: if an argument is out of range.
         ModuleNotFoundError: if the extra `privacy` is not installed.
 
     Example:

@@ -1,4 +1,7 @@
-"""Monitoring of a server: callbacks of `server.on_event` for `logging`, TensorBoard and Prometheus."""
+"""Monitoring of a server with `logging`, TensorBoard and Prometheus.
+
+Each function returns a callback for `server.on_event`.
+"""
 
 import logging
 import math
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PROMETHEUS_METRICS", "PrometheusMetric", "to_logging", "to_prometheus", "to_tensorboard"]
 
 WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
-"""The events that are logged as warnings."""
+"""The events that are logged with the level `WARNING`."""
 COUNTED_EVENTS: dict[type[Event], str] = {
     Dispatched: "dispatched",
     Accepted: "accepted",
@@ -34,9 +37,9 @@ COUNTED_EVENTS: dict[type[Event], str] = {
 }
 """The counter of each event that has no label."""
 STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""The bounds of the staleness histogram."""
+"""The bucket bounds of the staleness histogram."""
 SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
-"""The bounds of the histograms of seconds, from 0.1 milliseconds to 14 hours."""
+"""The bucket bounds of the time histograms, from 0.1 milliseconds to 14 hours."""
 
 
 class PrometheusMetric(NamedTuple):
@@ -90,12 +93,13 @@ PROMETHEUS_METRICS = (
 
 
 def to_logging(logger: logging.Logger) -> Callback:
-    """Log one line for each event. Rejections, expired tickets and failed checkpoints are warnings.
+    """Create a callback that logs one line per event.
 
-    Each log record has the event as its attribute `event`, for handlers that write JSON.
+    Rejections, expired tickets and failed checkpoints have the level `WARNING`. Other events have the level `INFO`.
+    Each log record has the attribute `event`, for handlers that write JSON.
 
     Args:
-        logger: the logger to use. The server itself logs errors to `logging.getLogger("manifoldagg")`.
+        logger: the logger to use. Errors are logged by the server itself to `logging.getLogger("manifoldagg")`.
 
     Example:
         >>> import sys, torch
@@ -130,17 +134,17 @@ def to_logging(logger: logging.Logger) -> Callback:
 
 
 def to_tensorboard(writer: "SummaryWriter") -> Callback:
-    """Write scalars by model version: metrics of each update, rejections, tickets in flight, memory.
+    """Create a callback that writes scalars to TensorBoard. The step of each scalar is the model version.
 
     The scalars are:
 
-    - `updates/staleness`, `updates/latency` and others: each number in the rows of the history;
-    - `rejected/points` and others: the number of rejected updates by field, since the callback was created;
-    - `memory/versions` and others: memory in bytes;
+    - `updates/staleness`, `updates/latency` and others: the numbers in the rows of the history.
+    - `rejected/points` and others: the number of rejected updates by field, since the callback was created.
+    - `memory/versions` and others: the memory in bytes.
     - `tickets`: the number of tickets in flight.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`. The caller closes it.
+        writer: a `torch.utils.tensorboard.SummaryWriter`. The caller must close the writer.
     """
     rejected: dict[str, int] = {}
 
@@ -161,13 +165,14 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
 
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
-    """Export the metrics in [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS].
+    """Create a callback that exports metrics to Prometheus.
 
-    [The guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) lists their names and units.
+    [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS] lists the metrics, and
+    [the guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) their names and units.
 
     Args:
-        registry: a registry of `prometheus_client`, which can contain each name only once. The default is its global
-            registry.
+        registry: a registry of `prometheus_client`. A registry can contain each metric only once. The default is the
+            global registry.
 
     Raises:
         ModuleNotFoundError: if `prometheus_client` is not installed.

@@ -1,4 +1,4 @@
-"""Torch optimizers that apply server rules, as outer optimizers of training across data centres."""
+"""Outer optimizers: server rules as PyTorch optimizers, for training across data centres."""
 
 from manifoldagg.optim.outer import Outer
 

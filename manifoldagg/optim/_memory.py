@@ -1,4 +1,4 @@
-"""Alias checks of a step: written memory must be disjoint from all other memory that is read or written."""
+"""Alias checks: memory that a step writes must not overlap with other memory that the step uses."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """The rows of one model, with one tensor for each parameter.
+    """Memory that a step of one model uses, as rows with one tensor per parameter.
 
     Attributes:
         names: the names of the parameters.
-        writes: the parameters, and the stored state that is overwritten.
+        writes: the parameters and the stored state, which the step overwrites.
         reads: the inputs of the step.
     """
 
@@ -29,7 +29,9 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that each written tensor is disjoint from every read tensor, or has the same entries of the same parameter.
+    """Check that no written tensor partially overlaps with a read tensor or another written tensor.
+
+    A read tensor may be identical to a written tensor of the same parameter.
 
     Raises:
         ArgumentError: if memory overlaps. The message names a parameter.
@@ -63,8 +65,8 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     for model, start in zip(accesses, borders, strict=False):
         for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
             start_address, end = row.address_ranges
-            # For each read tensor, find the first written tensor by address that ends after it begins. If any written
-            # tensor overlaps it, this one does.
+            # For each read tensor, find the first written tensor, by address, that ends after the read tensor begins.
+            # If any written tensor overlaps with the read tensor, this tensor does.
             first = np.minimum(np.searchsorted(high, start_address, side="right"), len(order) - 1)
             for i in np.flatnonzero(
                 (low[first] < end) & (high[first] > start_address) & (end > start_address)

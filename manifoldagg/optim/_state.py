@@ -1,14 +1,14 @@
-"""Conversion between the state of a rule and the state of a torch optimizer.
+"""Conversion between the state of a rule and the state of a PyTorch optimizer.
 
-The state of a rule is a tree of dicts and tuples. The state of a torch optimizer has one flat dict for each parameter,
-with tensors and numbers as values. Each leaf is stored under its path in the tree, such as `correction.0.length`:
+The state of a rule is a tree of dicts and tuples. The state of a PyTorch optimizer has one flat dict per parameter,
+with tensors and numbers as values. Each leaf of the tree is stored under its path, such as `correction.0.length`:
 
-- The tensors of a row are stored with their parameters.
-- So are the parts of a vector, under a name that ends in `VECTOR_SUFFIX`.
-- A list has one number for each parameter, under a name that ends in `PER_PARAMETER_SUFFIX`.
-- A string is encoded as an integer, and `None` as 0, under a name that ends in `STRING_SUFFIX`. Torch checkpoints
-  contain only tensors and numbers.
-- The class of the rule is such a string too.
+- A row has one tensor per parameter, which is stored with this parameter.
+- A vector is split by parameter. Its name ends in `VECTOR_SUFFIX`.
+- A list has one number per parameter. Its name ends in `PER_PARAMETER_SUFFIX`.
+- A string is encoded as an integer, because PyTorch checkpoints contain only tensors and numbers. `None` is encoded as
+  0. The name ends in `STRING_SUFFIX`.
+- The class of the rule is stored as a string under `RULE_ENTRY`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,22 +43,23 @@ PER_PARAMETER_SUFFIX = "[]"
 VECTOR_SUFFIX = "()"
 STRING_SUFFIX = "@"
 RULE_ENTRY = "of" + STRING_SUFFIX
-"""The name of the entry with the class of the rule that stored the state."""
+"""The name of the entry that identifies the rule."""
 
 ParamState = Mapping[str, Any]
 """The stored state of one parameter."""
 
 
 def common(state: ParamState) -> dict[str, Any]:
-    """Return the state that all parameters of a model share: the numbers, and the names of the other entries."""
+    """Return the state that all parameters of a model share: the numbers, and the names of all other entries."""
     return {
         name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
     }
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether all parameters share this state. The comparison runs by entry, because a model has hundreds of
-    parameters.
+    """Return whether all parameters have the same shared state.
+
+    The function compares entry by entry, which is fast for models with hundreds of parameters.
     """
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
@@ -74,15 +75,15 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """Return the key of a rule, which encodes its class and the classes of the wrapped rules."""
+    """Return an integer that encodes the class of a rule and the classes of its wrapped rules."""
     return _encode_string(_rule_name(rule))
 
 
 def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, shape: torch.Size) -> None:
-    """Check that a parameter's stored state belongs to this rule and is complete.
+    """Check that the stored state of a parameter is complete and was stored by this rule.
 
     Raises:
-        ArgumentError: if it belongs to another rule, has a wrong shape, or lacks an entry.
+        ArgumentError: if the state was stored by another rule, has a wrong shape, or lacks an entry.
     """
     given = state.get(RULE_ENTRY)
     if given != rule_key(rule):
@@ -116,14 +117,16 @@ def _decode_string(number: int) -> str:
 
 
 def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the leaves of a state by name: numbers, `Combination`s, and lists with one entry for each parameter.
+    """Return the leaves of a rule's state by path.
+
+    A leaf is a number, a `Combination`, or a list with one element per parameter.
 
     Args:
         tree: the state that the rule returned.
-        lengths: the number of entries of each parameter.
+        lengths: the number of elements of each parameter.
 
     Raises:
-        RuleError: if a leaf has another type.
+        RuleError: if a leaf has an unsupported type.
     """
     return dict(_iter_leaves("", tree, lengths))
 
@@ -153,7 +156,7 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
 
 @dataclass(frozen=True, eq=False)
 class NormBound:
-    """An upper bound on the norm of a row, valid until its tensors change."""
+    """Upper bound of the norm of a row. The bound is valid until the tensors of the row change."""
 
     row: TensorList
     norm: float
@@ -161,24 +164,27 @@ class NormBound:
 
     @staticmethod
     def of(row: TensorList, norm: float) -> "NormBound | None":
-        """Return the bound of a new row, given its norm before rounding; `None` if torch does not track its writes."""
+        """Return the bound of a new row, given its norm before rounding.
+
+        The result is `None` if PyTorch does not track writes to the row.
+        """
         if any(map(Tensor.is_inference, row)):
             return None
         rounded = 1 + max([torch.finfo(dtype).eps for dtype in row.dtypes])
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Return whether the bound belongs to this row."""
+        """Return whether the row has the tensors of this bound and has not been written since."""
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
 
 
 def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound]) -> Any:
-    """Return the tree whose leaves are stored in the states of the parameters; `None` if nothing is stored.
+    """Return the state of the rule from the stored states of all parameters. Without stored entries, return `None`.
 
     Args:
         states: the stored state of each parameter.
-        bounds: the known bounds on the norms of rows, by name.
+        bounds: known upper bounds of the norms of rows, by name.
     """
     if not states[0]:
         return None
@@ -210,9 +216,9 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Return the tree with a tuple for each dict with integer keys.
+    """Replace each dict whose keys are integers by a tuple.
 
-    Loading a state may have changed the order of these keys.
+    The keys are sorted first, because loading a state may change their order.
     """
     if not isinstance(tree, dict):
         return tree

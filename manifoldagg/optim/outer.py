@@ -1,4 +1,4 @@
-"""The outer optimizer: a rule that moves parameters by the updates of workers in other data centres."""
+"""The outer optimizer: a server rule that updates parameters from the pseudo-gradients of workers."""
 
 import math
 import re
@@ -42,36 +42,36 @@ __all__ = ["Outer"]
 
 WORKER_NAME = re.compile(r"[\w-]+")
 WORKER_PREFIX = "worker "
-"""The prefix of the names under which a rule stores the state of a worker."""
+"""The prefix of the state entries that a rule stores for one worker."""
 
 
 class Outer(torch.optim.Optimizer):
-    r"""A rule as a `torch.optim.Optimizer`. Each parameter's `grad` is a pseudo-gradient $\Theta^t - \Theta_i$.
+    r"""A `torch.optim.Optimizer` that applies a server rule to pseudo-gradients.
 
-    `step()` applies the rule's step for the displacement $-\mathrm{grad}$, times `group["lr"]`, to the parameters in
-    place. For example:
+    The `grad` of each parameter must be the pseudo-gradient $\Theta^t - \Theta_i$, the start model minus the worker's
+    model. The method `step()` applies the rule to the displacement $-\mathrm{grad}$, multiplies the step by
+    `group["lr"]`, and adds it to the parameters. For example:
 
-    - `Outer(params, ASGD(0.7))` is SGD with the learning rate 0.7.
+    - `Outer(params, ASGD(0.7))` is SGD with learning rate 0.7.
     - `Outer(params, Momentum(ASGD(0.7), nesterov=True))` is the outer optimizer of DiLoCo.
 
-    Parameters whose `grad` is `None` are left unchanged. A rejected update changes nothing.
+    Behaviour:
 
-    A parameter group is one model. Cosines and norms are those of all its tensors together, or of each tensor if the
-    rule works by tensor. Each group has its own `lr`, which schedulers may change.
-
-    The state of the rule is `state[p]` for each parameter: tensors of the parameter's shape, in float32 or wider, and
-    numbers. It can be sharded and loaded like the state of other optimizers, bit for bit. `state_dict()` contains only
-    the class of the rule, and another rule rejects it.
-
-    Parameters may be `DTensor`s, such as those of `fully_shard`, with one sharded dimension of the mesh. Only inner
-    products are communicated along it. Every rank then calls `step`. The options `maximize`, `differentiable` and
-    `capturable` do not exist, because a rule has no derivative and makes decisions on the host.
+    - A parameter group is one model. Cosines and norms are computed over all tensors of the group, or for each tensor
+      if the rule has granularity `"tensor"`. Learning rate schedulers may change the `lr` of a group.
+    - Parameters whose `grad` is `None` are unchanged. A rejected update changes nothing.
+    - `state[p]` contains the state of the rule for the parameter `p`: numbers, and tensors of the parameter's shape in
+      float32 or wider. Saving and loading preserves the state bit for bit. `state_dict()` also identifies the class of
+      the rule. A rule of another class rejects the state.
+    - Parameters may be `DTensor`s, such as those of `fully_shard`, that are sharded along one dimension of the mesh.
+      All ranks must call `step`. Only inner products are communicated.
+    - The options `maximize`, `differentiable` and `capturable` are not supported.
 
     Args:
-        params: parameters, named parameters or groups, as in any optimizer. They must be dense and floating.
+        params: parameters, named parameters or groups, as in any optimizer. The parameters must be dense and floating.
         rule: a rule that accepts tensor lists and needs only the models of workers, such as `ASGD`, `FedOrtho`,
-            `FedBuff`, `Momentum` of them, `HeLoCo`, `DelayedNesterov` or `RadialDirectional`.
-        lr: the factor of the rule's step.
+            `FedBuff`, `HeLoCo`, `DelayedNesterov` or `RadialDirectional`, or `Momentum` of such a rule.
+        lr: the factor by which the rule's step is multiplied.
 
     Raises:
         ArgumentError: if the rule needs more than models, if `lr` is negative, or if a parameter is sparse or not
@@ -106,7 +106,7 @@ class Outer(torch.optim.Optimizer):
         return state | {"rule": self.rule}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in any optimizer. A group has its own `lr`."""
+        """Add a parameter group with its own `lr`, as in any optimizer."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for i, p in enumerate(group["params"]):
@@ -117,10 +117,10 @@ class Outer(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, as in any optimizer. Tensors retain their dtypes, which may differ from the parameters' dtypes.
+        """Load a state, as in any optimizer. State tensors keep their saved dtypes.
 
         Raises:
-            ArgumentError: if it is the state of another rule. The optimizer is then unchanged.
+            ArgumentError: if the state was saved by another rule. The optimizer is then unchanged.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -145,25 +145,25 @@ class Outer(torch.optim.Optimizer):
         weight: float = 1.0,
         base: Sequence[Tensor] | None = None,
     ) -> Any:
-        r"""Apply the pseudo-gradients as one update.
+        r"""Apply the pseudo-gradients of one worker as one update.
 
-        A rule that measures the drift, such as `FedOrtho`, needs the start of a stale worker. The host, which
-        dispatched the worker, passes it as `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffers do not need it.
+        Rules that use the drift, such as `FedOrtho`, need the start model of a stale worker as `base`. `HeLoCo`,
+        `Momentum(ASGD(...))` and buffered rules do not use the drift.
 
         Args:
             closure: a function that computes the gradients and returns a loss.
-            staleness: $\tau - t$, the number of other steps since the worker started.
-            worker: the name of the worker, for rules with a state for each worker.
-            weight: $w_i$, the worker's share of the data.
-            base: $\Theta^t$, one tensor for each parameter of all groups in order, with the same placements for
-                `DTensor`s. The default is the current parameters.
+            staleness: the staleness $\tau - t$: the number of steps since the worker started.
+            worker: the name of the worker, for rules that store a state for each worker.
+            weight: the worker's share of the data $w_i$.
+            base: the start model $\Theta^t$ of the worker. Pass one tensor for each parameter of all groups, in order.
+                A `DTensor` must have the placements of its parameter. The default is the current parameters.
 
         Returns:
             The return value of the closure.
 
         Raises:
-            ArgumentError: if an argument is invalid, for example a gradient that is sparse or not finite. Also if the
-                worker is stale, the rule requires `base` and none is passed.
+            ArgumentError: if an argument is invalid, such as a sparse or non-finite gradient. The error is also raised
+                if `base` is missing for a stale worker and the rule uses the drift.
         """
         loss = None
         if closure is not None:
@@ -209,7 +209,7 @@ class Outer(torch.optim.Optimizer):
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
-        """Return the parameters of a group with a gradient, grouped by the number of their steps."""
+        """Return the parameters of a group that have a gradient, in one set for each number of past steps."""
         gradients: list[Any] = [p.grad for p in group["params"]]
         indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
         gradients = [gradients[i] for i in indices]
@@ -239,7 +239,7 @@ class Outer(torch.optim.Optimizer):
     def _plan(
         self, param_set: "ParamSet", bases: Mapping[Tensor, Tensor], update_info: Mapping[str, Any]
     ) -> "PlannedStep":
-        """Compute the rule's step for the gradients, without writing anything."""
+        """Plan the rule's step for a set of parameters without writing to any tensor."""
         params = param_set.params
         current = _local_rows(params)
         gradients = _local_rows(param_set.gradients)
@@ -274,7 +274,7 @@ class Outer(torch.optim.Optimizer):
             for i, (p, tensor) in enumerate(bases.items()):
                 if any(p is one for one in params) and not is_finite(_local_shard(tensor)):
                     raise ArgumentError(f"base[{i}]: expected finite values, got NaN or infinity") from error
-            # The gradient is not finite on another rank, or its square overflows.
+            # All inputs of this rank are finite. The fault is on another rank, or the square of a gradient overflows.
             error.args = (str(error).replace("displacements[0]", "params: gradient"),)
             raise
         pending_step: Any = outcome.model
@@ -298,7 +298,7 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class ParamSet:
-    """The parameters of one model: their gradients, stored state, shared state and rate."""
+    """Parameters that the rule processes as one model, with their gradients, states and learning rate."""
 
     params: list[Tensor]
     names: list[str]
@@ -310,7 +310,7 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A validated step that has not been applied yet."""
+    """A validated step that has not been applied."""
 
     params: list[Tensor]
     names: list[str]
@@ -322,12 +322,12 @@ class PlannedStep:
 
     @cached_property
     def pending_sums(self) -> dict[str, Combination]:
-        """The stored sums that have not been computed yet."""
+        """The linear combinations in the new state that have not been computed."""
         return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, Combination)}
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
-        """The existing tensors of sums that were stored before."""
+        """The tensors that already store these linear combinations, by name."""
         return {
             name: TensorList([one[name] for one in self.previous_states])
             for name in self.pending_sums
@@ -344,7 +344,7 @@ class PlannedStep:
         return MemoryAccess(self.names, [self.current, *self.existing_rows.values()], read)
 
     def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
-        """Apply the step, store its state, and return the known norm bounds of the stored rows."""
+        """Apply the step and store the new state. Return the known upper bounds of the norms of the stored rows."""
         targets = {name: self._output_row(name) for name in self.pending_sums}
         goals = [] if self.pending_step is None else [self.pending_step.fused(self.current)]
         goals += [one.fused(targets[name]) for name, one in self.pending_sums.items()]
@@ -362,7 +362,7 @@ class PlannedStep:
         return bounds
 
     def dtypes(self, name: str) -> list[torch.dtype]:
-        """Return the dtype of each parameter's sum."""
+        """Return the dtype in which a linear combination is stored, for each parameter."""
         if name in self.existing_rows:
             return [tensor.dtype for tensor in self.existing_rows[name]]
         return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.current]
@@ -375,7 +375,6 @@ class PlannedStep:
         return TensorList([empty_like(tensor, dtype=dtype, memory_format=form) for tensor, dtype in kinds])
 
     def _state_column(self, states: dict[Tensor, dict[str, Any]], name: str, leaf: Any) -> list[Any]:
-        """Return the stored values of a name, one for each parameter."""
         if not isinstance(leaf, list | tuple):
             return [leaf] * len(self.params)
         if leaf and not isinstance(leaf[0], Tensor):
@@ -398,7 +397,6 @@ def _param_name(group: Mapping[str, Any], i: int) -> str:
 
 
 def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
-    """Check that gradients are dense and floating and have the placements of their parameters."""
     kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
     usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
     if usual and not dtensors_in((params, gradients)):
@@ -412,7 +410,6 @@ def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: 
 
 
 def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """Check that the parameters of one model are on one device, or sharded alike over one mesh."""
     if not dtensors_in(params) and len({p.device for p in params}) == 1:
         return
     for name, p in zip(names, params, strict=True):
@@ -421,13 +418,11 @@ def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
 
 
 def _placement(tensor: Tensor) -> Any:
-    """Return the mesh and placements of a `DTensor`, or `None` for a plain tensor."""
     dtensor: Any = tensor
     return (dtensor.device_mesh, tuple(dtensor.placements)) if dtensors_in((tensor,)) else None
 
 
 def _local_shard(x: Any) -> Any:
-    """Return this rank's shard of a tensor; anything else unchanged."""
     return x.to_local() if dtensors_in((x,)) else x
 
 
@@ -436,7 +431,7 @@ def _local_rows(tensors: Sequence[Any]) -> TensorList:
 
 
 def _to_dtensor(shard: Tensor, p: Any) -> Any:
-    """Return a `DTensor` like the parameter `p` from this rank's shard."""
+    """Return a `DTensor` with this local shard and the placements of the parameter `p`."""
     dtensor_type: Any = type(p.data)
     return dtensor_type.from_local(
         shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
@@ -444,10 +439,10 @@ def _to_dtensor(shard: Tensor, p: Any) -> Any:
 
 
 def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
-    """Reduce inner products across all ranks that hold a shard of a `DTensor`.
+    """Return a context in which inner products are reduced over all ranks that store a shard of `p`.
 
     Raises:
-        ArgumentError: if more than one dimension of the mesh is sharded, or there are partial sums.
+        ArgumentError: if more than one dimension of the mesh is sharded, or if there are partial sums.
     """
     sharded_dims = [d for d, place in enumerate(p.placements) if place.is_shard()]
     if len(sharded_dims) > 1 or any(place.is_partial() for place in p.placements):
@@ -457,7 +452,6 @@ def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
 
 @lru_cache(maxsize=64)
 def _parameter_space(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> ParameterSpace:
-    """Return the space of parameters of these shapes and dtypes."""
     return ParameterSpace.of_state_dict(
         {f"{i}": torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(kinds)}
     )

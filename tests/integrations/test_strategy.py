@@ -710,7 +710,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
         data = pack(returned(ticket), spec=server.space, ticket=named or ticket)
         return finished._codec.receive(ticket.id, RecordDict({RECORD_KEY: bytes_to_record(data)}))
 
-    assert receive(other).reason.startswith("ticket: expected that of the task")
+    assert receive(other).reason.startswith("ticket: expected the ticket ")
     assert receive(None).accepted
     server.drop(other)
 

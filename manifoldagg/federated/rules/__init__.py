@@ -1,11 +1,20 @@
-"""Server rules: immutable values with pure methods, one per file.
+r"""Server rules: immutable objects that compute the next server model from a client update.
 
-The docstring of each rule states the cost of `Server.receive`: the 32-bit words per parameter that are read from
-memory, written to memory, and allocated. The assumptions are:
+The docstrings use this notation:
+
+- $\Theta^\tau$ is the current server model, and $\tau$ is its version.
+- $\Theta^t$ is the base of an update: the model from which the client started.
+- $v = \Theta_i - \Theta^t$ is the displacement of the update, where $\Theta_i$ is the model that client $i$ returned.
+- $g = \Theta^\tau - \Theta^t$ is the drift: the movement of the server model since the dispatch.
+- $\tau - t$ is the staleness of the update, in versions.
+- $w_i$ is the client's share of the training data.
+
+The line `Cost` of a rule states the memory traffic of one call of `Server.receive`, in 32-bit words per parameter: the
+words that are read, written and allocated. The assumptions are:
 
 - Models are in float32, and updates are stale.
 - A curve has two control points, and a buffer has room for three updates.
-- Data that several operations read while it is in cache counts once.
+- Data that several operations read from the cache counts once.
 """
 
 from manifoldagg.federated.rules.ace import ACE

@@ -1,7 +1,9 @@
-"""Base classes of rules: validated options, supported spaces and points, and the plain model message.
+"""Base classes of rules.
 
-There are three kinds of rules. A `GramRule` moves the model by each update, along coefficients that it computes from a
-Gram matrix. A `BufferedRule` waits for several updates and moves along their mean. Other rules are `ServerRule`s.
+- `ServerRule` validates options and spaces, and sends the current model to clients.
+- `TangentRule` also transports tangents on curved spaces.
+- `GramRule` computes the step from the Gram matrix of one update.
+- `BufferedRule` collects several updates and steps along their mean.
 """
 
 import abc
@@ -30,21 +32,21 @@ __all__ = ["ServerRule", "TangentRule", "commit", "move_to"]
 
 @dataclass(frozen=True)
 class ServerRule(KeywordHints, abc.ABC):
-    """A [`Rule`][manifoldagg.federated.Rule] that counts versions and sends its clients the current model.
+    """Base class of rules that count versions and send the current model to clients.
 
-    Class attributes:
+    Subclasses implement `plan`, or `step` if they need whole vectors. The class attributes declare requirements:
 
-    - `needs_flat`: a plural noun for the operations of the rule that are undefined on curved leaves. If it is set, the
-      rule rejects spaces with curved leaves.
-    - `needs_linear_leaves`: a plural noun for operations that need inner products and sums of points. They are also
-      defined on low-rank leaves. If it is set, the rule rejects all other curved leaves.
-    - `uses_drift`: whether a step depends on the movement of the model since the dispatch of the update. If it is
-      false, a stale update does not need its base.
+    - `needs_flat`: the operations of the rule that are undefined on curved leaves, as a plural noun. If this text is
+      not empty, the rule rejects curved leaves.
+    - `needs_linear_leaves`: the operations that need inner products and sums of points, as a plural noun. If this text
+      is not empty, the rule rejects curved leaves except low-rank leaves.
+    - `uses_drift`: whether a step depends on the drift $g$. If not, the server need not store the base of a stale
+      update.
     - `not_private_because`: the reason why [`Private`][manifoldagg.federated.rules.Private] rejects the rule.
-    - `rate_kind`: the unit of the option `rate`: `"share"` of the distance to the client's model, `"step"` if it is
-      multiplied by the weight of the client, `"mean"` for a step along the mean of a buffer, `"latest"` for a step
-      along the mean of the latest displacements of all clients, and `""` for every other unit, such as the length of an
-      Adam step. [`suggest_rate`][manifoldagg.federated.suggest_rate] reads it.
+    - `rate_kind`: the unit of the option `rate`, which [`suggest_rate`][manifoldagg.federated.suggest_rate] reads.
+      `"share"` is a fraction of the distance to the client's model. `"step"` is a factor that is multiplied by the
+      client's weight. `"mean"` is a factor of a buffer mean. `"latest"` is a factor of the mean of the latest
+      displacements of all clients. `""` is any other unit.
     """
 
     rate_kind: ClassVar[str] = ""
@@ -64,10 +66,7 @@ class ServerRule(KeywordHints, abc.ABC):
         return Message(current)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Return the next state and the outcome of a step without computing combinations of rows.
-
-        A subclass overrides `plan`, or `step` if it needs whole vectors.
-        """
+        """Return the next state and the outcome of a step without computing linear combinations of parameters."""
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
     def step(
@@ -76,11 +75,10 @@ class ServerRule(KeywordHints, abc.ABC):
         return commit(self.plan(space, state, update), out)
 
     def check_space(self, space: Manifold, start: Point) -> None:
-        """Reject a space that the rule does not support.
+        """Check that the rule supports a space.
 
         Raises:
-            ArgumentError: if the space has unsupported leaves. The message names them and the operations that need
-                flat leaves.
+            ArgumentError: if the space has leaves that the rule does not support.
         """
         if getattr(space, "flat", False):
             return
@@ -93,7 +91,7 @@ class ServerRule(KeywordHints, abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """A rule that transports tangents between points, with `transport` and `rungs` if the space is curved."""
+    """Base class of rules that transport tangents on a curved space, with the options `transport` and `rungs`."""
 
     transport: str | None = field(default=None, kw_only=True)
     rungs: int = field(default=DEFAULT_RUNGS, kw_only=True)
@@ -119,7 +117,10 @@ class TangentRule(ServerRule):
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Compute the combinations in the state of a plan and then its model, which is written to `out` if given."""
+    """Compute the linear combinations of a plan: first those in the state, then the model.
+
+    The model is written to `out`, if `out` is given.
+    """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
     state = materialize(state)
@@ -132,7 +133,7 @@ def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[S
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:
-    r"""Return $\exp_\Theta u$, where $u$ is the combination of the frame rows with `coefficients`."""
+    r"""Return $\exp_\Theta u$, where $u$ is the linear combination of the frame rows with `coefficients`."""
     if frame.transporter is None:
         return frame.move(gram, coefficients)
     here = frame.transporter.current

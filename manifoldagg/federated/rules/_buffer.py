@@ -1,4 +1,4 @@
-"""Buffered rules: they sum displacements on arrival, and the last update of a buffer moves the model."""
+"""Base class of buffered rules that sum displacements on arrival and step along their mean."""
 
 import abc
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""Mean $\bar\Delta$ of a full buffer, a lazily computed tangent at the current model $\Theta$.
+    r"""Mean displacement $\bar\Delta$ of a full buffer, which is computed only when a rule reads it.
 
     Attributes:
         space: the space of the points.
         current: the current model $\Theta$.
-        frame: the frame with the rows v and g and, after the first update, the previous sum.
-        coefficients: the coefficients of the mean on these rows.
-        gram: the inner products of these rows.
+        frame: the frame of the last update, with the previous sum as an additional row.
+        coefficients: the coefficients of $\bar\Delta$ for the rows of the frame.
+        gram: the inner products of the rows.
     """
 
     space: Manifold
@@ -48,8 +48,11 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        r"""Yield chunks of $\bar\Delta$ on a flat space together with the same chunks of `others`, to bound memory."""
-        rows: tuple[Any, ...] = self.frame.rows  # vectors, as rules that use chunks do not accept tensor lists
+        r"""Yield chunks of $\bar\Delta$ and the same chunks of `others`. The space must be flat.
+
+        Chunks bound the working memory.
+        """
+        rows: tuple[Any, ...] = self.frame.rows  # whole vectors: rules that read chunks do not accept tensor lists
         less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
         for parts in chunks(self.current, *rows, *less, *others):
@@ -62,26 +65,27 @@ class BufferMean:
             yield delta, *taken
 
     def step(self, rate: float) -> tuple[Any, float]:
-        r"""Return $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
+        r"""Return the new model $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
         line = [rate * c for c in self.coefficients]
         norm = _norm_of(self.frame, self.gram, line)
         return move_to(self.space, self.current, self.frame, self.gram, line), norm
 
 
 class BufferedRule(TangentRule):
-    r"""A rule that sums displacements, then takes one step $\eta_g \cdot \frac1A \sum_i a_i \Delta_i$.
+    r"""Base class of rules that take one step $\frac{\eta_g}{A} \sum_i a_i \Delta_i$ after several updates.
 
-    $\Delta_i$ is the displacement from the client's own base. On a curved space, the rule transports it to the current
-    point, which is constant while the buffer fills, and sums in float64. For low-rank leaves, the sum is a sum of
-    matrices, truncated to the `state_rank` of their spaces.
+    The displacement $\Delta_i$ is measured from the base of the client. The state contains the weighted sum, the number
+    of updates and their total weight. Each update needs one `gram` and one `combine`.
 
-    The state stores the sum as one tensor, and the number and the total weight of its terms. The sum is in units of the
-    largest $a_i$ so far and is rounded once per update. Each update needs one `gram` and one `combine`.
+    - On a curved space, the rule transports $\Delta_i$ to the current point and sums in float64. The current point does
+      not change while the buffer fills.
+    - For low-rank leaves, the sum is a sum of matrices, truncated to the `state_rank` of their spaces.
+    - The sum is stored in units of the largest weight $a_i$ and is rounded once per update.
+    - The rule rejects a displacement if the square of a sum of such displacements would overflow. The update of one
+      client therefore cannot make the updates of other clients overflow.
 
-    The rule rejects a displacement if the square of a sum of such displacements would overflow in the dtype of the
-    model. So the update of one client cannot make the updates of other clients overflow.
-
-    Updates affect the state only through this sum. A `mechanism` can therefore clip its terms and add noise to it.
+    Updates change the state only through the sum. A `GaussianMechanism` can therefore clip the displacements and add
+    noise to the sum.
     """
 
     rate: Rate
@@ -94,29 +98,29 @@ class BufferedRule(TangentRule):
         """The number of updates per step."""
 
     def update_weight(self, update: Update) -> float:
-        """Return $a_i$, the weight of a displacement."""
+        """Return the weight $a_i$ of a displacement."""
         return 1.0
 
     def divisor(self, total: float) -> float:
-        """Return $A$, where `total` is the sum of the $a_i$."""
+        """Return the divisor $A$, where `total` is the sum of the weights $a_i$."""
         return total
 
     def step_size(self, state: State) -> float:
-        r"""Return $\eta_g$."""
+        r"""Return the rate $\eta_g$."""
         return rate_at(self.rate, state["version"])
 
     def apply_step(
         self, state: State, mean: BufferMean, rate: float, out: Tensor | None
     ) -> tuple[Any, float, dict[str, Any]]:
-        """Return the new model, its distance from the current model, and the changes of the state.
+        """Return the new model, its distance from the current model, and the changed entries of the state.
 
-        The default is a step along the mean. A rule that computes its model from whole vectors may write it to `out`.
+        The default is a step along the mean. A rule that needs whole vectors may write its model to `out`.
         """
         model, norm = mean.step(rate)
         return model, norm, {}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the contribution of the buffered updates to the next step: pairs of a factor and a displacement."""
+        """Return the contribution of the buffered updates to the next step, as pairs of a factor and a displacement."""
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []
         factor = self.step_size(state) * state["scale"] / (self.divisor(state["total"]) or 1.0)
@@ -142,9 +146,9 @@ class BufferedRule(TangentRule):
         *,
         out: Tensor | None = None,
     ) -> tuple[State, Outcome]:
-        """Plan a step, with an optional `mechanism` that clips displacements and adds noise to their sum.
+        """Plan a step. An optional `mechanism` clips the displacements and adds noise to their sum.
 
-        `out` is an output buffer for the new model of a rule that needs whole vectors.
+        A rule that needs whole vectors may write its model to `out`.
         """
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
@@ -171,8 +175,8 @@ class BufferedRule(TangentRule):
             waiting = {**state, "count": count, "total": total, "scale": unit, "buffer": buffer}
             numbers |= frame.diagnostics
             rest = LinearStep(frame, lambda gram: self._linear_metrics(frame, gram)) if linear else None
-            # The sum is finite: the norm of each displacement is at most the square root of the largest number divided
-            # by the buffer size, and the sum is in units of the largest share.
+            # The sum is finite. The norm of each displacement is at most the square root of the largest finite number,
+            # divided by the buffer size, and the sum is in units of the largest weight.
             finite = frame.transporter is None
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=finite, linear=rest)
         divisor = check_number("weight: sum over the buffer", self.divisor(total), above=0)
@@ -194,7 +198,11 @@ class BufferedRule(TangentRule):
         return after | changes, Outcome(model, update.client_state, numbers)
 
     def checked_length(self, frame: Frame, gram: Gram) -> float:
-        """Return the norm of the displacement. Check that the square of a sum of such norms does not overflow."""
+        """Return the norm of the displacement.
+
+        Raises:
+            ArgumentError: if the square of a sum of such displacements would overflow.
+        """
         largest = safe_sqrt(torch.finfo(frame.dtype).max) / self.buffer_size
         return check_number("points: size of the displacement", safe_sqrt(gram.matrix[0, 0]), at_most=largest)
 
@@ -205,7 +213,7 @@ class BufferedRule(TangentRule):
 
 
 def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
-    """Return the norm of a combination of the rows, or an upper bound if a row was not read."""
+    """Return the norm of a linear combination of the rows, or an upper bound if the norm of a row is only bounded."""
     if frame.unmeasured:
         return frame.norm_bound(np.array(coefficients, dtype=object))
     return safe_sqrt(Corrected.single(frame, gram, coefficients).inner_products()[0][0])

@@ -1,4 +1,4 @@
-"""Rules with the coefficients of a correction: the server step of Manifold (9)-(12)."""
+"""Base classes of rules that apply a correction: the server step of Manifold (9)-(12)."""
 
 import abc
 from collections.abc import Callable
@@ -21,27 +21,28 @@ __all__ = ["CorrectionRule", "ScheduledRule"]
 
 
 FIXED_COEFFICIENTS: dict[type, tuple[float, ...]] = {Tangent: (1.0, 0.0), Position: (1.0, -1.0)}
-"""The coefficients of $(v, g)$ of corrections that do not depend on inner products."""
+"""The coefficients of $(v, g)$ for corrections that do not depend on inner products."""
 
 
 @cache
 def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
-    """Return whether a class moves along its corrected displacement and keeps no state of its own."""
+    """Return whether a class only applies its correction and overrides no method of the step."""
     methods = ("coefficients", "correct", "next_state", "step_curve")
     return all(getattr(kind, name) is getattr(CorrectionRule, name) for name in methods)
 
 
 class CorrectionRule(GramRule):
-    """A `GramRule` that moves along the curve of the corrected displacements.
+    """Base class of rules that move along the curve of the corrected displacements.
 
-    A correction may add rows and may have a state, which is stored as the entry `correction` of the rule's state. If
-    the correction cancels nearly all of a displacement, a second `gram` measures the remainder.
+    A correction may add rows to the frame. The state of a correction is stored as the entry `correction` of the rule's
+    state. If a correction cancels nearly all of a displacement, the remainder is inexact, and a second `gram` measures
+    it.
     """
 
     @property
     @abc.abstractmethod
     def correction(self) -> Correction:
-        """The map from displacements at the base to tangents at the current model."""
+        """The correction, which maps displacements at the base to tangents at the current model."""
 
     @property
     def granularity(self) -> str:  # type: ignore[override]  # of the correction
@@ -50,7 +51,7 @@ class CorrectionRule(GramRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of the correction if they are constants and no subclass computes others."""
+        """The coefficients of the correction if they are constant and no subclass overrides the computation."""
         return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
@@ -78,9 +79,9 @@ class CorrectionRule(GramRule):
 
 @dataclass(frozen=True)
 class ScheduledRule(CorrectionRule):
-    r"""A `CorrectionRule` with $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
+    r"""Base class of correction rules with the step size $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
 
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] documents the options.
+    The options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
     """
 
     rate_kind: ClassVar[str] = "step"
@@ -100,7 +101,7 @@ class ScheduledRule(CorrectionRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of `CorrectionRule` if `decay` is 0. A decaying rate depends on inner products."""
+        """The fixed coefficients if `decay` is 0. With a positive `decay`, the rate depends on inner products."""
         return None if self.decay else super().fixed_coefficients
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism: clipping of displacements, and noise on their sum."""
+"""Gaussian mechanism of differential privacy: clipped displacements, and noise on their sum."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,12 +14,14 @@ from manifoldagg.errors import RuleError
 __all__ = ["GaussianMechanism", "derive_key"]
 
 SAMPLE_BLOCK_SIZE = 2**18
-"""The number of samples per call of the generator."""
+"""The number of samples that one call of the generator draws."""
 
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    r"""Gaussian mechanism $\sum_i a_i \min(1, C / \|\Delta_i\|) \Delta_i + \sigma C z$, $z \sim N(0, I)$, $a_i \le 1$.
+    r"""Gaussian mechanism for a sum of displacements.
+
+    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1$$
 
     Args:
         clip: the clipping norm C.
@@ -32,10 +34,14 @@ class GaussianMechanism:
     key: Sequence[int]
 
     def clipped_weight(self, weight: float, norm: float) -> tuple[float, float]:
-        r"""Return $a \min(1, C / \|\Delta\|)$ for a displacement of this norm, and the second factor alone.
+        r"""Return $a \min(1, C / \|\Delta\|)$ and the clipping factor $\min(1, C / \|\Delta\|)$.
+
+        Args:
+            weight: the weight $a$ of the displacement.
+            norm: the norm of the displacement.
 
         Raises:
-            RuleError: if a exceeds 1, for which the noise is not calibrated.
+            RuleError: if the weight is above 1, because the noise is calibrated for weights of at most 1.
         """
         if weight > 1:
             raise RuleError(f"staleness: expected a weight of at most 1 under Private, got {weight:g}")
@@ -45,7 +51,17 @@ class GaussianMechanism:
     def add_noise(
         self, frame: Frame, coefficients: list[float], scale: float, version: int
     ) -> tuple[Frame, list[float]]:
-        """Add noise to the combination of frame rows with `coefficients`, as a further row in units of `scale`."""
+        """Add a row of noise to a linear combination of frame rows.
+
+        Args:
+            frame: the frame.
+            coefficients: the coefficients of the combination.
+            scale: the unit of the coefficients.
+            version: the version of the model, which enters the key of the noise.
+
+        Returns:
+            The frame with the noise as an additional row, and the coefficients of all rows.
+        """
         if not (self.noise and scale):
             return frame, coefficients
         total: Tensor = frame.materialize(coefficients)
@@ -55,10 +71,10 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """Sample z from the key and the sum. Equal sums get equal noise, and different sums get different noise.
+        """Sample $z$ with a generator that is keyed by the secret, the version and the sum.
 
-        A server that resumes from an older checkpoint computes different sums than before. If the noise were the same,
-        it would cancel in the difference of the two models.
+        A server that resumes from an older checkpoint computes different sums. Equal noise would cancel in the
+        difference of the two models. The key therefore contains a hash of the sum.
         """
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
@@ -71,7 +87,7 @@ class GaussianMechanism:
 
 
 def derive_key(secret: bytes) -> list[int]:
-    """Return the key for the state of a rule: 32-bit integers.
+    """Derive the key for the state of a rule from a secret. The key is a list of 32-bit integers.
 
     Example:
         >>> len(derive_key(b"secret"))

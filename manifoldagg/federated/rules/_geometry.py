@@ -1,4 +1,4 @@
-"""The frame of an update: tangents at the current model, their corrections and their inner products."""
+"""Frames of updates: displacements and drift as tangents at the current model."""
 
 import math
 
@@ -26,11 +26,16 @@ __all__ = [
 
 
 def check_points(rule: object, update: Update, count: int | None = 1, description: str = "one model") -> None:
-    """Check that an update has `count` points. `None` accepts any positive number.
+    """Check the number of points of an update.
+
+    Args:
+        rule: the rule, which is named in the error message.
+        update: the update.
+        count: the expected number of points. `None` accepts any positive number.
+        description: the expected number in words, for the error message.
 
     Raises:
-        ArgumentError: if the number of points differs. The message contains `description`, the expected number in
-            words.
+        ArgumentError: if the number of points differs from `count`.
     """
     given = len(update.points)
     if given == 0 or given != (count or given):
@@ -41,22 +46,22 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
 def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
-    r"""Return the rows $v_1, \dots, v_n, g$ of an update, tangent at the current model.
+    r"""Return the frame of an update: the rows $v_1, \dots, v_n, g$ as tangents at the current model.
 
-    On flat spaces and low-rank leaves, the rows are differences of the tensors of the update. On other curved spaces,
-    $v_i = \log_{\Theta^t} \varphi_i$ is transported to $\Theta^\tau$. If the space has a projection, this computation
-    uses float64.
+    - On flat spaces and low-rank leaves, the rows are differences of the tensors of the update.
+    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported to $\Theta^\tau$. The computation uses
+      float64 if the space has a projection.
 
     Args:
         space: the space of the points.
-        update: an update whose base, current model and points the server has validated.
+        update: an update whose base, current model and points are validated.
         transport: the transport on a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of]. For low-rank
             leaves, `"projection"` projects the differences onto the tangent space at $\Theta^\tau$.
         rungs: the number of rungs of a ladder.
-        tensors: whether each named tensor of the space is a segment.
+        tensors: whether each named tensor of the space is a separate segment.
 
     Raises:
-        ArgumentError: if the log at a point is undefined, or if an outer functorch transform tracks derivatives.
+        ArgumentError: if the logarithm of a point is undefined, or if a functorch transform tracks derivatives.
     """
     points = update.points if isinstance(update.points, tuple) else update.points.unbind()
     rows = (update.base, update.current, *points)
@@ -88,15 +93,15 @@ def frame_from_update(
 
 
 def unit_coefficients(k: int) -> Matrix:
-    """Return the coefficients of each of k rows as a combination of the rows: the identity matrix."""
+    """Return the identity matrix. Row j contains the coefficients of the j-th of k rows."""
     return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:
-    """Return `x` in float64, projected onto the space. Without a projection, return `x` unchanged."""
+    """Return `x` in float64, projected onto the space. If the space has no projection, return `x` unchanged."""
     return space._project(x.double()) if "project" in space.capabilities else x
 
 
 def safe_sqrt(square: float) -> float:
-    """Return the square root of a square that can be slightly negative because of rounding."""
+    """Return the square root of a number that rounding may have made slightly negative."""
     return math.sqrt(max(square, 0.0))

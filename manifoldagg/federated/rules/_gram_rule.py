@@ -1,4 +1,4 @@
-"""GramRule: the base class of rules that compute coefficients from a Gram matrix."""
+"""GramRule: the base class of rules that compute a step from a Gram matrix."""
 
 import abc
 import math
@@ -25,33 +25,35 @@ __all__ = ["GramRule", "staleness_penalty"]
 
 @dataclass(frozen=True)
 class GramRule(TangentRule):
-    r"""Asynchronous rule that moves the model along a combination of the rows of an update.
+    r"""Base class of asynchronous rules that compute a step from the inner products of an update.
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\, u, \qquad u = \sum_j c_j\, r_j, \qquad r = (v_1, \dots, v_n, g),$$
 
     where $v_i = \varphi_i - \Theta^t$ are the displacements of the client's models and $g = \Theta^\tau - \Theta^t$ is
-    the drift of the server. A subclass has two methods: `coefficients` computes $c$ from the inner products of the
-    rows, and `rate` returns $\rho$. A subclass does not access vectors, so it works on any model. One pass reads the
-    rows, and one pass writes the new model. On a curved space, $v_i = \log_{\Theta^t} \varphi_i$ is transported to
+    the drift of the server. The method `coefficients` computes $c$ from the inner products of these rows, and the
+    method `rate` returns $\rho$.
+
+    A subclass never accesses vectors, so it works on models of any format. One pass over the parameters reads the rows,
+    and one pass writes the new model. On a curved space, $v_i = \log_{\Theta^t} \varphi_i$ is transported to
     $\Theta^\tau$, and the new model is $\exp_{\Theta^\tau}(\rho\, u)$.
 
-    The state is a dict with the number `version`, which counts the steps. `coefficients` may add entries to it.
+    Use this class to write your own rule. To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
+    [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
+
+    The state is a dict. Its entry `version` counts the steps. `coefficients` may add further entries.
 
     Class attributes:
 
-    - `granularity`: `"model"`, or `"tensor"` if `gram` has one matrix for each named tensor.
-    - `single_point`: whether an update is one model (n = 1). With `False`, it may be a curve of n control points.
-    - `overshoot`: `"clamp"` limits $\rho$ to 1; `"extend"` does not.
-    - `fixed_coefficients`: the coefficients $c$ of $(v, g)$ if they are constants and the rate does not depend on
-      inner products. In this case, one pass over the parameters is enough. With `None`, the rule calls `coefficients`.
+    - `granularity`: `"model"` for one Gram matrix, or `"tensor"` for one Gram matrix per named tensor.
+    - `single_point`: whether an update is one model (n = 1). If not, an update may be a curve with n control points.
+    - `overshoot`: `"clamp"` limits $\rho$ to 1, and `"extend"` does not.
+    - `fixed_coefficients`: the coefficients $c$ of $(v, g)$, if they are constants and the rate does not depend on
+      inner products. One pass over the parameters is then enough. With `None`, the rule calls `coefficients`.
 
-    To use a [`Correction`][manifoldagg.corrections.Correction] as a rule, write
-    [`AsyncCorrected(correction=...)`][manifoldagg.federated.rules.AsyncCorrected].
-
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 8 words per parameter, writes 1 and allocates 0.
 
     Example:
-        A rule that halves each displacement that conflicts with the drift.
+        This rule halves each displacement that conflicts with the drift:
 
         >>> import manifoldagg, torch
         >>> from manifoldagg.federated import GramRule
@@ -81,16 +83,16 @@ class GramRule(TangentRule):
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$.
-            state: the state before the step. It must not be modified.
+            state: the state before the step. The method must not modify this value.
 
         Returns:
-            A tuple of the coefficients and the next state. The coefficients are k = n + 1 numbers, one for each row.
-            For a curve, they are a matrix (m, k) for m control points. With granularity `"tensor"`, they have shape
-            (S, m, k): one matrix for each named tensor. The caller updates the `version` of the state.
+            A tuple of the coefficients and the next state. The caller updates the entry `version` of the state. The
+            shape of the coefficients is (k,) with k = n + 1, or (m, k) for a curve with m control points. With
+            granularity `"tensor"`, the shape is (S, m, k) for S named tensors.
         """
 
     def rate(self, state: State, update: Update) -> float:
-        r"""Return $\rho \ge 0$, the fraction of the displacement $u$ by which the model moves.
+        r"""Return $\rho \ge 0$, the fraction of $u$ by which the model moves.
 
         Args:
             state: the state before the step.
@@ -99,14 +101,14 @@ class GramRule(TangentRule):
         return 1.0
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
-        r"""Return $\rho$ for rules with an option `rate`. `penalty(alpha)` is $S$ of Manifold (10)."""
+        r"""Return the step size $\rho$, where `penalty` maps $\alpha$ to the staleness penalty $S$."""
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
-        """Return the corrected displacements: the combinations of the frame rows with `coefficients`.
+        """Return the corrected displacements, which are the linear combinations of the frame rows with `coefficients`.
 
         Raises:
-            RuleError: if `coefficients` does not return a tuple of one number for each row and a dict.
+            RuleError: if `coefficients` does not return a tuple of coefficients, one for each row, and a dict.
         """
         gram = frame.gram(self.granularity)
         result: Any = self.coefficients(gram, state)
@@ -120,7 +122,7 @@ class GramRule(TangentRule):
         return Corrected(frame, gram, np.atleast_2d(c), after, gram)
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
-        """Return the entries of the next state except `version`."""
+        """Return the entries of the next state without `version`."""
         return dict(corrected.state)
 
     def client_state(self, update: Update) -> ClientState:
@@ -128,7 +130,7 @@ class GramRule(TangentRule):
         return update.client_state
 
     def step_curve(self, state: State) -> StepCurve:
-        """Return the curve of the corrected displacements, and the meaning of the rate on it."""
+        r"""Return the curve of the corrected displacements, which also defines the meaning of $\rho$."""
         return StepCurve(self.overshoot)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
@@ -170,7 +172,6 @@ class GramRule(TangentRule):
     def _plan_linear(
         self, frame: Frame, fixed: tuple[float, ...], state: State, update: Update
     ) -> tuple[State, Outcome]:
-        """Plan a step along one displacement with fixed coefficients, which needs no inner products."""
         rho = self._checked_step_size(state, update, _no_penalty)
         curve = StepCurve(self.overshoot)
         lines = np.array([fixed], dtype=object)
@@ -197,12 +198,14 @@ def _no_penalty(strength: float) -> float:
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
-    r"""Return $S = 1 + \alpha\,(\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$: Manifold (10).
+    r"""Return the staleness penalty $S$ of Manifold (10).
+
+    $$S = 1 + \alpha \Bigl( \frac{\|\Theta^\tau - \hat\Theta\|}{\|\Theta^t - \Theta^\tau\|} - 1 \Bigr)$$
 
     Args:
-        strength: $\alpha$.
-        candidate: $\|\Theta^\tau - \hat\Theta\|$, the distance of the candidate.
-        drift: $\|\Theta^t - \Theta^\tau\|$. If it is 0, S is 1 by convention.
+        strength: the strength $\alpha$.
+        candidate: $\|\Theta^\tau - \hat\Theta\|$, the distance from the current model to the new candidate.
+        drift: $\|\Theta^t - \Theta^\tau\|$. If the drift is 0, $S$ is 1.
 
     Example:
         >>> staleness_penalty(1.0, candidate=1.0, drift=4.0)

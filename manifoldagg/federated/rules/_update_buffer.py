@@ -1,4 +1,4 @@
-"""Buffered rules that store each displacement separately until the last update of a buffer moves the model."""
+"""Base classes of buffered rules that store each displacement separately."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,14 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
 
 class StoredBufferRule(TangentRule):
-    r"""Rule that stores K displacements $\Delta_i$ with $s_i = s(\tau - t_i)$, and then computes one step by `combine`.
+    r"""Base class of rules that store K displacements and then compute one step from all of them.
 
-    $\Delta_i$ is the displacement from the client's own base. On a curved space, the rule transports it to the current
-    point, which is constant while the buffer fills. The rule ignores sample counts and weights. It rejects a
-    displacement if the square of a sum of K such displacements would overflow in the dtype of the model.
+    The displacement $\Delta_i$ is measured from the base of the client and has the staleness weight
+    $s_i = s(\tau - t_i)$. Sample counts are ignored. On a curved space, the rule transports $\Delta_i$ to the current
+    point, which does not change while the buffer fills.
+
+    The rule rejects a displacement if the square of a sum of K such displacements would overflow in the dtype of the
+    model.
     """
 
     cohort: ClassVar[int] = 1
@@ -52,19 +55,22 @@ class StoredBufferRule(TangentRule):
     ) -> tuple[Any, float, Gram]:
         r"""Return the new model, its distance from the current model, and inner products of rows.
 
-        The first two rows of the inner products are those of the last update.
+        The first two rows of the inner products are the displacement and the drift of the last update.
 
         Args:
             space: the space of the points.
             update: the last update.
             frame: the frame of the last update.
-            stored: the previous displacements, in the order of arrival.
-            factors: the factors $\eta_g s_i$ of the stored displacements, followed by that of the last update.
-            out: an output buffer for the new model of a rule that needs whole vectors.
+            stored: the stored displacements by name, in the order of arrival.
+            factors: the factors $\eta_g s_i$ of the stored displacements and, at the end, of the last update.
+            out: an optional output buffer for the new model.
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the largest contribution of each buffered update to the next step: a factor and a displacement."""
+        """Return an upper bound on the contribution of each buffered update to the next step.
+
+        Each list contains one pair of a factor and a displacement.
+        """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
 
@@ -93,7 +99,7 @@ class StoredBufferRule(TangentRule):
                 "displacements": held | {name: frame.for_state([1.0, 0.0])},
             }
             numbers = {"cosine": gram.cosine, "weight": share, "buffered": float(len(held) + 1)}
-            # The state is finite: each stored norm is at most the square root of the largest number.
+            # The state is finite, because each stored norm is at most the square root of the largest finite number.
             sound = frame.transporter is None
             return waiting, Outcome(None, update.client_state, numbers | frame.diagnostics, state_is_finite=sound)
         rate = rate_at(self.rate, state["version"])
@@ -104,10 +110,10 @@ class StoredBufferRule(TangentRule):
         return after, Outcome(model, update.client_state, numbers | frame.diagnostics)
 
     def checked_gram(self, frame: Frame) -> Gram:
-        """Return the inner products of the rows, after checking the norm of the first row.
+        """Return the inner products of the rows after checking the norm of the displacement.
 
         Raises:
-            ArgumentError: if the square of a sum of K such rows would overflow.
+            ArgumentError: if the square of a sum of K such displacements would overflow.
         """
         gram = frame.gram()
         longest = safe_sqrt(torch.finfo(frame.dtype).max) / self.size
@@ -116,9 +122,9 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """A `StoredBufferRule` that averages the middle values of each entry, without `num_trimmed` at either end.
+    """Base class of rules that average each entry without its `num_trimmed` smallest and largest values.
 
-    The rule sorts chunks of all displacements, so its working memory is K + 1 chunks.
+    The rule sorts the displacements in chunks, so the working memory is K + 1 chunks.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
@@ -126,7 +132,7 @@ class CoordinateWiseRule(StoredBufferRule):
     @property
     @abc.abstractmethod
     def num_trimmed(self) -> int:
-        """The number of values to discard at either end."""
+        """The number of values to discard at each end."""
 
     def combine(
         self,
@@ -160,8 +166,8 @@ class CoordinateWiseRule(StoredBufferRule):
 def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
     """Sort vectors entrywise in place, with `scratch` as working memory.
 
-    Odd-even transposition sort: K rounds exchange neighbouring vectors. Each comparison runs at memory bandwidth. For
-    the few vectors of a buffer, this is faster than sorting each entry.
+    The algorithm is odd-even transposition sort: K rounds compare and exchange neighbouring vectors. Each comparison
+    runs at memory bandwidth. For small K, this is faster than sorting each entry separately.
 
     Example:
         >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]

@@ -1,4 +1,4 @@
-"""Base class of rules that wrap another rule and inherit its requirements."""
+"""Base class of rules that wrap another rule."""
 
 from manifoldagg._validation import KeywordHints
 from manifoldagg.federated.types import Rule, has_plan
@@ -7,18 +7,18 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule(KeywordHints):
-    """A rule that wraps another rule, `rule`, and accepts the same model formats."""
+    """Base class of rules that wrap another rule, with the requirements of the wrapped rule."""
 
     rule: Rule
 
     @property
     def accepts_tensor_lists(self) -> bool:
-        """The value of the wrapped rule."""
+        """Whether the wrapped rule accepts tensor lists."""
         return has_plan(self.rule)
 
     @property
     def uses_drift(self) -> bool:
-        """The value of the wrapped rule."""
+        """Whether the wrapped rule uses the drift."""
         return bool(getattr(self.rule, "uses_drift", True))
 
     @property

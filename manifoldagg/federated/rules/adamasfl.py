@@ -1,4 +1,4 @@
-"""AdaMasFL: MasFL with normalised steps, and with rates that are derived from S, K and T or set explicitly."""
+"""AdaMasFL: MasFL with normalised local steps and derived rates."""
 
 import math
 from collections.abc import Mapping
@@ -20,45 +20,51 @@ __all__ = ["AdaMasFL"]
 
 @dataclass(frozen=True)
 class AdaMasFL(ControlVariateRule):
-    r"""Rule of AdaMasFL: normalised steps with momentum and control variates.
+    r"""MasFL with normalised local steps (AdaMasFL), whose rates do not depend on the scale of the losses.
 
-    $\Theta \leftarrow \Theta - \gamma\, \frac1S \sum_{i \in S} \Delta_i$,
-    $\Delta_i = (\Theta_i^0 - \Theta_i^K) / (\eta K)$, with $g$, $c$ and $c_i$ as in
-    [`MasFL`][manifoldagg.federated.rules.MasFL], and
+    After the updates of S clients, the new model is
+
+    $$\Theta \leftarrow \Theta - \frac{\gamma}{S} \sum_{i \in S} \Delta_i, \qquad
+      \Delta_i = \frac{\Theta_i^0 - \Theta_i^K}{\eta K}.$$
+
+    The momentum $g$ and the control variates $c$ and $c_i$ are those of [`MasFL`][manifoldagg.federated.rules.MasFL].
+    The default rates follow from the number S of clients per step, the number K of local steps and the number T of
+    server steps:
 
     $$\eta = \frac{1}{K \sqrt T}, \qquad \beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{(SK)^{1/4}}{T^{3/4}}.$$
 
-    A client performs K steps of length $\eta$ with the trainer
-    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. Therefore:
+    Use this rule when clients have heterogeneous data and you cannot tune the rates.
 
-    - $\|\Delta_i\| \le 1$, and T steps move the model by at most $T \gamma = (SKT)^{1/4}$.
-    - Scaling the losses by $\kappa$ does not change the result.
+    A client performs K steps of length $\eta$ with the trainer
+    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. This has three
+    consequences:
+
+    - $\|\Delta_i\| \le 1$, so T server steps move the model by at most $T \gamma = (SKT)^{1/4}$.
+    - Multiplying all losses by a constant does not change the result.
     - The rule rejects an update that is longer than K steps, up to rounding.
 
-    Each of $\eta$, $\beta$ and $\gamma$ can be set explicitly. The message to the client and the length check use the
-    explicit value.
+    Explicit values of $\eta$, $\beta$ and $\gamma$ also apply to the message and to the length check.
 
-    A client that returns two updates before a step counts once towards S, and both displacements are in the mean over
-    all updates. Clients that join late, leave, fail or return are treated as in MasFL. After T steps, the rates remain
-    constant.
+    If a client returns two updates before a step, the client counts once towards S, and both displacements are part of
+    the mean. Participation is otherwise as in MasFL. After T steps, the rates remain constant.
 
     Args:
         size: the number S of distinct clients per step.
         steps: the number K of local steps.
-        server_steps: the planned number $T$ of server steps; at least SK if $\beta$ is derived.
+        server_steps: the planned number T of server steps. It must be at least SK if $\beta$ is derived.
         clients: the number N of clients, as in MasFL.
         initial: the initial control variates, as in MasFL.
-        eta: the local rate $\eta$; `None` derives it.
-        beta: the momentum $\beta \in (0, 1]$; `None` derives it.
-        gamma: the server rate $\gamma$; `None` derives it.
+        eta: the local rate $\eta$. `None` derives the rate.
+        beta: the momentum $\beta \in (0, 1]$. `None` derives the momentum.
+        gamma: the server rate $\gamma$. `None` derives the rate.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved.
+        ArgumentError: if an option is out of range, or if the space is curved.
 
     Source: MasFL, Algorithms 3 and 4, Theorem 2.
 
-    Cost: an update that moves the model reads 19 words a parameter, writes 5 and makes 4; one that waits reads 12,
-        writes 4 and makes 5.
+    Cost: a step reads 19 words per parameter, writes 5 and allocates 4. A buffered update reads 12, writes 4 and
+    allocates 5.
 
     Example:
         >>> rule = AdaMasFL(4, steps=4, server_steps=256)
@@ -88,17 +94,17 @@ class AdaMasFL(ControlVariateRule):
 
     @property
     def local_rate(self) -> float:
-        r"""$\eta$."""
+        r"""The local rate $\eta$."""
         return 1 / (self.steps * math.sqrt(self.server_steps)) if self.eta is None else self.eta
 
     @property
     def momentum(self) -> float:
-        r"""$\beta$."""
+        r"""The momentum coefficient $\beta$."""
         return math.sqrt(self.size * self.steps / self.server_steps) if self.beta is None else self.beta
 
     @property
     def rate(self) -> float:
-        r"""$\gamma$."""
+        r"""The server rate $\gamma$."""
         return float((self.size * self.steps) ** 0.25 / self.server_steps**0.75) if self.gamma is None else self.gamma
 
     def message_numbers(self) -> dict[str, float]:
@@ -127,7 +133,7 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """Return the rows of the sum of displacements so far, and the norm of the last displacement.
+        """Return the rows whose sum is the total displacement, and the norm of the last displacement.
 
         Raises:
             ArgumentError: if the last displacement is longer than K steps.

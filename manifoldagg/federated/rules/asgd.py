@@ -1,4 +1,4 @@
-"""ASGD: a linear step along the uncorrected update, independent of the drift."""
+"""ASGD: a step along the uncorrected displacement of an update."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,26 @@ __all__ = ["ASGD"]
 
 @dataclass(frozen=True)
 class ASGD(ScheduledRule):
-    r"""Rule that adds the uncorrected displacement of an update to the model.
+    r"""Asynchronous SGD (ASGD): a step along the uncorrected displacement of an update.
 
-    $\Theta^{\tau+1} = \Theta^\tau + \rho\, v$ with $v = \Theta_i - \Theta^t$, $\rho = S\, w_i\, \eta_g(\tau)$.
+    After each update, the new model is
 
-    On a curved space, the new model is $\exp_{\Theta^\tau}(\rho\, v)$, with $v = \log_{\Theta^t} \Theta_i$ transported
-    to $\Theta^\tau$.
+    $$\Theta^{\tau+1} = \Theta^\tau + \rho\, v, \qquad v = \Theta_i - \Theta^t, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+
+    Use this rule as the baseline for corrections, or when updates have little staleness.
+
+    On a curved space, $v = \log_{\Theta^t} \Theta_i$ is transported to $\Theta^\tau$, and the new model is
+    $\exp_{\Theta^\tau}(\rho\, v)$. The options are described in
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Dean et al. 2012; Report (5); Manifold (AsyncTan).
 
-    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 3 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> import manifoldagg, torch

@@ -1,4 +1,4 @@
-"""AsyncCorrected: the step of AsyncBezier with an arbitrary correction."""
+"""AsyncCorrected: a step along the client's curve with any correction."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,35 +15,49 @@ TANGENT = Tangent()
 
 @dataclass(frozen=True)
 class AsyncCorrected(ScheduledRule):
-    r"""Rule that steps along the curve of a client under an arbitrary correction.
+    r"""Corrected asynchronous step: a step along the client's curve with any correction.
 
-    $\Theta^{\tau+1} = \iota_\psi(s)$ on the curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$, for any $\pi$.
+    After each update, the new model is the point
 
-    The rule's state includes the state of the correction. A correction with `granularity="tensor"` uses a separate
-    matrix for each named tensor. A plain model is a curve of one point. The rate is $\rho = S\, w_i\, \eta_g(\tau)$.
+    $$\Theta^{\tau+1} = \iota_\psi(s), \qquad \psi = \exp_{\varphi_{\Theta^\tau}}(\pi v),
+      \qquad \rho = S\, w_i\, \eta_g(\tau),$$
+
+    on the curve $\psi$ of the corrected displacements $\pi v$. The position $s$ on the curve follows from the step size
+    $\rho$. The step size is the product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$. A
+    plain model is a curve with one control point.
+
+    Use this rule to try a correction of your own, or a composition of corrections. The rule's state contains the state
+    of the correction. A correction with `granularity="tensor"` uses one matrix per named tensor.
 
     Args:
-        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as those in
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
             `manifoldagg.federated.schedules`.
         decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$ of Manifold (10).
         penalty_limit: the upper limit of $S$.
-        overshoot: the meaning of $\rho > 1$: `"clamp"` limits it to 1, `"extend"` extends the curve (on a flat space).
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` extends the curve, which
+            requires a flat space.
         correction: the correction $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
-        dominance: an optional penalty on clients that return updates often.
-        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. `None` uses
-            parallel transport for leaves with a closed form, and a ladder for other leaves. For low-rank leaves, `None`
-            uses inner products and sums of the matrices and truncates the new matrix; `"projection"` uses the
-            tangential part of the differences at the current model, and a retraction. Both are equal at a leaf whose
-            model has a lower rank than its factors. The metric `ambient` counts these leaves.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that
+            return updates often.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. For low-rank leaves, see
+            below.
         rungs: the number of rungs of a ladder.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it), or if the correction does not support a leaf
-            of the space (the message names the leaf).
+        ArgumentError: if an option is out of range, or if the correction does not support a leaf of the space.
+
+    Low-rank leaves support two values of `transport`:
+
+    - `None` computes with inner products and sums of the matrices, and truncates the new matrix.
+    - `"projection"` projects the differences onto the tangent space at the current model, and applies a retraction.
+
+    Both values give the same result at a leaf whose matrix has a lower rank than its factors. The metric `ambient`
+    counts these leaves.
 
     Source: Manifold (9)-(12), Algorithm 1.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 8 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> from manifoldagg.corrections import OrthoDyn

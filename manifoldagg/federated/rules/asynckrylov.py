@@ -1,4 +1,4 @@
-"""AsyncKrylov: a step along the chord of a path, without its component that the drift has already covered."""
+"""AsyncKrylov: a step along the chord of a training path with the Krylov correction."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,28 +14,34 @@ __all__ = ["AsyncKrylov"]
 
 @dataclass(frozen=True)
 class AsyncKrylov(ScheduledRule):
-    r"""Rule that steps along the chord of a path under the Krylov correction.
+    r"""Krylov correction (AsyncKrylov): a step along the chord of a training path, corrected for the drift.
 
-    $\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n)$, with the $\pi$ of KrylovDC.
+    After each update, the new model is
 
-    A client sends n points of its path after equal numbers of local steps; the last point is its model. The trainer is
-    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`. The server steps along the chord. The
-    points before the end determine how much of the drift the client's path already contains. The rule needs no further
-    gradients, but each client sends n models instead of one. With n = 1, this is
-    [`ASGD`][manifoldagg.federated.rules.ASGD].
+    $$\Theta^{\tau+1} = \exp_{\Theta^\tau}(\rho\, \pi v_n), \qquad \rho = S\, w_i\, \eta_g(\tau),$$
 
-    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    where $v_1, \dots, v_n$ are the displacements of n points on the client's training path, after equal numbers of
+    local steps. The last point is the client's model. The correction $\pi$ is
+    [`KrylovDC`][manifoldagg.corrections.KrylovDC]. It estimates from the earlier points how much of the drift the path
+    already contains. The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the
+    rate $\eta_g$.
+
+    Use this rule when the network can carry n models per update and staleness is large. Clients need the trainer
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`, which computes no additional gradients.
+    With n = 1, the rule equals [`ASGD`][manifoldagg.federated.rules.ASGD].
+
+    All other options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         granularity: the granularity, as in [`KrylovDC`][manifoldagg.corrections.KrylovDC].
         tolerance: the tolerance, as in `KrylovDC`.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
-    Source: this library. With n points, an update reads n + 2 vectors twice and writes one.
+    Source: this library. An update with n points reads n + 2 vectors twice and writes one vector.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 8 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> AsyncKrylov(rate=0.5).correction

@@ -1,4 +1,4 @@
-"""CA²FL: a buffer calibrated by the cached update of every client."""
+"""CA²FL: the mean displacement of a buffer, calibrated by the cached displacement of every client."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,46 +27,54 @@ EMPTY_BUFFER = {"count": 0, "joined": 0, "guests": 0, "held": []}
 
 @dataclass(frozen=True)
 class CA2FL(LatestUpdateRule):
-    r"""Rule with a buffer that is calibrated by cached updates.
+    r"""Cached update calibration (CA²FL): a buffer mean, corrected by the cached displacement of every client.
 
-    $\Theta \leftarrow \Theta + \eta_g\, v$ after every K updates, with
+    After every K updates, the new model is $\Theta \leftarrow \Theta + \eta_g\, v$ with
 
-    $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,$$
+    $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,
+      \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
 
-    where each $h_i$ has its value from before the first update of the buffer. Then $h_i \leftarrow \Delta_i$; if a
-    client has several updates in the buffer, the last one counts. $\Delta_i = \Theta_i - \Theta^{t_i}$ is the
-    displacement from the client's own base. If all N clients are in every buffer, v is the mean of their displacements.
+    Here, $h_i$ is the cached displacement of client i from before the first update of the buffer. After the step,
+    $h_i \leftarrow \Delta_i$. If a client has several updates in the buffer, its last displacement is cached.
 
-    $\sum_j h_j$ and the buffer are stored in float64, so that the next displacement of a client cancels an extremely
-    long one. A displacement is rejected if K squares of its length overflow in the dtype of the model.
+    Use this rule when clients have heterogeneous data and some of them rarely return updates. If all N clients are in
+    every buffer, $v$ is the mean of their displacements.
 
-    The server stores one vector per client (its $h_i$, in the client state), and at most K more for the buffer: the
-    $h_i$ that its updates replace. A late joiner has no $h_i$ yet; `unknown` determines the replacement. The last
-    displacement of a client that leaves remains in $\bar h$. An update on an old ticket counts like any other update,
-    and its displacement is stored. A failed task changes nothing.
+    The client state stores $h_i$, one vector per client. The buffer stores at most K additional vectors. The sum
+    $\sum_j h_j$ and the buffer are in float64. A very long displacement therefore cancels when the client's next
+    displacement replaces it. The rule rejects a displacement if K squares of its norm overflow in the dtype of the
+    model.
 
-    Some published code never fills the cache, which makes it FedBuff without staleness weights. In this implementation,
-    each step fills the cache, and $\sum_j h_j$ changes by exactly the changes of the clients in the buffer.
+    Participation:
+
+    - For a client that joins late, the option `unknown` determines $h_i$.
+    - The last displacement of a client that leaves remains in $\bar h$.
+    - An update on an old ticket counts like any other update.
+    - A failed task changes nothing.
+
+    Some published code never fills the cache, which reduces the method to FedBuff without staleness weights. This class
+    fills the cache in each step.
 
     Args:
         size: the number K of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        clients: the number N of clients. It grows if more clients return updates. `None` counts the clients that have
-            returned an update, including those in the current buffer.
-        unknown: the $h_i$ of a client that has returned no update. `"zero"` is the paper's choice. `"mean"` uses
-            $\bar h$ over the clients that have returned an update, so that a new client does not count twice.
+        clients: the number N of clients, which grows if more clients return updates. With `None`, N is the number of
+            clients that have returned an update, including those in the current buffer.
+        unknown: the value of $h_i$ for a client that has not returned an update. `"zero"` is the choice of the paper.
+            `"mean"` is $\bar h$ over the clients that have returned an update, so that a new client does not count
+            twice.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because the rule stores displacements from different bases.
+        ArgumentError: if an option is out of range, or if the space has curved leaves other than low-rank leaves,
+            because the rule adds displacements from different bases.
 
     Source: Wang et al. 2024 (ICLR), Algorithm 2; OrthoFL D.2.
 
-    Cost: an update that moves the model reads 25 words a parameter, writes 4 and makes 3; one that waits reads 9,
-        writes 3 and makes 4.
+    Cost: a step reads 25 words per parameter, writes 4 and allocates 3. A buffered update reads 9, writes 3 and
+    allocates 4.
 
     Example:
-        The rule uses the cached displacement of the client that is not in the buffer:
+        Client a returns two updates. The third step also uses the cached displacement of client b:
 
         >>> import torch
         >>> from manifoldagg.federated import Payload, Server
@@ -99,7 +107,7 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step if all later updates are zero, as a list of terms."""
+        """Return the terms of the next step under the assumption that all later updates are zero."""
         rate = rate_at(self.rate, state["version"])
         among = max(state["cached"], (self.clients or 0) if self.unknown == "zero" else 0, 1)
         factors = {"buffer": rate / self.size, "sum": rate / among}
@@ -152,7 +160,7 @@ class CA2FL(LatestUpdateRule):
         line = coefficients_of(frame, v1=a, held=-a, buffer=a, sum=rate * mean / max(among, 1))
         norm = safe_sqrt(Corrected.single(frame, gram, line).inner_products()[0][0])
         model = frame.combine(update.current.detach(), line, out=out)
-        # h_i becomes the client's last displacement, so an earlier one of this buffer is subtracted.
+        # h_i becomes the client's last displacement, so an earlier displacement of this client is subtracted.
         change = {"cache": 1.0, "held": -float(not again), "before": -1.0, "buffer": 1.0, "replaced": -1.0, "sum": 1.0}
         after = {
             "version": state["version"] + 1,
@@ -161,5 +169,5 @@ class CA2FL(LatestUpdateRule):
             "sum": combine_float64(rounded, **change),
         }
         numbers = told | {"buffered": 0.0, "rate": rate, "step": rate, "norm": norm} | frame.diagnostics
-        # Each norm is at most the square root of the largest number, so sums in float64 are finite.
+        # Each norm is at most the square root of the largest finite number, so sums in float64 are finite.
         return after, Outcome(model, mine, numbers, state_is_finite=True)

@@ -1,4 +1,4 @@
-"""DC-ASGD: a linear step along an update with a first-order correction for the drift."""
+"""DC-ASGD: a step along an update with a first-order correction for the drift."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,17 +15,24 @@ DEFAULT_STRENGTHS = {"constant": 0.04, "adaptive": 2.0}
 
 @dataclass(frozen=True)
 class DCASGD(ScheduledRule):
-    r"""Rule with first-order delay compensation.
+    r"""Delay-compensated ASGD (DC-ASGD): a step along an update with a first-order correction for the drift.
 
-    $\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g)$, $\rho = S\, w_i\, \eta_g(\tau)$.
+    After each update, the new model is
 
-    With `"constant"` (DC-ASGD-c), $\lambda$ is a number. With `"adaptive"` (DC-ASGD-a), it is
+    $$\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g), \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    $$\lambda_0 / \sqrt{m + 10^{-7}}, \qquad m \leftarrow \beta\, m + (1 - \beta)\, v \odot v,$$
+    The rule treats the displacement $v$ as a negative gradient. The product $v \odot v$ approximates the diagonal of
+    the Hessian. The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the rate
+    $\eta_g$.
 
-    elementwise, where $m$ is initially 0. The rule treats the displacement $v$ as a negative gradient.
+    There are two variants:
 
-    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    - `"constant"` (DC-ASGD-c): $\lambda$ is a number.
+    - `"adaptive"` (DC-ASGD-a): $\lambda = \lambda_0 / \sqrt{m + 10^{-7}}$ for each entry, with the moving average
+      $m \leftarrow \beta\, m + (1 - \beta)\, v \odot v$. The initial value of $m$ is 0.
+
+    Use this rule when clients return gradients or short local training, and staleness is moderate. All other options
+    are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         variant: the variant, `"adaptive"` or `"constant"`.
@@ -33,12 +40,12 @@ class DCASGD(ScheduledRule):
         square_decay: the decay $\beta$ of the squares.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because elementwise products depend on the coordinates.
+        ArgumentError: if an option is out of range, or if the space is curved, because elementwise products depend on
+            the coordinates.
 
-    Source: Zheng et al. 2017; Report (12). The product is a further float64 row, and $m$ is the state.
+    Source: Zheng et al. 2017; Report (12). The product is computed in float64.
 
-    Cost: an update that moves the model reads 13 words a parameter, writes 3 and makes 2.
+    Cost: a step reads 13 words per parameter, writes 3 and allocates 2.
 
     Example:
         >>> import manifoldagg, torch

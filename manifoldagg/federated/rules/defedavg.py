@@ -1,4 +1,4 @@
-"""DeFedAvg-nIID: uniformly sampled clients, whose updates are averaged as they arrive."""
+"""DeFedAvg-nIID: the mean of the first updates that arrive from uniformly sampled clients."""
 
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -17,40 +17,42 @@ Client = TypeVar("Client", bound=Hashable)
 
 @dataclass(frozen=True)
 class DeFedAvg(FedAvg):
-    r"""Rule that averages the first k updates of uniformly sampled clients.
+    r"""Delayed federated averaging (DeFedAvg-nIID): the mean of the first updates of uniformly sampled clients.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \dfrac1k \sum_{i=1}^k \Delta_i$ over the first k updates that arrive.
+    After every k updates, the new model is
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the client's base, which may be an older version.
-    Stragglers do not block a round, and their updates are not discarded. In each round, the server sends the model to k
-    clients drawn uniformly without replacement from all N clients, including busy clients. So the expectation of
-    $\Delta$ is the mean over all clients, whatever their speeds are.
+    $$\Theta \leftarrow \Theta + \frac{\eta_g}{k} \sum_{i=1}^k \Delta_i, \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
 
-    The step is that of [`FedAvg`][manifoldagg.federated.rules.FedAvg] with equal weights, and that of
-    [`FedBuff`][manifoldagg.federated.rules.FedBuff] with a constant staleness weight. This rule adds `draw`.
+    The displacement $\Delta_i$ is measured from the model from which the client started, which may be an older version.
+    In each round, the server sends the model to k clients. It draws them uniformly without replacement from all N
+    clients, including clients that are still training. The expected step is therefore the mean over all clients, even
+    if some clients are slow.
+
+    Use this rule when slow clients have different data and their updates must not be lost. The step equals that of
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] with equal weights. This rule adds the sampling method `draw`.
 
     Participation:
 
     - Clients can join or leave between two draws.
-    - A client that is drawn while it is training has several tickets. A cohort may contain several of its updates.
+    - A client that is drawn during training gets a further ticket. A cohort may contain several updates of one client.
     - An update on an old ticket counts in full.
     - After a failed task, the cohort waits for another update.
 
-    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    For `transport` and `rungs`, see [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         cohort: the number k of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal, as in the
-            paper.
+        weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal,
+            as in the paper.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Wang et al. 2024 (DeFedAvg-nIID), as compared in MasFL, Table 1.
 
-    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
-        1 and makes 2.
+    Cost: a step reads 4 words per parameter, writes 1 and allocates 0. A buffered update reads 4, writes 1 and
+    allocates 2.
 
     Example:
         >>> sorted(DeFedAvg(3).draw(["a", "b", "c"], np.random.default_rng(0)))
@@ -60,7 +62,7 @@ class DeFedAvg(FedAvg):
     weighted: bool = field(default=False, kw_only=True)
 
     def draw(self, clients: Sequence[Client], generator: np.random.Generator) -> list[Client]:
-        """Sample k distinct clients uniformly. The result depends only on the arguments.
+        """Draw k distinct clients uniformly at random.
 
         Args:
             clients: all N clients, without duplicates.

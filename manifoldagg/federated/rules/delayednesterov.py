@@ -1,4 +1,4 @@
-"""Delayed Nesterov: every update moves the model, and every N-th update changes the momentum."""
+"""Delayed Nesterov: a step for each update, and Nesterov momentum that changes with every N-th update."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,30 +18,33 @@ __all__ = ["DelayedNesterov"]
 
 @dataclass(frozen=True)
 class DelayedNesterov(ServerRule):
-    r"""Rule with Nesterov momentum that changes with every N-th update.
+    r"""Delayed Nesterov: a step for each update, with Nesterov momentum that changes only every N updates.
 
-    Each update moves the model by $\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m)$. With every N-th update, the
-    momentum changes first:
+    Most updates move the model along the displacement $v$ and a fraction $c$ of the momentum $m$:
+
+    $$\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m).$$
+
+    Every N-th update first adds the mean of the last N displacements to the momentum, and then applies the rest of the
+    momentum:
 
     $$m \leftarrow \beta m + \frac1N \sum v, \qquad
-      \Theta \leftarrow \Theta + \eta\,\bigl(v / N + (1 - cN + c)\, \beta m\bigr),$$
+      \Theta \leftarrow \Theta + \eta\,\bigl(v / N + (1 - cN + c)\, \beta m\bigr).$$
 
-    where $\sum v$ is the sum of the last N displacements. N = 1 is Nesterov momentum.
+    Use this rule as the outer optimizer of asynchronous DiLoCo. With N = 1, the rule is Nesterov momentum.
 
     Args:
-        size: the number N of updates per change of the momentum.
+        size: the number N of updates between changes of the momentum.
         rate: the rate $\eta$: a number or a function of the version $\tau$.
         beta: the momentum coefficient $\beta \in [0, 1)$.
-        activation: the fraction $c \in [0, 1/N]$ of the momentum that is applied with each of the other N - 1 updates.
-        weighted: multiply $v$ by the worker's share of the data $w_i$.
+        activation: the fraction $c \in [0, 1/N]$.
+        weighted: whether to multiply $v$ by the worker's share of the data $w_i$.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space has curved leaves other than low-rank leaves.
 
     Source: Liu et al. 2024, arXiv 2401.09135, Algorithm 3.
 
-    Cost: an update that moves the model reads 15 words a parameter, writes 2 and makes 1.
+    Cost: a step reads 15 words per parameter, writes 2 and allocates 1.
 
     Example:
         >>> import manifoldagg, torch
@@ -76,7 +79,7 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of later steps if all later updates are zero."""
+        """Return the sum of all later steps under the assumption that all later updates are zero."""
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)
         waits = max(self.size - 1 - state["count"], 0) * self.activation

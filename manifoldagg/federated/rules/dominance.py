@@ -1,4 +1,4 @@
-"""A penalty on clients that return updates more often than others."""
+"""A smaller step size for clients that return updates more often than others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ __all__ = ["Dominance"]
 
 @dataclass(frozen=True)
 class Dominance:
-    r"""Penalty that multiplies the global rate by $1 / (N p_i)$ and limits the product to 1.
+    r"""Penalty that reduces the rate for clients that return updates more often than others.
 
-    $p_i$ is the fraction of all updates so far, including the current update, that come from the client: $c_i$ of $k$.
-    The client state stores $c_i$, so that the state of a rule does not grow with the number of clients.
+    The penalty multiplies the rate $\eta$ by $1 / (N p_i)$ and limits the result to 1. Here, N is the number of clients
+    and $p_i$ is the fraction of all updates that come from client i. Both counts include the current update: the client
+    returned $c_i$ of $k$ updates. The client state stores $c_i$.
 
     Args:
-        clients: the number $N$ of clients.
+        clients: the number N of clients.
         smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
 
     Raises:
@@ -42,17 +43,17 @@ class Dominance:
         check_count("clients", self.clients)
 
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
-        r"""Return $\min(1, \eta / (N p_i))$ for $c_i$ = `client_updates` of $k$ = `total_updates` updates."""
+        r"""Return $\min(1, \eta / (N p_i))$, where $c_i$ is `client_updates` and $k$ is `total_updates`."""
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates
         )
         return min(1.0, rate / (self.clients * part))
 
     def count_updates(self, client_state: ClientState) -> int:
-        """Return the number of updates of a client with this client state, including the current one.
+        """Return the number of updates of a client, including the current update.
 
         Raises:
-            ArgumentError: if the client state is not a mapping, or its entry `updates` is not a nonnegative integer.
+            ArgumentError: if the client state is not a mapping, or if its entry `updates` is not a nonnegative integer.
         """
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ArgumentError(f"client_state: expected a mapping or None, got {short_repr(client_state)}")

@@ -1,4 +1,4 @@
-"""FADAS: Adam on the server over a buffer of stale displacements, with a delay-adaptive rate."""
+"""FADAS: an AMSGrad step on the server along a buffer mean, with a rate that decreases for stale buffers."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,30 +22,27 @@ ADAPTIVE_MODES = ("bound", "scale", "none")
 
 @dataclass(frozen=True)
 class FADAS(BufferedRule):
-    r"""Rule with Adam on the server over a buffer, and a delay-adaptive rate.
+    r"""Adaptive asynchronous optimization (FADAS): an AMSGrad step along a buffer mean with a delay-adaptive rate.
 
-    $\Theta \leftarrow \Theta + \eta_\tau\, \dfrac{m}{\sqrt{\hat v} + \epsilon}$ after every M updates, with
+    Let $\Delta = \frac1M \sum_i \Delta_i$ be the mean of M displacements, each measured from the base of its client.
+    Then
 
-    $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot
-      \Delta, \qquad \hat v \leftarrow \max(\hat v, v)$$
+    $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
+      v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta, \qquad
+      \hat v \leftarrow \max(\hat v, v), \qquad
+      \Theta \leftarrow \Theta + \eta_\tau\, \frac{m}{\sqrt{\hat v} + \epsilon}.$$
 
-    where $\Delta = \frac1M \sum_i \Delta_i$ is the mean and $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement
-    from the client's own base. The moments are not bias-corrected. Let $\tau_{\max}$ be the largest staleness in the
-    buffer. Then $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$
-    otherwise. With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the
-    maximum over all buffers so far.
+    The moments have no bias correction. The rate depends on $\tau_{\max}$, the largest staleness in the buffer:
+    $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$ otherwise.
+    With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the maximum over
+    all buffers so far.
 
-    The rule stores no client states, so clients can join, leave or fail at any time. An update on an old ticket lowers
-    the rate of its whole buffer.
+    Use this rule when Adam works well for the model and some clients are much slower than others. The rule stores no
+    client states, so clients can join, leave or fail at any time.
 
-    Published implementations differ in some of these points:
-
-    - They divide by $\sqrt v$ instead of $\sqrt{\hat v}$.
-    - They correct the bias of both moments.
-    - They use the rate $\eta / \tau_{\max}$ (here `adaptive="scale"`).
-    - They compute the displacement of a stale client from the current model.
-
-    This rule divides by $\sqrt{\hat v}$, corrects no bias, and uses the base that the client started from.
+    Published implementations differ from each other. Some of them divide by $\sqrt v$, correct the bias of the moments,
+    use the rate $\eta / \tau_{\max}$, or measure displacements from the current model. This class follows the paper.
+    The option `adaptive="scale"` selects the rate $\eta / \tau_{\max}$.
 
     Args:
         size: the number M of updates per step.
@@ -53,19 +50,18 @@ class FADAS(BufferedRule):
         beta1: the decay $\beta_1$ of the first moment.
         beta2: the decay $\beta_2$ of the second moment.
         epsilon: the constant $\epsilon > 0$.
-        initial_square: the initial value of $\hat v$. The initial values of v and m are 0.
+        initial_square: the initial value of $\hat v$. The initial values of $v$ and $m$ are 0.
         delay_threshold: the threshold $\tau_c$, in versions.
         adaptive: the rate for $\tau_{\max} > \tau_c$: `"bound"` is $\min(\eta, 1 / \tau_{\max})$, `"scale"` is
             $\eta / \tau_{\max}$, and `"none"` is $\eta$.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space is curved.
 
     Source: Wang et al. 2024 (ICML), Algorithm 1 and its delay-adaptive rate.
 
-    Cost: an update that moves the model reads 17 words a parameter, writes 4 and makes 3; one that waits reads 7,
-        writes 1 and makes 2.
+    Cost: a step reads 17 words per parameter, writes 4 and allocates 3. A buffered update reads 7, writes 1 and
+    allocates 2.
 
     Example:
         >>> import manifoldagg, torch
@@ -105,7 +101,7 @@ class FADAS(BufferedRule):
 
     def init(self, space: Manifold, start: Tensor) -> State:
         check_number("initial_square", self.initial_square, at_most=torch.finfo(start.dtype).max)
-        # Entries that have never moved are divided by epsilon alone.
+        # An entry whose moments are 0 is divided by epsilon alone, so epsilon must not round to 0 in this dtype.
         least = torch.tensor(self.epsilon, dtype=torch.float64).to(start.dtype).item()
         check_number(f"epsilon: in {start.dtype}", least, above=0)
         largest = torch.full_like(start, self.initial_square)

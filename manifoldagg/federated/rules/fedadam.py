@@ -1,4 +1,4 @@
-"""FedAdam: Adam on the server with the mean of a cohort as the gradient."""
+"""FedAdam: an Adam step on the server along the mean displacement of a cohort."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,33 +22,36 @@ __all__ = ["FedAdam"]
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):
-    r"""Rule with Adam on the server over the mean of a cohort.
+    r"""Adaptive federated optimization (FedAdam): an Adam step along the mean displacement of a cohort.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{m}{\sqrt{v} + \epsilon}$ for the mean $\Delta$ of a cohort, with
+    Let $\Delta$ be the mean displacement of a cohort, as in [`FedAvg`][manifoldagg.federated.rules.FedAvg]. Then
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
-      v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta,$$
+      v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta, \qquad
+      \Theta \leftarrow \Theta + \eta_g\, \frac{m}{\sqrt{v} + \epsilon}.$$
 
-    without bias correction. The initial value of m is 0.
+    The initial value of $m$ is 0, and the moments have no bias correction.
+
+    Use this rule when the entries of the displacements have very different scales, as in language models.
 
     Args:
-        cohort: the number k of updates per step. $\Delta$ is as in [`FedAvg`][manifoldagg.federated.rules.FedAvg].
+        cohort: the number k of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
+        weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal.
         beta1: the decay $\beta_1$ of the first moment.
         beta2: the decay $\beta_2$ of the second moment.
-        epsilon: the constant $\epsilon > 0$, $\tau$ in the paper. It must be a normal number with a finite square in
-            the dtype of the model.
-        initial_square: the initial value of v. The default is $\epsilon^2$, the smallest value that the paper allows.
+        epsilon: the constant $\epsilon > 0$, called $\tau$ in the paper. It must be a normal number with a finite
+            square in the dtype of the model.
+        initial_square: the initial value of $v$. The default is $\epsilon^2$, the smallest value that the paper allows.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because elementwise squares depend on the coordinates.
+        ArgumentError: if an option is out of range, or if the space is curved, because elementwise squares depend on
+            the coordinates.
 
     Source: Reddi et al. 2021, Algorithm 2.
 
-    Cost: an update that moves the model reads 15 words a parameter, writes 3 and makes 2; one that waits reads 7,
-        writes 1 and makes 2.
+    Cost: a step reads 15 words per parameter, writes 3 and allocates 2. A buffered update reads 7, writes 1 and
+    allocates 2.
 
     Example:
         >>> import manifoldagg, torch
@@ -128,5 +131,4 @@ def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: 
 
 
 def model_distance(model: Tensor, current: Tensor) -> float:
-    """Return the Euclidean distance between two models."""
     return safe_sqrt(gram([model], minus=current)[0, 0, 0].item())

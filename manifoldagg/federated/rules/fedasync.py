@@ -1,4 +1,4 @@
-"""FedAsync: a convex combination of the client model and the server model."""
+"""FedAsync: a convex combination of the server model and the client model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,29 +16,33 @@ __all__ = ["FedAsync"]
 
 @dataclass(frozen=True)
 class FedAsync(CorrectionRule):
-    r"""Rule that mixes the client model into the server model.
+    r"""Asynchronous federated averaging (FedAsync): a convex combination of the server model and the client model.
 
-    $\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i$ with
-    $\alpha_\tau = \alpha \cdot s(\tau - t)$.
+    After each update, the new model is
 
-    On a curved space, the new model is $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$.
+    $$\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i,
+      \qquad \alpha_\tau = \min(1, \alpha \cdot s(\tau - t)).$$
 
-    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    Use this rule as a simple asynchronous baseline when staleness is small.
+
+    On a curved space, the new model is $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$. For `transport`
+    and `rungs`, see [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         rate: the rate $\alpha > 0$: a number or a function of the version $\tau$. A number must be at most 1 unless
-            `weighted` is set. The product $\alpha_\tau$ is clamped to 1.
+            `weighted` is set.
         staleness: the staleness weight $s$: `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
-            `manifoldagg.federated.staleness`, or any function of an int.
-        weighted: multiply $\alpha_\tau$ by the client's share of the data $w_i$, as in the experiments of Manifold.
+            `manifoldagg.federated.staleness`, or any other function of an integer.
+        weighted: whether to multiply $\alpha_\tau$ by the client's share of the data $w_i$, as in the experiments of
+            Manifold.
 
     Raises:
-        ArgumentError: if `rate` is not a positive number, if it is above 1 without `weighted`, or if `staleness` is not
-            callable.
+        ArgumentError: if `rate` is not a positive number, if `rate` is above 1 without `weighted`, or if `staleness` is
+            not callable.
 
     Source: Xie et al. 2019, Algorithm 1; Manifold (AsyncPos).
 
-    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 3 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> import manifoldagg, torch

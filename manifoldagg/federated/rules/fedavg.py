@@ -1,4 +1,4 @@
-"""FedAvg: the weighted mean of the displacements of a cohort."""
+"""FedAvg: a step along the weighted mean displacement of a cohort."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,34 +13,44 @@ __all__ = ["FedAvg"]
 
 @dataclass(frozen=True)
 class FedAvg(BufferedRule):
-    r"""Rule that adds the weighted mean displacement of a cohort.
+    r"""Federated averaging (FedAvg): a step along the weighted mean displacement of a cohort.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \dfrac{\sum_i w_i\, \Delta_i}{\sum_i w_i}$ over a cohort of k clients.
+    After the updates of $k$ clients, the new model is
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the client's own base, so a straggler from an earlier
-    round is averaged like the others. FedProx is this rule with the trainer
+    $$\Theta \leftarrow \Theta + \eta_g\, \frac{\sum_i w_i\, \Delta_i}{\sum_i w_i},
+      \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
+
+    The displacement $\Delta_i$ is measured from the model from which client $i$ started. An update from an earlier
+    round therefore counts like any other update.
+
+    Use this rule when the server can wait for all clients of a round. FedProx is this rule with the trainer
     [`Proximal`][manifoldagg.federated.clients.Proximal].
 
-    Suppose that clients perform K steps of gradient descent with rate $\eta$ and proximal term $\mu$ on quadratic
-    losses with Hessians $H_i$ and minimisers $a_i$. Then the fixed point is $(\sum w_i P_i)^{-1} \sum w_i P_i a_i$ with
-    $P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. This is not the joint minimiser, unless $K = 1$
-    and $\mu = 0$, or all clients have the same minimiser.
+    On a curved space, $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ is transported to $\Theta$, and the step is the
+    exponential map of the scaled mean. For `transport` and `rungs`, see
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
-    On a curved space, the rule averages $\Delta_i = \log_{\Theta^{t_i}} \Theta_i$ at $\Theta$ and applies exp.
-    `transport` and `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    FedAvg with several local steps does not minimise the joint loss. Suppose that client $i$ has a quadratic loss with
+    Hessian $H_i$ and minimiser $a_i$. Each client performs K steps of gradient descent with rate $\eta$ and proximal
+    term $\mu$. Then the fixed point is
+
+    $$\Bigl(\sum_i w_i P_i\Bigr)^{-1} \sum_i w_i P_i a_i, \qquad
+      P_i = (I - (I - \eta A_i)^K)\, A_i^{-1} H_i, \qquad A_i = H_i + \mu I.$$
+
+    The fixed point equals the joint minimiser if $K = 1$ and $\mu = 0$, or if all clients have the same minimiser.
 
     Args:
-        cohort: the number k of updates per step.
+        cohort: the number $k$ of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
+        weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: McMahan et al. 2017; Reddi et al. 2021, Algorithm 1 (for $\eta_g$); Li et al. 2020 (FedProx).
 
-    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
-        1 and makes 2.
+    Cost: a step reads 4 words per parameter, writes 1 and allocates 0. A buffered update reads 4, writes 1 and
+    allocates 2.
 
     Example:
         >>> import manifoldagg, torch

@@ -1,4 +1,4 @@
-"""FedBuff: the mean displacement of a buffer of asynchronous updates."""
+"""FedBuff: a step along the mean displacement of a buffer of asynchronous updates."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,30 +14,35 @@ __all__ = ["FedBuff"]
 
 @dataclass(frozen=True)
 class FedBuff(BufferedRule):
-    r"""Rule that averages the displacements of K asynchronous updates.
+    r"""Buffered asynchronous aggregation (FedBuff): a step along the mean displacement of K updates.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \dfrac1K \sum_{i=1}^K s(\tau - t_i)\, \Delta_i$ after every K updates.
+    After every K updates, the new model is
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the model that the client started from. With K = 1 and
-    a constant $s$, this is [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.
+    $$\Theta \leftarrow \Theta + \frac{\eta_g}{K} \sum_{i=1}^K s(\tau - t_i)\, \Delta_i,
+      \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
 
-    On a curved space, the rule averages like [`FedAvg`][manifoldagg.federated.rules.FedAvg]. `transport` and `rungs`
-    are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    The displacement $\Delta_i$ is measured from the model from which the client started.
+
+    Use this rule when clients finish at different times and single updates are too noisy to apply. With K = 1 and a
+    constant $s$, the rule equals [`ASGD`][manifoldagg.federated.rules.ASGD] with $w_i = 1$.
+
+    On a curved space, the rule averages in the same way as [`FedAvg`][manifoldagg.federated.rules.FedAvg]. For
+    `transport` and `rungs`, see [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         size: the number K of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        staleness: the staleness weight $s$: any function of an int.
-        normalise: divide by $\sum_i s(\tau - t_i)$ instead of K.
-        weighted: multiply $s$ by the client's share of the data $w_i$.
+        staleness: the staleness weight $s$: any function of an integer.
+        normalise: whether to divide by $\sum_i s(\tau - t_i)$ instead of K.
+        weighted: whether to multiply $s$ by the client's share of the data $w_i$.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Nguyen et al. 2022, Algorithm 1.
 
-    Cost: an update that moves the model reads 4 words a parameter, writes 1 and makes 0; one that waits reads 4, writes
-        1 and makes 2.
+    Cost: a step reads 4 words per parameter, writes 1 and allocates 0. A buffered update reads 4, writes 1 and
+    allocates 2.
 
     Example:
         The first buffer has two fresh updates. The second has a fresh update and an update of staleness 1.

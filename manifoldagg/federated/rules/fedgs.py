@@ -1,4 +1,4 @@
-"""FedGS: a linear step along an update after removing its conflict with the drift (gradient surgery)."""
+"""FedGS: a step along an update without the component that conflicts with the drift (gradient surgery)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,22 +14,30 @@ UPDATE_FORMS = ("tangent", "position")
 
 @dataclass(frozen=True)
 class FedGS(ScheduledRule):
-    r"""Rule that removes the conflict of an update with the drift.
+    r"""Federated gradient surgery (FedGS): a step along an update without the component that conflicts with the drift.
 
-    $\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 0$,
-    $\rho = S\, w_i\, \eta_g(\tau)$.
+    After each update, the new model is
 
-    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    $$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v, \qquad
+      \pi v = v - \frac{\min(0, \langle v, g \rangle)}{\langle g, g \rangle}\, g,
+      \qquad \rho = S\, w_i\, \eta_g(\tau).$$
+
+    The correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 0. If the inner product of the
+    displacement $v$ and the drift $g$ is nonnegative, $\pi v = v$. The step size $\rho$ is the product of the staleness
+    penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+
+    Use this rule when stale updates undo the progress of other clients. All other options are described in
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
-        update_form: the update to correct: the `"tangent"` $v$ or the `"position"` $v - g$.
+        update_form: the vector to correct: `"tangent"` is $v$, and `"position"` is $v - g$.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Manifold §4.1; Yu et al. 2020.
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 6 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> FedGS(rate=1.0).correction

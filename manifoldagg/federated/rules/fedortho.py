@@ -1,4 +1,4 @@
-"""FedOrtho: a linear step along the component of an update that is orthogonal to the drift."""
+"""FedOrtho: a step along the component of an update that is orthogonal to the drift."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,19 +11,25 @@ __all__ = ["FedOrtho"]
 
 @dataclass(frozen=True)
 class FedOrtho(ScheduledRule):
-    r"""Rule that projects an update orthogonally to the drift.
+    r"""Orthogonal projection (FedOrtho): a step along the component of an update that is orthogonal to the drift.
 
-    $\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v$, $\pi$ = OrthoDC with $\vartheta = 1$,
-    $\rho = S\, w_i\, \eta_g(\tau)$.
+    After each update, the new model is
 
-    The options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    $$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v, \qquad
+      \pi v = v - \frac{\langle v, g \rangle}{\langle g, g \rangle}\, g, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
+
+    The correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 1. The step size $\rho$ is the
+    product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+
+    Use this rule when stale updates repeat or undo progress that the server has already made. The options are described
+    in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Manifold §4.1.
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 6 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> FedOrtho(rate=3.0).correction

@@ -1,4 +1,4 @@
-"""FLOCO: a cohort jointly learns a simplex of models, and each client trains in its own region."""
+"""FLOCO: a simplex of models that a cohort trains jointly, with one region for each client."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,54 +19,61 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["FLOCO"]
 
 NUM_SCALES = 1000
-"""The number of candidate scales of the simplex."""
+"""The number of candidate scales in `min_energy_scale`."""
 MIN_CENTRE_DISTANCE = 1e-4
-"""The lower limit of distances in the energy, so that two equal centres do not dominate it."""
+"""The lower limit of the distances in the energy, which would otherwise be infinite for two equal centres."""
 
 
 @dataclass(frozen=True)
 class FLOCO(ServerRule):
-    r"""Rule that averages the vertices of a simplex of models.
+    r"""Federated learning over connected models (FLOCO): a simplex of models, with one training region for each client.
 
-    $\Phi_j \leftarrow \sum_i w_i\, \Phi_{ij} / \sum_i w_i$ over a cohort of k clients.
+    After the updates of a cohort, each vertex of the simplex becomes the weighted mean of the clients' vertices. The
+    server model is the centroid:
 
-    Clients return the n vertices of a simplex as their points. The model is the centroid, $\Theta = \tfrac1n \sum_j
-    \Phi_j$. It moves like [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids. With one vertex,
-    the rule is FedAvg.
+    $$\Phi_j \leftarrow \frac{\sum_i w_i\, \Phi_{ij}}{\sum_i w_i}, \qquad \Theta = \frac1n \sum_{j=1}^n \Phi_j.$$
 
-    A client samples its models in the region $(1 - \lambda)\, c + \lambda\, y$, where $y$ is uniform in the simplex and
-    $\lambda$ is half the `radius`. This region is a scaled copy of the simplex within the ball
-    $\|x - c\|_1 \le$ `radius`. (The published code samples coordinates in that ball that may be negative and do not sum
-    to 1.) The client state stores the centre $c$:
+    Use this rule when clients have heterogeneous data and need personalised models. The centroid moves as in
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] of the clients' centroids. With one vertex, the rule equals FedAvg.
 
-    - Without `personalize_from`, and up to that version, clients have no centre. Their region is the whole simplex.
-    - The signals of the cohort of that version are the displacements $d_i$ of its centroids. The rule stores their n
-      principal axes A (about the mean $\bar d$). It also stores the scale z that minimises the Riesz energy of the
-      projections of $A (d_i - \bar d) / z$ on the simplex.
-    - Each later client without a centre gets the permanent centre $c = \operatorname{proj}(A (d_i - \bar d) / z)$.
+    Each client samples models from its own region of the simplex. The region with centre $c$ contains the points
+    $(1 - \lambda)\, c + \lambda\, y$, where $y$ is uniform in the simplex and $\lambda$ is half the `radius`. The
+    region lies within the ball $\|x - c\|_1 \le$ `radius`. (The published code samples coordinates that can be
+    negative and do not sum to 1.)
 
-    *Participation*: a late joiner trains in the whole simplex until its first update determines its centre. A returning
-    client keeps its region. The rule adds the drift of the model to the vertices of an old ticket, so that they count
-    as a displacement from their original centroid. To reject them, use `max_staleness=0` of the server. After a failed
-    task, the cohort waits for another update.
+    The rule determines the centres as follows:
+
+    1. Up to the version `personalize_from`, the region of each client is the whole simplex.
+    2. For the cohort of that version, the rule computes the displacements $d_i$ of the clients' centroids. It stores
+       their n principal axes A about the mean $\bar d$.
+    3. The rule chooses the scale z that minimises the Riesz energy of the projections of $A (d_i - \bar d) / z$ onto
+       the simplex.
+    4. Each later client gets the permanent centre $c = \operatorname{proj}(A (d_i - \bar d) / z)$ with its next update.
+
+    Participation:
+
+    - A client that joins late trains in the whole simplex until its first update.
+    - A client that returns keeps its region.
+    - The rule adds the drift of the model to the vertices of an update on an old ticket. To reject such updates, set
+      `max_staleness=0` of the server.
+    - After a failed task, the cohort waits for another update.
 
     Args:
         cohort: the number k of updates per step.
         vertices: the number n of vertices.
         radius: the radius of the regions, in (0, 2].
         personalize_from: the version from which clients have regions. `None` disables regions.
-        weighted: weight updates by the client's share of the data $w_i$. Otherwise, the weights are equal.
-        initial_std: the standard deviation of the initial vertices about the start, which is their centroid.
+        weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal.
+        initial_std: the standard deviation of the initial vertices. Their centroid is the start model.
         seed: the seed of the initial vertices.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space is curved.
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1; Report §5.1.
 
-    Cost: an update that moves the model reads 28 words a parameter, writes 5 and makes 4; one that waits reads 19,
-        writes 2 and makes 3.
+    Cost: a step reads 28 words per parameter, writes 5 and allocates 4. A buffered update reads 19, writes 2 and
+    allocates 3.
 
     Example:
         >>> import manifoldagg, torch
@@ -154,7 +161,10 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Return the signals of the cohort and the client state, with the client's centre once the axes are known."""
+        """Return the displacements of the cohort's centroids, and the client state with the client's centre.
+
+        The centre is added after the principal axes have been computed.
+        """
         memory = update.client_state
         now = state["version"] == self.personalize_from
         known = "axes" in state and not (memory and "centre" in memory)
@@ -169,9 +179,9 @@ class FLOCO(ServerRule):
 
 
 def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
-    r"""Project onto the simplex: $\min_y \|y - x / z\|$ over $y_i \ge 0$, $\sum_i y_i = 1$, with $z$ = `scale`.
+    r"""Project x / z onto the simplex $y_i \ge 0$, $\sum_i y_i = 1$, where $z$ is `scale`.
 
-    Source: Held, Wolfe, Crowder 1974: $y_i = \max(x_i / z - t, 0)$, where $t$ depends on the largest entries.
+    The solution is $y_i = \max(x_i / z - t, 0)$, where $t$ depends on the largest entries (Held, Wolfe, Crowder 1974).
 
     Example:
         >>> project_to_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
@@ -186,10 +196,10 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    r"""Return the principal axes of m vectors about 0, and the coordinates of the vectors on these axes.
+    """Compute the principal axes of m vectors about 0, and the coordinates of the vectors on these axes.
 
-    The computation uses only the Gram matrix of the vectors. Axes beyond the rank are 0. The sign of an axis makes its
-    weight of largest magnitude positive.
+    The computation uses only the Gram matrix of the vectors. If the rank is smaller than `count`, the remaining axes
+    are 0. The sign of each axis makes its coefficient of largest magnitude positive.
 
     Args:
         signals: the m vectors.
@@ -218,10 +228,10 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""Return the scale $z$ with the best spread of the projections of `coordinates` / z on the simplex.
+    r"""Choose the scale $z$ for which the projections of `coordinates` / z onto the simplex are most evenly spread.
 
-    The candidates are `NUM_SCALES` equidistant fractions of the largest norm. The result minimises the energy
-    $\sum_{i < j} \|y_i - y_j\|^{-2}$. If all coordinates are equal, the result is the smallest candidate.
+    The function minimises the energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ of the projections $y_i$ over `NUM_SCALES`
+    equidistant candidates up to the largest norm. If all coordinates are equal, the result is the smallest candidate.
     """
     reach = float(coordinates.norm(dim=-1).max())
     if reach == 0:

@@ -1,4 +1,4 @@
-"""Generalized AsyncSGD: single stochastic gradients, divided by the sampling probability of their client."""
+"""Generalized AsyncSGD: stochastic gradients divided by the sampling probability of their client."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SUM_TOLERANCE = 1e-6
 
 
 class RoutingShares(Mapping[Hashable, float]):
-    """Immutable and hashable mapping from clients to routing shares."""
+    """Immutable and hashable mapping from clients to their shares of the tasks."""
 
     def __init__(self, shares: Mapping[Any, float]) -> None:
         self._shares: dict[Hashable, float] = dict(shares)
@@ -40,38 +40,40 @@ class RoutingShares(Mapping[Hashable, float]):
 
 @dataclass(frozen=True)
 class GeneralizedAsyncSGD(CorrectionRule):
-    r"""Rule that divides each gradient by the sampling probability of its client.
+    r"""Generalized AsyncSGD: each gradient is divided by the sampling probability of its client.
 
-    $\Theta \leftarrow \Theta - \dfrac{\eta}{n\, p_i}\, g_i(\Theta^t)$ for each task that client i completes.
+    After each task that client i completes, the new model is
 
-    Routing: after each completed task, the next task is assigned to client i with probability $p_i$, even if the client
-    is busy. The tasks of a client form a first-in, first-out queue. Then the expectation $\mathbb E_{i \sim p}$ of a
-    step is $-\eta \cdot \frac1n \sum_i g_i$ for any routing.
+    $$\Theta \leftarrow \Theta - \frac{\eta}{n\, p_i}\, g_i(\Theta^t).$$
 
-    The client returns the gradient as the model $\Theta^t - g_i$, which is one step of gradient descent with rate 1.
-    The trainer [`Gradient`][manifoldagg.federated.clients.Gradient] does this. The step is not clamped, and its weight
-    does not depend on the staleness.
+    Here, n is the number of clients, and $p_i$ is the probability that a task is assigned to client i. A new task is
+    assigned after each completed task, even if the sampled client is busy. Each client processes its tasks in first-in,
+    first-out order. The expected step is then $-\eta \cdot \frac1n \sum_i g_i$ for any probabilities p.
+
+    Use this rule when you want to choose how often each client trains without a bias towards fast clients.
+
+    The client returns the model $\Theta^t - g_i$, as computed by the trainer
+    [`Gradient`][manifoldagg.federated.clients.Gradient]. The step is not clamped and not weighted by staleness.
 
     Participation:
 
-    - n is the number of clients in the routing. The rule rejects a client that is not in the routing or has the share
-      0. A late joiner needs a new routing and a new rule.
-    - A client that leaves keeps its share. To keep the expectation, route its tasks again with the probabilities p.
-    - A failed task omits one gradient.
-    - A client may have several tickets at the same time, and old tickets count in full.
+    - The rule rejects a client without a positive share. A client that joins late needs a new routing and a new rule.
+    - A client that leaves keeps its share. To keep the expected step, assign its tasks again with the probabilities p.
+    - After a failed task, one gradient is missing.
+    - A client may have several tickets at the same time. Updates on old tickets count in full.
 
     Args:
-        routing: the shares p of the tasks, with sum 1 up to 1e-6: a mapping from clients, or a sequence for the clients
-            0 to n - 1, such as the p of `manifoldagg.routing.optimise_routing`.
+        routing: the probabilities p, with sum 1 up to 1e-6. Pass a mapping from clients, or a sequence for the clients
+            0 to n - 1, such as the result of `manifoldagg.routing.optimise_routing`.
         rate: the rate $\eta$: a number or a function of the version $\tau$.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because a point on a curved leaf does not determine the norm of the gradient.
+        ArgumentError: if an option is out of range, or if the space is curved, because a point on a curved leaf does
+            not determine the norm of the gradient.
 
     Source: Queue, Algorithm 1, line 9 (Leconte et al. 2024).
 
-    Cost: an update that moves the model reads 3 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 3 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> import manifoldagg, torch

@@ -1,4 +1,4 @@
-"""HeLoCo: stale pseudo-gradients, rotated towards the outer momentum for each tensor."""
+"""HeLoCo: stale displacements that are rotated towards the outer momentum for each tensor."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,42 +20,47 @@ __all__ = ["HeLoCo"]
 
 @dataclass(frozen=True)
 class HeLoCo(ServerRule):
-    r"""Rule that rotates stale pseudo-gradients towards the outer momentum.
+    r"""HeLoCo: an outer step with momentum, where stale displacements are rotated towards the momentum for each tensor.
 
-    $\Theta \leftarrow \Theta + \eta\,(G + \beta m)$, $m \leftarrow \beta m + (1 - \beta)\, G$, $G = \rho\,\pi v$.
+    After each update with the displacement $v$, the momentum $m$ and the model become
 
-    For a tensor with $c = \cos(v, m)$ and the confidence $q = \|v\| / (\|v\| + \kappa \|m\|)$,
+    $$G = \rho\,\pi v, \qquad m \leftarrow \beta m + (1 - \beta)\, G, \qquad
+      \Theta \leftarrow \Theta + \eta\,(G + \beta m).$$
+
+    For a tensor with $c = \cos(v, m)$ and the confidence $q = \|v\| / (\|v\| + \kappa \|m\|)$, the correction is
 
     $$\pi v = \begin{cases} v & c \ge c_\mathrm{ok} \\
     \|v\|\, \dfrac{u}{\|u\|}, \quad u = (1 - \lambda)\, \dfrac{v}{\|v\|} + \lambda\, \dfrac{m}{\|m\|}, \quad
     \lambda = \min(1, k_d (1 - c)\, q) & 0 \le c < c_\mathrm{ok} \\
     v - b\, c\, \|v\|\, \dfrac{m}{\|m\|}, \quad b = \min(b_\mathrm{max}, -k_s\, c\, q) & c < 0. \end{cases}$$
 
-    If $v$ or $m$ is zero, $\pi v = v$. With `look_ahead`, workers start at $\bar\Theta = \Theta + \eta \beta m$, ahead
-    of $\Theta$. The server stores $\bar\Theta$ as its model, so that workers of any framework start from the model and
-    $v$ is their displacement: $\bar\Theta \leftarrow \bar\Theta + \eta\,(G + 2 \beta m - \beta m_\text{before})$. If
-    the rate changes, the rule subtracts the previous look-ahead at the new rate.
+    If $v$ or $m$ is zero, $\pi v = v$.
+
+    Use this rule as the outer optimizer of asynchronous DiLoCo when workers have different speeds.
+
+    With `look_ahead`, workers start at $\bar\Theta = \Theta + \eta \beta m$. The server stores $\bar\Theta$ as its
+    model, and $v$ is the displacement from $\bar\Theta$. The step is then
+    $\bar\Theta \leftarrow \bar\Theta + \eta\,(G + 2 \beta m - \beta m_\text{before})$. If the rate changes, the rule
+    subtracts the previous look-ahead at the new rate.
 
     Args:
         rate: the rate $\eta$: a number or a function of the version $\tau$.
         beta: the momentum coefficient $\beta \in [0, 1)$.
         staleness: the weight $\rho$: a function of the staleness.
-        weighted: multiply $\rho$ by the worker's share of the data $w_i$.
+        weighted: whether to multiply $\rho$ by the worker's share of the data $w_i$.
         cosine_threshold: the threshold $c_\mathrm{ok} \in [0, 1]$.
         shrink_strength: the strength $k_s \ge 0$.
         max_shrink: the limit $b_\mathrm{max} \in [0, 1]$.
         rotation_strength: the strength $k_d \ge 0$.
         confidence_scale: the scale $\kappa \ge 0$.
-        look_ahead: store $\bar\Theta$ as the model, as above. Otherwise, the model is $\Theta$, and workers start
-            there.
+        look_ahead: whether the server model is $\bar\Theta$. Otherwise, the model is $\Theta$, and workers start there.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space has curved leaves other than low-rank leaves.
 
     Source: Al Asif et al. 2026, arXiv 2606.00271, (5), (7)-(15), (18), (19).
 
-    Cost: an update that moves the model reads 12 words a parameter, writes 2 and makes 1.
+    Cost: a step reads 12 words per parameter, writes 2 and allocates 1.
 
     Example:
         >>> import manifoldagg, torch
@@ -91,7 +96,7 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of later steps if all later updates are zero."""
+        """Return the sum of all later steps under the assumption that all later updates are zero."""
         if "momentum" not in state:
             return []
         first = 2 * self.beta - 1 if self.look_ahead else self.beta
@@ -102,7 +107,7 @@ class HeLoCo(ServerRule):
         check_points(self, update)
         frame = frame_from_update(space, update, tensors=True)
         known = "momentum" in state
-        here = frame.current  # subtracted from itself, it is the initial momentum 0
+        here = frame.current  # the row `here - here` is the initial momentum 0
         frame = frame.with_row("momentum", state["momentum"] if known else here, None if known else here)
         gram = frame.gram("tensor")
         share = weight_at(self.staleness, update.staleness) * (update.weight if self.weighted else 1.0)
@@ -128,7 +133,7 @@ class HeLoCo(ServerRule):
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float
     ) -> tuple[float, float]:
-        r"""Return the coefficients of $\pi v$ on $v$ and $m$, from their inner products.
+        r"""Return the coefficients of $v$ and $m$ in $\pi v$, computed from the inner products of $v$ and $m$.
 
         Example:
             >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(

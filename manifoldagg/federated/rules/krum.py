@@ -1,4 +1,4 @@
-"""Krum: the displacements of a buffer that have the nearest neighbours."""
+"""Krum: the mean of the displacements in a buffer that are closest to their neighbours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,39 +23,49 @@ __all__ = ["Krum"]
 
 @dataclass(frozen=True)
 class Krum(StoredBufferRule):
-    r"""Rule that averages the displacements of a buffer that have the nearest neighbours.
+    r"""Krum: a step along the displacements in a buffer that are closest to their neighbours.
 
-    $\Theta \leftarrow \Theta + \dfrac{\eta_g}{m} \sum_{i \in M} x_i$ after every K updates.
+    After every K updates, the new model is
 
-    Here, $x_i = s(\tau - t_i)\, \Delta_i$, and M are the m displacements with the smallest score. For equal scores, the
-    earlier displacement is selected. The score is
+    $$\Theta \leftarrow \Theta + \frac{\eta_g}{m} \sum_{i \in M} x_i, \qquad x_i = s(\tau - t_i)\, \Delta_i,$$
 
-    $$\sum_{j \in N_i} \|x_i - x_j\|^2, \qquad N_i \text{ the } K - f - 2 \text{ nearest of the others}.$$
+    where M contains the m displacements with the smallest scores. The score of $x_i$ is the sum of its squared
+    distances to its $K - f - 2$ nearest neighbours:
 
-    $m = 1$ is Krum, and $m > 1$ is Multi-Krum. On a curved space, the rule transports the $\Delta_i$ to the model and
-    measures distances between tangents. For low-rank leaves, it measures distances between matrices. `transport` and
-    `rungs` are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    $$\sum_{j \in N_i} \|x_i - x_j\|^2, \qquad |N_i| = K - f - 2.$$
 
-    Breakdown point: if f displacements are arbitrary, the squared distances of a selected displacement to some
-    $K - 2f - 2$ of the other displacements sum to at most the smallest score of these among themselves. A colluding
-    majority of more than K / 2 clients controls the model. A displacement that is near in norm may still be far in a
-    few entries. If models are large and honest displacements differ, an attacker can therefore change some entries a
-    lot.
+    If two scores are equal, the rule selects the earlier displacement. With $m = 1$ the rule is Krum, and with $m > 1$
+    it is Multi-Krum.
+
+    Use this rule when up to f of K updates may be Byzantine and the honest displacements are similar to each other.
+
+    Limits:
+
+    - Suppose that f displacements are arbitrary, and let x be the displacement with the smallest score. The squared
+      distances from x to some $K - 2f - 2$ honest displacements sum to at most $\min_h s_h$. Here, $s_h$ is the score
+      of the honest displacement h among the honest displacements alone.
+    - A colluding majority of more than K / 2 clients controls the model.
+    - Two displacements with a small distance can still differ strongly in a few entries. In large models with
+      heterogeneous clients, an attacker can use this to change single entries.
+
+    On a curved space, the rule transports the $\Delta_i$ to the current model and measures distances between tangents.
+    For low-rank leaves, it measures distances between matrices. For `transport` and `rungs`, see
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         size: the number K of updates per step, with K > 2f + 2.
         num_byzantine: the number f of Byzantine clients.
         num_selected: the number m of selected displacements, at most K - f - 2.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        staleness: the staleness weight $s$: any function of an int.
+        staleness: the staleness weight $s$: any function of an integer.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Blanchard et al. 2017, sections 4 and 5 (Multi-Krum), applied to displacements.
 
-    Cost: an update that moves the model reads 7 words a parameter, writes 1 and makes 0; one that waits reads 5,
-        writes 1 and makes 2. It holds K - 1 displacements.
+    Cost: a step reads 7 words per parameter, writes 1 and allocates 0. A buffered update reads 5, writes 1 and
+    allocates 2. The buffer stores K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch
@@ -79,7 +89,8 @@ class Krum(StoredBufferRule):
         check_count("num_byzantine", self.num_byzantine, at_least=0)
         check_count("num_selected", self.num_selected)
         if not self.size > 2 * self.num_byzantine + 2:
-            if self.num_byzantine == Krum.num_byzantine:  # probably not passed
+            # If `num_byzantine` has its default, the user probably passed only `size`. The message then names `size`.
+            if self.num_byzantine == Krum.num_byzantine:
                 least = 2 * self.num_byzantine + 3
                 raise ArgumentError(
                     f"size: expected at least {least} with num_byzantine = {self.num_byzantine}, got {self.size}"
@@ -117,10 +128,15 @@ class Krum(StoredBufferRule):
 
 
 def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:
-    r"""Return the indices of the `num_selected` vectors with the smallest Krum scores.
+    """Return the indices of the `num_selected` vectors with the smallest Krum scores.
 
-    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours. For equal scores,
-    the vector with the lower index is selected. `inner` (K, K) are the inner products of the vectors.
+    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours. If two scores are
+    equal, the lower index is selected.
+
+    Args:
+        inner: the inner products of the K vectors, (K, K).
+        num_byzantine: the number f of Byzantine vectors.
+        num_selected: the number of indices to return.
 
     Example:
         >>> x = np.array([[0.0], [9.0], [1.0], [2.25], [1.5]])

@@ -1,4 +1,4 @@
-"""The entrywise median of a buffer, which a minority of clients cannot move out of the range of the others."""
+"""Median: a step along the median of each entry of a buffer."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,32 +12,36 @@ __all__ = ["Median"]
 
 @dataclass(frozen=True)
 class Median(CoordinateWiseRule):
-    r"""Rule that steps along the entrywise median of a buffer.
+    r"""Median: a step along the median of each entry of a buffer.
 
-    $\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i$ after every K updates.
+    After every K updates, each entry of the model changes by
 
-    The rule computes the median of each entry. For even K, it is the mean of the two middle values.
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement from the model that the client started from. The rule
-    ignores sample counts.
+    $$\Theta \leftarrow \Theta + \eta_g \operatorname{med}_i s(\tau - t_i)\, \Delta_i,
+      \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
 
-    Breakdown point: if at most $\lceil K/2 \rceil - 1$ displacements are arbitrary, each entry of the step is between
-    the smallest and the largest value of the other displacements. With one more, it is unbounded. Attackers can still
-    choose each entry within that range. If clients have different data, the median differs from the mean even without
-    attackers.
+    For even K, the median is the mean of the two middle values. The displacement $\Delta_i$ is measured from the model
+    from which the client started. Sample counts are ignored.
+
+    Use this rule when a minority of the updates may be Byzantine. If at most $\lceil K/2 \rceil - 1$ displacements are
+    arbitrary, each entry of the step lies between the smallest and the largest value of the other displacements. With
+    more arbitrary displacements, the step is unbounded.
+
+    The median has two limits. Attackers can choose each entry within the range of the honest displacements. If clients
+    have different data, the median differs from the mean even without attackers.
 
     Args:
         size: the number K of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        staleness: the staleness weight $s$: any function of an int.
+        staleness: the staleness weight $s$: any function of an integer.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because entrywise medians depend on the coordinates.
+        ArgumentError: if an option is out of range, or if the space is curved, because entrywise medians depend on the
+            coordinates.
 
     Source: Yin et al. 2018, Algorithm 1 (option I), applied to displacements.
 
-    Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
-        writes 1 and makes 2. It holds K - 1 displacements.
+    Cost: a step reads 11 words per parameter, writes 1 and allocates 0. A buffered update reads 5, writes 1 and
+    allocates 2. The buffer stores K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch

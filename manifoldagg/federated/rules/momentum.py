@@ -1,4 +1,4 @@
-"""Momentum for any rule."""
+"""Momentum: heavy-ball or Nesterov momentum on the steps of another rule."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,30 +41,38 @@ __all__ = ["Momentum"]
 
 @dataclass(frozen=True)
 class Momentum(WrapperRule):
-    r"""Wrapper that adds momentum to a rule.
+    r"""Wrapper that adds heavy-ball or Nesterov momentum to another rule.
 
-    If the wrapped rule steps from $\Theta$ to $\Theta'$, then $u \leftarrow \beta u + (\Theta' - \Theta)$ and
-    $\Theta \leftarrow \Theta + u$.
+    If the wrapped rule steps from $\Theta$ to $\Theta'$, the velocity $u$ and the model become
 
-    On a curved space, $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$, and $u$ is
-    transported along this step. The log is the shortest geodesic from $\Theta$ to $\Theta'$, so the wrapper rejects a
-    step beyond the injectivity radius. It also rejects a $u$ whose squared norm overflows in the dtype of the model. A
-    buffered update does not change $u$. For low-rank leaves, $u$ is a sum of matrices, truncated to the `state_rank` of
+    $$u \leftarrow \beta u + (\Theta' - \Theta), \qquad \Theta \leftarrow \Theta + u.$$
+
+    With `nesterov=True`, the model becomes $\Theta \leftarrow \Theta' + \beta u$ with the new velocity $u$. An update
+    that the wrapped rule buffers does not change $u$.
+
+    Use this rule when the steps of a rule are noisy, or as the outer optimizer of DiLoCo:
+    `Momentum(FedAvg(k, 0.7), nesterov=True)`.
+
+    On a curved space, $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$. The velocity
+    is then transported along this step. The logarithm is defined only for steps within the injectivity radius, so the
+    wrapper rejects longer steps. For low-rank leaves, $u$ is a sum of matrices that is truncated to the `state_rank` of
     their spaces.
+
+    The wrapper rejects an update if the squared norm of $u$ would overflow in the dtype of the model.
 
     Args:
         rule: the wrapped rule.
         beta: the momentum coefficient $\beta \in [0, 1)$.
-        nesterov: use $\Theta \leftarrow \Theta' + \beta u$ with the new $u$. The rule must support `plan`. For example,
-            `Momentum(FedAvg(k, 0.7), nesterov=True)` is the outer step of DiLoCo.
+        nesterov: whether to use Nesterov momentum. The wrapped rule must have a method `plan`, and the space must be
+            flat.
 
     Raises:
-        ArgumentError: if `rule` is not a rule, `beta` is out of range, or the rule does not support `nesterov`.
+        ArgumentError: if `rule` is not a rule, if `beta` is out of range, or if the rule does not support `nesterov`.
 
     Source: Report §4; SlowMo with one inner rule (Wang et al. 2020); Douillard et al. 2023 (DiLoCo).
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 2 and makes 1; one that waits reads 3,
-        writes 1 and makes 1, with `ASGD` or a buffer in it.
+    Cost: a step reads 6 words per parameter, writes 2 and allocates 1. A buffered update reads 3, writes 1 and
+    allocates 1. These numbers are for the wrapped rules `ASGD` and `FedBuff`.
 
     Example:
         >>> import manifoldagg, torch
@@ -94,7 +102,7 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of later steps if all later updates are zero, as lists of terms."""
+        """Return the sum of all later steps under the assumption that all later updates are zero."""
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
         repeated = 1 / (1 - self.beta)
@@ -105,17 +113,17 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness a private rule checks itself, because a rejection would reveal them."""
+        """The inputs whose finiteness a wrapped private rule checks, because a rejection would reveal private data."""
         return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
 
     @property
     def tensors(self) -> Mapping[str, int | None]:
-        """The further tensors of a payload that the wrapped rule requires."""
+        """The additional tensors that the wrapped rule requires in a payload."""
         return getattr(self.rule, "tensors", {})
 
     @property
     def numbers(self) -> Sequence[str]:
-        """The further numbers of a payload that the wrapped rule requires."""
+        """The additional numbers that the wrapped rule requires in a payload."""
         return getattr(self.rule, "numbers", ())
 
     def init(self, space: Manifold, start: Point) -> State:
@@ -166,7 +174,7 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan a step with coefficients on the rows of the wrapped rule's step."""
+        """Plan a step as a linear combination of the rows of the wrapped rule and the velocity."""
         rule: Any = self.rule
         inner, outcome = rule.plan(space, state["rule"], update)
         after = {**state, "rule": inner}
@@ -198,14 +206,16 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, linear=LinearStep(frame, metrics))
 
     def _measured(self, frame: Frame, velocity: Matrix, gram: Gram | None) -> tuple[Frame, Gram | None]:
-        """Check the norm of the next velocity. Return the frame and its inner products.
-
-        The inner products are `None` if bounds on the norm are sufficient.
+        """Check the norm of the next velocity.
 
         Args:
             frame: the rows of the step.
             velocity: the coefficients of the next velocity.
-            gram: inner products of the rows without the velocity, if they are known.
+            gram: the inner products of the rows without the velocity, if they are known.
+
+        Returns:
+            The frame and its inner products. The inner products are `None` if upper bounds of the norms suffice for the
+            check.
         """
         largest = safe_sqrt(torch.finfo(frame.dtype).max)
         if frame.unmeasured and frame.has_norm_bounds and frame.norm_bound(velocity) <= largest:
@@ -218,10 +228,12 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """Check that a log has the length of the rule's step, which fails outside the injectivity radius.
+    """Check that the logarithm of a step has the length of the step.
+
+    Outside the injectivity radius, the logarithm gives a shorter geodesic.
 
     Raises:
-        ArgumentError: if the log is not finite, or is shorter than the step.
+        ArgumentError: if the logarithm is not finite or is shorter than the step.
     """
     shortest = float(norm(space, x, check_finite("points: log of the rule's step", log)))
     radius = float(space._injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf

@@ -1,4 +1,4 @@
-"""OrthoFL: per-client models that include the orthogonal progress of other clients."""
+"""OrthoFL: separate client models that receive the orthogonal progress of other clients."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -28,51 +28,63 @@ PROTOCOLS = ("server", "client")
 
 @dataclass(frozen=True)
 class OrthoFL(ServerRule):
-    r"""Rule with per-client models and orthogonal calibration.
+    r"""Orthogonal calibration (OrthoFL): client models that receive the orthogonal progress of other clients.
 
-    $W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$ with $\beta_t = \beta\, s(\tau - t)$. The client resumes from
+    The global model $W^t$ is a moving average of the client models $W_m$:
+
+    $$W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m, \qquad \beta_t = \min(1, \beta\, s(\tau - t)).$$
+
+    The next start model of the client is, for each named tensor,
 
     $$W_m^{+} = W_m + \Delta - \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}\,\Delta_m,
-    \qquad \Delta = W^t - W^{\tau+}, \quad \Delta_m = W_m - W_m^{\tau+},$$
+      \qquad \Delta = W^t - W^{\tau+}, \quad \Delta_m = W_m - W_m^{\tau+}.$$
 
-    for each named tensor. $W^{\tau+}$ is the global model after the client's last update, including that update, and
-    $W_m^{\tau+}$ is the model from which the client started. Before the client's first update, both are the first model
-    that it received. A shift counts as zero if every entry is zero, without a sum over the entries.
+    Here, $W^{\tau+}$ is the global model directly after the client's previous update, and $W_m^{\tau+}$ is the model
+    from which the client started. Before the client's first update, both are the first model that the client received.
+    A shift counts as zero only if each of its entries is zero.
 
-    The option `protocol` determines where $W_m^{+}$ is computed. The models from which clients start are bit-identical
-    in all cases.
+    Use this rule when clients have heterogeneous data and return often, so that each client can keep its own model.
 
-    - `"server"`: the server sends $W_m^{+}$, and the client returns a model, so any trainer works. The server stores
-      $W_m^{+}$ and $W^{t+}$ for the client.
-    - `"client"`: the server sends $W^t$ and $\beta_t$, and the trainer
+    The option `protocol` determines where $W_m^{+}$ is computed. All protocols give bit-identical start models.
+
+    - `"server"`: the server sends $W_m^{+}$, and any trainer works. The server stores $W_m^{+}$ and $W^{t+}$ for each
+      client.
+    - `"client"`: the server sends $W^t$ and $\beta_t$. The trainer
       [`Calibrated`][manifoldagg.federated.clients.Calibrated] computes $W_m^{+}$ and $W^{t+}$. The server stores $W^t$
-      until the client's next dispatch.
-    - A function of the client: a hybrid of both. Its result for a client must not change.
+      until the next dispatch to the client.
+    - A function that maps each client to one of these two strings. The result for a client must not change.
 
-    A late joiner starts from the global model. A client that was absent, failed or was rejected keeps its start, and
-    its next $\Delta$ includes the progress of the other clients. If a later ticket of the client was applied first, an
-    update on the earlier ticket is mixed into the model by its staleness and does not change the client's start.
+    Participation:
+
+    - A client that joins late starts from the global model.
+    - After an absence, a failure or a rejection, the client keeps its start model. The next $\Delta$ includes the
+      progress of the other clients.
+    - If a later ticket of the client was applied first, an update on the earlier ticket only changes the global model.
 
     Args:
-        rate: the rate $\beta$: a number or a function of the version. $\beta_t$ is clamped to 1.
+        rate: the rate $\beta$: a number or a function of the version.
         staleness: the staleness weight $s$. The paper counts delays from 1 and uses $s_a(x) = x^{-a}$.
-        weighted: multiply $\beta_t$ by the client's share of the data.
-        protocol: `"server"`, `"client"`, or a function from the client to one of the two.
-        calibration: `"orthogonal"`, `"none"` or `"pairwise"`. `"none"` is FedAsync. `"pairwise"` is $W_m + \Delta -
-            \operatorname{proj} \Delta_m$ with the projection onto the span of the latest updates of all other clients.
-            The state stores these updates, including those of clients that left.
-        granularity: `"tensor"`, or `"model"` (full projection).
-        moving_average: use the moving average above. Otherwise, $W^{t+} = W_m^{+}$.
+        weighted: whether to multiply $\beta_t$ by the client's share of the data.
+        protocol: `"server"`, `"client"`, or a function from the client to one of these strings.
+        calibration: `"orthogonal"`, `"none"` or `"pairwise"`. With `"none"`, the rule is FedAsync. With `"pairwise"`,
+            $W_m^{+} = W_m + \Delta - \operatorname{proj} \Delta_m$ with the projection onto the span of the latest
+            updates of all other clients. The state stores these updates, including those of clients that left.
+        granularity: `"tensor"` for one projection per named tensor, or `"model"` for one projection of the whole model.
+        moving_average: whether $W^{t+}$ is the moving average. Otherwise, $W^{t+} = W_m^{+}$.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it), if `protocol` is not supported by the other
-            options, or if the space is curved. Low-rank leaves are supported with `protocol="server"`.
+        ArgumentError: if an option is out of range, if the other options do not support `protocol`, or if the space is
+            curved. Low-rank leaves require `protocol="server"`.
 
-    Source: OrthoFL (3)-(7), Algorithms 1 and 2, §5.3. This implementation follows the paper. The authors' code
-        computes both shifts from the client's start and the last client's calibrated model, drops a shift whose entries
-        sum to 0, copies tensors with `bn` in their name, and starts with $\beta_t = 1$.
+    Source: OrthoFL (3)-(7), Algorithms 1 and 2, §5.3. This class follows the paper. The authors' code
+    differs in four points:
 
-    Cost: an update that moves the model reads 25 words a parameter, writes 6 and makes 5.
+    - It computes both shifts from the client's start model and the calibrated model of the last client.
+    - It drops a shift whose entries sum to 0.
+    - It copies tensors with `bn` in their name.
+    - It starts with $\beta_t = 1$.
+
+    Cost: a step reads 25 words per parameter, writes 6 and allocates 5.
 
     Example:
         >>> import torch
@@ -187,7 +199,7 @@ class OrthoFL(ServerRule):
 
 
 def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
-    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once, so that server and client compute the same bits.
+    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once so that server and client compute the same bits.
 
     Example:
         >>> import torch
@@ -198,7 +210,7 @@ def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None 
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    r"""Return the shift between two models, rounded once, so that server and client compute the same bits.
+    """Return `model - reference`, rounded once so that server and client compute the same bits.
 
     Example:
         >>> import torch

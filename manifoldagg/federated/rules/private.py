@@ -1,4 +1,4 @@
-"""Client-level differential privacy: clipped updates, and Gaussian noise on their sum."""
+"""Client-level differential privacy: clipped displacements, and Gaussian noise on their sum."""
 
 import math
 import secrets
@@ -33,42 +33,49 @@ __all__ = ["Private"]
 class Private(WrapperRule):
     r"""Wrapper that adds client-level differential privacy to a rule.
 
-    The wrapped rule must step along a sum of updates $\sum_i a_i \Delta_i$. The wrapper replaces this sum by
+    The wrapped rule must step along a sum $\sum_i a_i \Delta_i$ of displacements. The wrapper clips each displacement
+    and adds noise to the sum:
 
     $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1.$$
 
     Adding or removing one update changes the sum before the noise by at most C. The rest of the step depends only on
     this sum. With $\sigma = 0$ and $C = \infty$, the results are bit-identical to those of the wrapped rule.
 
-    Accounting: each model is the output of a Gaussian mechanism. Its noise multiplier is $\sigma$ for a client with one
-    update in the buffer, and $\sigma / m$ for a client with m updates. The total privacy loss of a client is therefore
-    at most that of a single Gaussian mechanism with noise multiplier $\sigma / \sqrt n$, where $n = \sum_j m_j^2$ over
-    all buffers j. The metric `numbers["participations"]` is the largest n of all clients so far, and
-    [`epsilon`][manifoldagg.integrations.accounting.epsilon] converts it to $\varepsilon$. The threat model is described
-    in [Differential privacy](../guide/differential_privacy.md).
+    Use this rule when a published model must not reveal whether a client took part. The threat model is described in
+    [Differential privacy](../guide/differential_privacy.md).
 
-    An update whose displacement is not finite or is too long for the dtype counts as a zero update. It is not rejected.
+    Privacy accounting:
+
+    - Each model is the output of a Gaussian mechanism. For a client with m updates in the buffer, the noise multiplier
+      is $\sigma / m$.
+    - Over all buffers j, the total privacy loss of a client is at most that of one Gaussian mechanism with noise
+      multiplier $\sigma / \sqrt n$, where $n = \sum_j m_j^2$.
+    - The metric `numbers["participations"]` is the largest n over all clients. The function
+      [`epsilon`][manifoldagg.integrations.accounting.epsilon] converts n to $\varepsilon$.
+
+    If a displacement is not finite or overflows in the dtype of the model, the rule treats the update as zero. A
+    rejection would reveal private data.
 
     Args:
-        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. Other rules are rejected
-            with the reason. `Momentum(Private(rule))` is as private as `Private(rule)`.
-        clip: the clipping norm C, in the units of an update's norm.
+        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. `Momentum(Private(rule))` is
+            as private as `Private(rule)`.
+        clip: the clipping norm C, in the units of the norm of an update.
         noise: the noise multiplier $\sigma$.
-        participations: the limit of n for each client. An update that would exceed it is rejected.
-        seed: a seed for experiments only, because it allows anyone to subtract the noise. `None` uses a secret from the
-            operating system.
+        participations: the limit of n for each client. The rule rejects an update that would exceed this limit.
+        seed: a seed for experiments. Do not use a seed in production, because anyone who knows it can subtract the
+            noise. With `None`, the key comes from the random source of the operating system.
 
     Raises:
-        ArgumentError: if an option is out of range, the rule cannot be private (the message gives the reason), the
-            space is not flat, or the rule is used in an outer optimizer.
+        ArgumentError: if an option is out of range, if the rule cannot be private, if the space is not flat, or if the
+            rule is used in an outer optimizer.
         RuleError: if a staleness weight is above 1.
 
     Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models), Algorithm 1; Dong, Roth, Su
-        2022, Corollary 3.3, for the composition.
+    2022, Corollary 3.3, for the composition.
 
-    Cost: an update that moves the model reads 19 words a parameter, writes 3 and makes 2; one that waits reads 7,
-        writes 1 and makes 2. These numbers are for `FedBuff` with noise. Sampling the noise and hashing the sum take
-        most of the time.
+    Cost: a step reads 19 words per parameter, writes 3 and allocates 2. A buffered update reads 7, writes 1 and
+    allocates 2. These numbers are for `FedBuff` with noise. Sampling the noise and hashing the sum take most of the
+    time.
 
     Example:
         >>> import manifoldagg, torch
@@ -82,7 +89,7 @@ class Private(WrapperRule):
 
     not_private_because: ClassVar[str] = "it is already private"
     is_private: ClassVar[bool] = True
-    """Whether a server rejects options that would reveal a single client."""
+    """Whether the server must reject options that would reveal the data of a single client."""
     rule: Rule
     clip: float
     noise: float
@@ -108,11 +115,11 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the rule checks itself. They include the points, as a rejection reveals them."""
+        """The inputs whose finiteness the rule checks, because a rejection would reveal private data."""
         return ("points", *getattr(self.rule, "self_checked", ()))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the contribution of the wrapped rule's buffered updates to the next step."""
+        """Return the contribution of the buffered updates of the wrapped rule to the next step."""
         carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
         return carried
 
@@ -137,7 +144,10 @@ class Private(WrapperRule):
     def plan(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Plan a step of the wrapped rule with clipped updates and noise; `out` is as in the wrapped rule."""
+        """Plan a step of the wrapped rule with clipped displacements and noise.
+
+        The argument `out` is an optional output buffer for the new model.
+        """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
         memory: dict[str, Any] = update.client_state or {"n": 0, "version": None, "here": 0}
@@ -166,7 +176,7 @@ class Private(WrapperRule):
 
 
 def _zero_update(update: Update) -> Update:
-    """Return an update with zero displacement, independent of the points and the base."""
+    """Return an update with zero displacement that does not depend on the client's points or base."""
     current: Any = update.current
     points = (current,) if isinstance(update.points, tuple) else current[None]
     return replace(update, base=current, points=points)

@@ -1,4 +1,4 @@
-"""Radial-directional averaging: the mean direction of a cohort, scaled by the mean length."""
+"""Radial-directional averaging: the mean direction of a cohort, scaled by the mean norm."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,32 +17,34 @@ __all__ = ["RadialDirectional"]
 
 @dataclass(frozen=True)
 class RadialDirectional(FedAvg):
-    r"""Rule that averages the norms and the directions of tensors separately.
+    r"""Radial-directional averaging: each tensor moves in the mean direction of a cohort by the mean norm.
 
-    $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$, with the mean norm and the mean direction of each tensor in a
-    cohort:
+    After the updates of a cohort, each tensor of the model changes by $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$,
+    with
 
     $$\bar r = \frac{\sum_i w_i \|\Delta_i\|}{\sum_i w_i}, \qquad
-      d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr), \qquad \varphi(x) = \frac{x}{\|x\|}.$$
+      d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr),
+      \qquad \varphi(x) = \frac{x}{\|x\|}, \quad \varphi(0) = 0.$$
 
-    The norm of a mean of nearly orthogonal displacements decreases with their number. This rule preserves the mean
-    norm. $\varphi(0) = 0$, so a tensor does not move if its directions cancel.
+    The mean of nearly orthogonal displacements is much shorter than each displacement. This rule preserves the mean
+    norm. If the directions cancel, the tensor does not move.
+
+    Use this rule in the outer step of DiLoCo when the displacements of the workers are nearly orthogonal.
 
     Args:
         cohort: the number k of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        weighted: weight updates by the worker's share of the data $w_i$, such as its tokens. Otherwise, the weights are
-            equal.
+        weighted: whether to weight updates by the worker's share of the data $w_i$, such as its tokens. Otherwise, all
+            weights are equal.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space has curved leaves other than low-rank leaves.
 
-    Source: Douillard et al. 2026, arXiv 2604.21428 (Decoupled DiLoCo). Its outer step is
-        `Momentum(RadialDirectional(k, 0.7), nesterov=True)`.
+    Source: Douillard et al. 2026, arXiv 2604.21428 (Decoupled DiLoCo). The outer step of the paper is
+    `Momentum(RadialDirectional(k, 0.7), nesterov=True)`.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0; one that waits reads 7, writes
-        1 and makes 2.
+    Cost: a step reads 8 words per parameter, writes 1 and allocates 0. A buffered update reads 7, writes 1 and
+    allocates 2.
 
     Example:
         >>> import manifoldagg, torch
@@ -59,7 +61,7 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound on the next step: the sum of directions times the largest mean norm of a tensor."""
+        """Return an upper bound on the next step: the sum of the directions times the largest mean norm of a tensor."""
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []
@@ -85,7 +87,7 @@ class RadialDirectional(FedAvg):
         if waits:
             waiting = after | {"lengths": lengths, "buffer": frame.for_state(line)}
             numbers |= frame.diagnostics
-            # The state is finite, as it is a sum of unit vectors with weights whose sum is finite.
+            # The state is finite, because the buffer is a sum of unit vectors and the sum of their weights is finite.
             return waiting, Outcome(None, update.client_state, numbers, state_is_finite=True)
         total = check_number("weight: sum over the buffer", after["total"], above=0)
         rate = self.step_size(state)

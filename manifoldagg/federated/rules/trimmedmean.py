@@ -1,4 +1,4 @@
-"""The entrywise trimmed mean of a buffer, which discards the smallest and largest values of each entry."""
+"""Trimmed mean: a step along the mean of each entry of a buffer without its smallest and largest values."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,31 +14,36 @@ __all__ = ["TrimmedMean"]
 
 @dataclass(frozen=True)
 class TrimmedMean(CoordinateWiseRule):
-    r"""Rule that steps along the entrywise trimmed mean of a buffer.
+    r"""Trimmed mean: a step along the mean of each entry of a buffer without its smallest and largest values.
 
-    $\Theta \leftarrow \Theta + \dfrac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)}$ after every K updates.
+    After every K updates, each entry of the model changes by
 
-    $x_{(1)} \le \dots \le x_{(K)}$ are the sorted values of an entry of $s(\tau - t_i)\, \Delta_i$. With b = 0, this is
-    [`FedBuff`][manifoldagg.federated.rules.FedBuff]. With $b = \lceil K/2 \rceil - 1$, it is
-    [`Median`][manifoldagg.federated.rules.Median].
+    $$\Theta \leftarrow \Theta + \frac{\eta_g}{K - 2b} \sum_{i=b+1}^{K-b} x_{(i)},$$
 
-    Breakdown point: if at most b displacements are arbitrary, each entry of the step is between the smallest and the
-    largest value of the other displacements. With b + 1 arbitrary displacements, it is unbounded.
+    where $x_{(1)} \le \dots \le x_{(K)}$ are the sorted values of this entry in the displacements
+    $s(\tau - t_i)\, \Delta_i$.
+
+    Use this rule when up to b of K updates may be Byzantine. If at most b displacements are arbitrary, each entry of
+    the step lies between the smallest and the largest value of the other displacements. With more than b arbitrary
+    displacements, the step is unbounded.
+
+    With b = 0, the rule equals [`FedBuff`][manifoldagg.federated.rules.FedBuff]. With $b = \lceil K/2 \rceil - 1$, it
+    equals [`Median`][manifoldagg.federated.rules.Median].
 
     Args:
         size: the number K of updates per step.
-        trim: the number b of values to discard at either end, less than K / 2.
+        trim: the number b of values to discard at each end, less than K / 2.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
-        staleness: the staleness weight $s$: any function of an int.
+        staleness: the staleness weight $s$: any function of an integer.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because the order of entries depends on the coordinates.
+        ArgumentError: if an option is out of range, or if the space is curved, because the order of entries depends on
+            the coordinates.
 
     Source: Yin et al. 2018, Algorithm 1 (option II) with $\beta = b / K$, applied to displacements.
 
-    Cost: an update that moves the model reads 11 words a parameter, writes 1 and makes 0; one that waits reads 5,
-        writes 1 and makes 2. It holds K - 1 displacements.
+    Cost: a step reads 11 words per parameter, writes 1 and allocates 0. A buffered update reads 5, writes 1 and
+    allocates 2. The buffer stores K - 1 displacements.
 
     Example:
         >>> import manifoldagg, torch
@@ -60,7 +65,8 @@ class TrimmedMean(CoordinateWiseRule):
         super().__post_init__()
         check_count("trim", self.trim, at_least=0)
         most = (self.size - 1) // 2
-        if self.trim > most and self.trim == TrimmedMean.trim:  # probably not passed
+        # If `trim` has its default, the user probably passed only `size`. The message then names `size`.
+        if self.trim > most and self.trim == TrimmedMean.trim:
             raise ArgumentError(f"size: expected at least {2 * self.trim + 1} with trim = {self.trim}, got {self.size}")
         check_number("trim", self.trim, at_most=most)
 

@@ -1,4 +1,4 @@
-"""The client side of the Flower integration: a ClientApp around a trainer, for every rule and message format."""
+"""The client side of the Flower integration: a `ClientApp` that runs a trainer."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,30 +50,31 @@ def client_app(
     mods: Sequence[Callable[..., FlowerMessage]] | None = None,
     threads: int | None = 1,
 ) -> flwr.clientapp.ClientApp:
-    """Build a Flower `ClientApp` around a trainer of this package, for any rule.
+    """Build a Flower `ClientApp` that runs a trainer of this package. The app works with every rule.
 
-    - The app reads both message formats, a model or a complete message of the rule. Its reply contains all outputs of
-      the trainer.
-    - The client state of the trainer and the number of tasks stay on the node, in `context.state`.
-    - `seed`, the node and the number of its tasks determine all random numbers of a task. A simulation of the same
-      federation computes the same bits. The node is its `partition-id` if `context.node_config` has one, else its id.
-    - If training raises an exception, Flower sends an error reply, and the server continues without it.
+    - The app reads models and messages in the wire format. The reply contains all outputs of the trainer.
+    - The node stores the client state of the trainer and the number of its tasks in `context.state`.
+    - All random numbers of a task depend only on `seed`, the node and the number of its earlier tasks. A simulation of
+      the same federation computes the same bits. The node is identified by the `partition-id` in `context.node_config`
+      if present, else by the node id.
+    - If training raises an exception, Flower sends an error reply, and the server continues.
 
     Args:
-        trainer: the trainer; or a function that returns it, given the context with the configuration of the run.
-        model: a function that returns the module, such as its class; or a module, which is copied. Training runs on its
-            device.
-        data: a function of the context and `nth` that returns the batches of this node's n-th task, from 0. They must
-            be re-iterable.
+        trainer: the trainer, or a function that returns a trainer for a context.
+        model: a function that returns the module, such as its class, or a module, which is copied. Training runs on the
+            device of the module.
+        data: a function of the context and the task number (starting from 0) that returns the batches of a task. The
+            batches must be re-iterable.
         criterion: the loss, a function of output and target.
         seed: the seed of all random numbers.
-        evaluate: a function of the module, in evaluation mode, and of the context. It returns metrics with
-            `"num-examples"`. `None`: the mean of the criterion over `data(context, 0)` as `"loss"`.
-        mods: Flower's mods, around training and evaluation. They receive messages in the wire format, as bytes.
-        threads: the number of torch's threads in training. `None`: all, so that rounding errors of sums may differ.
+        evaluate: a function of the module in evaluation mode and the context. It returns metrics with `"num-examples"`.
+            With `None`, the app computes the mean of the criterion over `data(context, 0)` as `"loss"`.
+        mods: Flower mods for training and evaluation. They receive messages in the wire format as bytes.
+        threads: the number of PyTorch threads in training. With `None`, all threads are used, and the rounding errors
+            of sums can differ between runs.
 
     Raises:
-        ArgumentError: naming the invalid argument.
+        ArgumentError: if an argument is invalid.
 
     Example:
         >>> import torch
@@ -102,8 +103,6 @@ def client_app(
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """The train and evaluate functions of the app."""
-
     trainer: Trainer | Callable[[FlowerContext], Trainer]
     model: nn.Module | Callable[[], nn.Module]
     data: Callable[[FlowerContext, int], Iterable[Any]]
@@ -119,7 +118,7 @@ class _Client:
         node_state = _NodeState(context)
         nth = node_state.num_tasks
         memory = tree_map(node_state.client_state, lambda x: x.to(order.start.device))
-        node_state.num_tasks = nth + 1  # also if this task fails, so that the next task has other random numbers
+        node_state.num_tasks = nth + 1  # even if this task fails, so that the next task has other random numbers
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
         with deterministic(generator, threads=self.threads):
@@ -145,19 +144,17 @@ class _Client:
         model = self._make_model()
         space = ParameterSpace.of(model)
         order, _ = _read_message(message.content, model, space)
-        # If the server has no buffers, the module uses its own.
+        # If the server stores no buffers, the module keeps its own buffers.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
         with deterministic(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
             found = self.evaluate_fn(model.eval(), context)
         if not isinstance(found, Mapping) or NUM_EXAMPLES_KEY not in found:
-            raise ArgumentError(
-                f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r} among them, got {short_repr(found)}"
-            )
+            raise ArgumentError(f"evaluate: expected metrics with {NUM_EXAMPLES_KEY!r}, got {short_repr(found)}")
         metrics = flwr.app.MetricRecord({**_as_python_numbers(found), NUM_EXAMPLES_KEY: int(found[NUM_EXAMPLES_KEY])})
         return FlowerMessage(flwr.app.RecordDict({METRICS_KEY: metrics}), reply_to=message)
 
     def _make_model(self) -> nn.Module:
-        """Return a private module; nodes may share a process."""
+        """Return a new module. Several nodes may share a process, so the module must not be shared."""
         made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else seeded_model(self.model, self.seed)
         if not isinstance(made, nn.Module):
             raise ArgumentError(f"model: expected a function that returns a module, got {type(made).__name__}")
@@ -165,7 +162,7 @@ class _Client:
 
 
 class _NodeState:
-    """The state of a node between its tasks, stored in the state of its context."""
+    """State that a node keeps between tasks, stored in `context.state`."""
 
     def __init__(self, context: FlowerContext) -> None:
         self._context = context
@@ -214,7 +211,7 @@ class _NodeState:
 def _read_message(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace
 ) -> tuple[Message, Ticket | None]:
-    """Return the message on the device of the model, and its ticket if it has the wire format."""
+    """Return the message on the device of the model. For the wire format, also return the ticket."""
     device = next(model.parameters(), torch.empty(0)).device
     data = record_to_bytes(content)
     if data is None:
@@ -230,13 +227,13 @@ def _read_message(
 def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
-    """Return the message of a state dict. It requests all buffers except frozen parameters."""
+    """Return a message with the model of a state dict. The message requests all buffers except frozen parameters."""
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
     dtypes = {entry.name: entry.dtype for entry in (*space.layout.leaves, *space.layout.buffers)}
     state = {
-        # Flower has no bfloat16. The float32 that replaces it has the same value.
+        # Flower has no bfloat16. The server sends float32 instead, and converting back is exact.
         name: x.to(dtypes[name]) if name in dtypes and x.is_floating_point() else x
         for name, x in state_dict(records[0]).items()
     }
@@ -247,7 +244,7 @@ def _message_from_state_dict(
 
 
 def _client_id(context: FlowerContext) -> int:
-    """Return the partition of the node, as in a simulation, or its id if it has no partition."""
+    """Return the partition of the node, as in a simulation. Without a partition, return the node id."""
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 
@@ -255,7 +252,7 @@ def _client_id(context: FlowerContext) -> int:
 def _reiterable_batches(
     data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
 ) -> Iterable[Any]:
-    """Return the batches of a task. An iterator is rejected, because it would silently end after one epoch."""
+    """Return the batches of a task. Iterators are rejected, because they end silently after one epoch."""
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
@@ -266,8 +263,6 @@ def _reiterable_batches(
 def _mean_loss(
     criterion: Callable[[Any, Any], Tensor], data: Callable[[FlowerContext, int], Iterable[Any]]
 ) -> Callable[[nn.Module, FlowerContext], dict[str, float]]:
-    """Return an evaluation function that computes the mean of the criterion over a node's data."""
-
     def evaluate(model: nn.Module, context: FlowerContext) -> dict[str, float]:
         total = 0.0
         count = 0
@@ -283,5 +278,4 @@ def _mean_loss(
 
 
 def _as_python_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert numbers of NumPy and torch to Python numbers."""
     return {name: x.item() if hasattr(x, "item") else x for name, x in numbers.items()}

@@ -1,4 +1,4 @@
-"""Encoding and decoding of Flower messages: state dicts as Flower's clients read them, or the wire format."""
+"""Conversion between the server's tickets and payloads and Flower messages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _PackedModel:
-    """The arrays of one version, which all messages with this version share; no one writes them.
+    """Encoded arrays of one model version, which all messages of this version share.
 
     Args:
         ticket: the ticket of a message with this model.
-        arrays: the arrays by name.
-        is_current: whether the model is the server's own, as opposed to one that is rounded or made for a client.
+        arrays: the arrays by name. They are never modified.
+        is_current: whether the arrays contain the server model itself, and not a rounded or client-specific model.
     """
 
     ticket: Ticket
@@ -49,14 +49,14 @@ class _PackedModel:
 
 
 class MessageCodec:
-    """Encodes a server's tickets as records, and decodes the records that nodes return.
+    """Encoder of the server's tickets and decoder of the nodes' replies.
 
     Args:
         server: the server of the run.
-        wire: whether messages have the wire format. `None`: if the rule requires more than models, or the message
-            contains more.
-        compress: whether the wire format is compressed, without loss.
-        codec: the codec of the nodes' updates; `None` if they are not encoded.
+        wire: whether messages have the wire format. With `None`, the wire format is used only if the rule sends or
+            requires more than models.
+        compress: whether messages in the wire format are compressed losslessly.
+        codec: the codec of the updates of the nodes. With `None`, updates are not encoded.
         key: the key of the model in a message.
         weighted_by_key: the name of the metric with the number of samples of a node.
     """
@@ -80,16 +80,16 @@ class MessageCodec:
         self._compress = compress
         self._key = key
         self._weighted_by_key = weighted_by_key
-        # Tensors whose dtype NumPy does not have are sent in a wider dtype, without loss.
+        # Tensors whose dtype NumPy lacks are sent in a wider dtype without loss.
         self._widened_dtypes = {e.name: e.dtype for e in self._space.entries.values() if not numpy_supports(e.dtype)}
-        # The latest packed model. Replies of nodes are rarely waited for, so that one version is enough.
+        # Only the latest model is stored, because messages with an older version are rarely sent again.
         self._packed: _PackedModel | None = None
 
     def dispatch(self, node: int) -> tuple[str, dict[str, ArrayRecord | ConfigRecord]]:
-        """Dispatch the current model to a node; messages of one version share their arrays.
+        """Dispatch the current model to a node. Messages of the same version share their arrays.
 
         Returns:
-            The id of the ticket, and the records of the message.
+            The identifier of the ticket, and the records of the message.
         """
         # The server does not reuse the memory of the model as long as `base` exists.
         ticket, base = self._server.dispatch_shared(node)
@@ -102,22 +102,22 @@ class MessageCodec:
             is_current = isinstance(base, InMemoryTree) and base.tree is message.start
             self._packed = _PackedModel(ticket, array_record(model), is_current)
         record = ArrayRecord()
-        record.update(self._packed.arrays)  # with the same Array objects, in which Flower caches the hashes of the data
+        record.update(self._packed.arrays)  # the same Array objects, because Flower caches the hash of the data in them
         return ticket.id, {self._key: record}
 
     def model(self) -> ArrayRecord:
-        """Return the current model, in the packed bytes of its version if there are any."""
+        """Return the current model. The arrays of an earlier message are reused if they have the current version."""
         packed = self._packed
         if packed is None or not packed.is_current or packed.ticket.version != self._server.version:
             return array_record(self._server.state_dict())
-        return ArrayRecord(dict(packed.arrays))  # with new Array objects over the same bytes, which cannot be written
+        return ArrayRecord(dict(packed.arrays))  # new Array objects with the same immutable bytes
 
     def release(self) -> None:
-        """Release the packed model."""
+        """Release the memory of the encoded model."""
         self._packed = None
 
     def receive(self, ticket: str, content: RecordDict) -> Receipt:
-        """Decode a reply and pass it to the server, which rejects an unreadable reply."""
+        """Decode a reply and pass the update to the server, which rejects an unreadable reply."""
         receipt = self._receive(ticket, content)
         if self._packed is not None and self._packed.ticket.version != self._server.version:
             self.release()
@@ -141,7 +141,7 @@ class MessageCodec:
             )
             raise WireError(f"wire: expected a reply of `client_app`, as {needs}")
         if (found := ticket_of(data)) not in (None, ticket):
-            raise WireError(f"ticket: expected that of the task, {ticket}, got {found}")
+            raise WireError(f"ticket: expected the ticket {ticket} of the task, got {found}")
         # An encoded payload has no named parameters.
         payload: Payload = unpack(data, spec=self._space if self._codec is None else None)
         return payload
@@ -161,10 +161,12 @@ class MessageCodec:
 
 
 def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
-    """Call a decoder. Its errors quote names and tickets of a node, which must not forge lines of a log or fill it.
+    """Call a decoder and sanitise its error messages.
+
+    A message can quote text that a node has sent. This text must not inject lines into a log or fill the log.
 
     Raises:
-        WireError: with the message of the decoder, printable and in one line of limited length.
+        WireError: with the message of the decoder as one printable line of limited length.
     """
     try:
         return decode(*args)
@@ -173,7 +175,6 @@ def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
 
 
 def _have_same_model(a: Ticket, b: Ticket) -> bool:
-    """Return whether two tickets have the same model and buffers."""
     if a.version != b.version or not _are_equal(a.message.start, b.message.start):
         return False
     ours, theirs = a.message.buffers, b.message.buffers

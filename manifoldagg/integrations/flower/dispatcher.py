@@ -1,4 +1,4 @@
-"""The message dispatcher of one run: it sends messages to nodes and collects their replies."""
+"""The message dispatcher, which sends messages to nodes and collects replies."""
 
 import logging
 import math
@@ -24,26 +24,26 @@ __all__ = ["MAX_REPLY_BYTES", "TASK_ENDED", "EvaluationRound", "MessageDispatche
 
 LOG = logging.getLogger("flwr")
 MAX_REPLY_BYTES = 2**28
-"""The maximum size in bytes of the replies that are fetched in one call."""
+"""The maximum total size of the replies that one call fetches, in bytes."""
 NODE_REFRESH_INTERVAL = 1.0
-"""The interval between two queries of the connected nodes, in seconds."""
+"""The time between two queries of the connected nodes, in seconds."""
 TTL_MARGIN = 60.0
-"""Flower stores a message for twice its timeout plus this number of seconds."""
+"""A margin in seconds. Flower stores a message for twice its timeout plus this margin."""
 MAX_QUEUED_EVALUATIONS = 2
-"""The maximum number of evaluations of one node that are queued or in flight."""
+"""The maximum number of evaluations per node that are queued or in flight."""
 LOST_REPLY_TIMEOUT = 10.0
-"""The timeout in seconds after which a reply counts as lost and its node receives new work."""
+"""The time after which a reply counts as lost and the node receives a new task, in seconds."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
-"""The exceptions that Flower raises for an invalid reply, as opposed to a lost connection."""
+"""The exceptions that Flower raises for an invalid reply. A lost connection raises other exceptions."""
 MAX_ISOLATION_DOUBLINGS = 20
-"""The maximum number of doublings of the readable replies after which a node is no longer isolated."""
+"""The maximum exponent of the number of readable replies that end the isolation of a node."""
 TASK_ENDED = "ticket: the task of this reply has already ended"
-"""The reason of a rejected reply that arrives twice or after the end of its task."""
+"""The reason of the rejection if a reply arrives twice, or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
 
 
 class _TrainTask(NamedTuple):
-    """A training task. Once its message is sent, only the id of its ticket is stored."""
+    """A training task. After the message has been sent, `records` is `None` to save memory."""
 
     id: str
     records: dict[str, ArrayRecord | ConfigRecord] | None = None
@@ -51,13 +51,13 @@ class _TrainTask(NamedTuple):
 
 @dataclass(eq=False)
 class EvaluationRound:
-    """The federated evaluation of a round.
+    """The evaluation of the model of one round on the nodes.
 
     Args:
         round: the round of the evaluated model.
         deadline: the time at which the evaluation ends, even if replies are missing.
         num_nodes: the number of nodes that evaluate.
-        num_pending: the number of pending replies.
+        num_pending: the number of missing replies.
         replies: the received replies, without arrays.
     """
 
@@ -74,10 +74,11 @@ class _EvalTask(NamedTuple):
 
 
 class _Isolation:
-    """The nodes whose replies are pulled alone, because an unreadable reply loses all replies of its call.
+    """Set of nodes whose replies are fetched separately.
 
-    After its n-th unreadable reply, a node must send 2^n readable replies. Otherwise a node that sends both kinds in
-    turns would lose the replies of other nodes again and again.
+    If Flower cannot parse one reply, all replies of the same call are lost. A node with an unreadable reply is
+    therefore isolated. After the n-th unreadable reply, the isolation ends with 2^n readable replies. The growth limits
+    the damage by a node that alternates between readable and unreadable replies.
     """
 
     def __init__(self) -> None:
@@ -89,14 +90,12 @@ class _Isolation:
         return node in self._missing_replies
 
     def on_unreadable(self, nodes: Iterable[int]) -> None:
-        """Isolate the nodes of a call that failed."""
         self.num_unreadable += 1
         for node in nodes:
             self._offences[node] += 1
             self._missing_replies[node] = 2 ** min(self._offences[node], MAX_ISOLATION_DOUBLINGS)
 
     def on_readable(self, node: int) -> None:
-        """Count a readable reply of a node."""
         if node in self._missing_replies:
             self._missing_replies[node] -= 1
             if not self._missing_replies[node]:
@@ -104,17 +103,18 @@ class _Isolation:
 
 
 class MessageDispatcher:
-    """Sends messages to nodes, one at a time for each node, and matches their replies.
+    """Dispatcher that sends at most one message at a time to each node, and assigns replies to tasks.
 
     Args:
         grid: the grid of the `ServerApp`.
-        server: the server of the tickets.
-        dispatch: issues a ticket for a node, and returns its id and the records of its message.
-        bound_evaluation: returns the part of the content of an evaluation's reply that is stored.
+        server: the server that issued the tickets.
         report: the report that counts failed tasks.
-        largest_reply_bytes: the size of the largest expected reply in bytes.
-        poll_interval: the interval between two polls for replies, in seconds.
-        accepts_node: whether a node may train.
+        dispatch: a function that issues a ticket for a node, and returns the ticket identifier and the records of the
+            message.
+        bound_evaluation: a function that returns the part of an evaluation reply to store.
+        largest_reply_bytes: the size of the largest expected reply, in bytes.
+        poll_interval: the time between two polls for replies, in seconds.
+        accepts_node: a function that returns whether a node may train.
 
     Attributes:
         nodes: the states of the nodes.
@@ -149,27 +149,27 @@ class MessageDispatcher:
         self._is_idle = False
         self._scheduled: dict[int, _TrainTask | _EvalTask] = {}
         self._sampler: ClientSampler | None = None
-        # The nodes that are connected and not backing off.
+        # Nodes that are connected and do not back off.
         self._available = AvailableClients()
         self._backing_off: set[int] = set()
         self.nodes: Nodes[_TrainTask | _EvalTask] = Nodes()
         self.evaluations: list[EvaluationRound] = []
 
     def open(self, make_sampler: Callable[[list[int]], ClientSampler]) -> None:
-        """Connect to the available nodes and dispatch the first tasks."""
+        """Query the connected nodes and dispatch the first tasks."""
         here, _ = self.nodes.update_membership(self._connected_nodes())
         self._available = AvailableClients(here)
         self._sampler = make_sampler(here)
         self._dispatch(self._sampler.start(self._available))
 
     def close(self) -> None:
-        """Stop all training."""
+        """Stop training and drop all tickets."""
         self._sampler = None
         for ticket in self._server.tickets:
             self._server.drop(ticket)
 
     def start_evaluation(self, evaluation: EvaluationRound, messages: Iterable[FlowerMessage]) -> None:
-        """Queue an evaluation at each node, except at nodes that are several evaluations behind."""
+        """Queue one evaluation message per node. Nodes with too many queued evaluations are skipped."""
         self.evaluations.append(evaluation)
         for message in messages:
             node = message.metadata.dst_node_id
@@ -182,7 +182,7 @@ class MessageDispatcher:
                 evaluation.num_pending += 1
 
     def finished_evaluations(self) -> list[EvaluationRound]:
-        """Return the newly finished evaluations, each once."""
+        """Return the evaluations that have finished since the last call."""
         now = time.monotonic()
         over = [
             evaluation for evaluation in self.evaluations if not evaluation.num_pending or evaluation.deadline <= now
@@ -191,7 +191,7 @@ class MessageDispatcher:
         return over
 
     def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
-        """Return the nodes that train next, with the records of their messages."""
+        """Return the nodes with a training task to send, and the records of their messages."""
         return [
             (node, work.records)
             for node, work in self._scheduled.items()
@@ -199,7 +199,11 @@ class MessageDispatcher:
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
-        """Send the due messages; `configure` builds those of `train_tasks`, and a node without one fails."""
+        """Send messages to all free nodes with queued tasks.
+
+        The function `configure` builds the messages of the training tasks. If a task has no message, the node backs
+        off.
+        """
         due = dict(self.nodes.ready(time.monotonic()))
         for node in [node for node, work in due.items() if self._is_cancelled(work)]:
             self.nodes.discard(node)
@@ -211,7 +215,7 @@ class MessageDispatcher:
             messages |= {node: message for node, message in made.items() if isinstance(due.get(node), _TrainTask)}
         timeouts = {node: message.metadata.ttl for node, message in messages.items()}
         for sealed in messages.values():
-            # Flower stores a reply that arrives in time while this process is busy.
+            # With the longer time to live, Flower stores a reply that arrives in time while this process is busy.
             sealed.metadata.ttl += sealed.metadata.ttl + TTL_MARGIN
         sent = set(self._grid.push_messages(messages.values())) if messages else set()
         now = time.monotonic()
@@ -223,21 +227,21 @@ class MessageDispatcher:
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
-                # The records hold a model, which the message contains already.
+                # The message already contains the records, so they need not be stored twice.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
                 self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
-        # After the loop, because this may dispatch tasks to nodes that are still in `due`.
+        # This runs after the loop, because it may dispatch tasks to nodes that are still in `due`.
         for node, work in unsent:
             self._on_work_finished(node, work)
 
     def find_task(self, message_id: str) -> tuple[int, str] | None:
-        """Return the node and the ticket id of a training message, or `None` if its reply is not awaited."""
+        """Return the node and the ticket identifier of a training message. If the task has ended, return `None`."""
         held = self.nodes.lookup(message_id)
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Return the next reply to a task, to be followed by `complete`, or `None`."""
+        """Return the next reply to a training task, or `None`. The caller must then call `complete`."""
         if not self._inbox:
             self._poll()
         if not self._inbox:
@@ -263,13 +267,13 @@ class MessageDispatcher:
         return None
 
     def complete(self, message_id: str, *, succeeded: bool) -> None:
-        """Mark a message as answered, successfully or not; once for each message."""
+        """Mark the task of a message as completed. Repeated calls have no effect."""
         if self.nodes.lookup(message_id) is not None:
             node, work = self.nodes.complete(message_id, time.monotonic(), succeeded=succeeded)
             self._on_work_finished(node, work, succeeded)
 
     def _poll(self) -> None:
-        """Poll for replies in batches of limited size, and wait between two polls of all messages."""
+        """Fetch one batch of replies. After a poll of all messages without a reply, wait for the poll interval."""
         if not self._unpolled:
             if self._is_idle:
                 time.sleep(self._poll_interval)
@@ -294,34 +298,33 @@ class MessageDispatcher:
                 )
 
     def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
-        """Return the available replies to these messages."""
+        """Fetch the available replies to these messages. If a reply is unreadable, fetch each reply separately."""
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
-            # One of the replies has expired, or Flower cannot parse it.
+            # Flower cannot parse one of the replies, or a reply has expired.
             nodes = [held[0] for name in message_ids if (held := self.nodes.lookup(name)) is not None]
             if len(message_ids) == 1:
                 self._isolation.on_unreadable(nodes)
                 self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
                 self.complete(message_ids[0], succeeded=False)
                 return []
-            # Replies that Flower returned in this call may be lost.
+            # Flower may have removed the other replies of the failed call, so they may be lost.
             known = self._isolation.num_unreadable
             brought = [reply for name in message_ids for reply in self._pull_safe([name])]
-            if self._isolation.num_unreadable == known:  # the unreadable reply is lost, too
+            if self._isolation.num_unreadable == known:  # the unreadable reply is lost as well
                 self._isolation.on_unreadable(nodes)
             for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
                 self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
             return brought
 
     def _is_isolated(self, message_id: str) -> bool:
-        """Return whether the reply to a message is pulled alone; that of an ended task is, as its node is unknown."""
+        """Return whether to fetch a reply separately. This includes replies to ended tasks, whose node is unknown."""
         held = self.nodes.lookup(message_id)
         return held is None or held[0] in self._isolation
 
     def _refresh_nodes(self) -> None:
-        """Update the connected nodes, and end the tasks whose deadline has passed."""
-        # Replies that arrived before the deadline are found by a full poll that starts after it.
+        # A full poll that starts after the deadline finds all replies that arrived before the deadline.
         for name in self.nodes.overdue(self._last_full_poll):
             self._report_failure(name, "timeout", "no reply within the timeout of the task")
             self.complete(name, succeeded=False)
@@ -342,7 +345,6 @@ class MessageDispatcher:
         self._add_nodes(new)
 
     def _add_nodes(self, nodes: list[int]) -> None:
-        """Add nodes that may train from now on."""
         self._backing_off.difference_update(nodes)
         for node in nodes:
             self._available.add(node)
@@ -364,7 +366,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """Release a finished node, and let the sampler dispatch the next tasks."""
+        """Release a node after its task, and dispatch the tasks that the sampler selects."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:
@@ -374,7 +376,6 @@ class MessageDispatcher:
             self._dispatch(self._sampler.on_completion(node, succeeded, self._available))
 
     def _cancel(self, work: _TrainTask | _EvalTask) -> None:
-        """Cancel work whose reply is no longer awaited."""
         if isinstance(work, _EvalTask):
             work.evaluation.num_pending -= 1
         else:
@@ -382,11 +383,9 @@ class MessageDispatcher:
                 self._server.drop(work.id)
 
     def _is_cancelled(self, work: _TrainTask | _EvalTask) -> bool:
-        """Return whether queued work is obsolete."""
         return self._sampler is None if isinstance(work, _TrainTask) else work.evaluation not in self.evaluations
 
 
 def _with_fresh_ttl(message: FlowerMessage) -> FlowerMessage:
-    """Return a copy of a message that was created now."""
     old = message.metadata
     return FlowerMessage(message.content, old.dst_node_id, old.message_type, ttl=old.ttl, group_id=old.group_id)

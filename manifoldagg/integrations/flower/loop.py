@@ -1,4 +1,4 @@
-"""The training loop of the strategy: the rounds, evaluations and checkpoints of one run."""
+"""The training loop of the strategy: rounds, evaluations and checkpoints."""
 
 import logging
 import time
@@ -31,17 +31,17 @@ __all__ = ["FlowerMessage", "TrainingLoop"]
 
 LOG = logging.getLogger("flwr")
 FlowerMessage: TypeAlias = flwr.app.Message
-"""A message of Flower, as opposed to that of a rule."""
+"""A message of Flower, in contrast to the message of a rule."""
 AggregateFn: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class TrainingLoop(Strategy):
-    """A strategy that runs rounds without waiting for their slowest nodes; a subclass sets its options.
+    """Base class of the strategy, which runs rounds without waiting for the slowest nodes.
 
     Attributes:
-        server: the server of the current run, or of the last one.
-        poll_interval: the interval between two polls for replies, in seconds.
+        server: the server of the current run or the last run.
+        poll_interval: the time between two polls for replies, in seconds.
     """
 
     server: Server
@@ -78,9 +78,9 @@ class TrainingLoop(Strategy):
         self._unsubscribe: list[Callable[[], None]] = []
 
     def stop(self) -> None:
-        """Make `start` stop dispatching, write the checkpoint and return. Safe in any thread or signal handler.
+        """Request that `start` stops dispatching tasks, writes the checkpoint and returns.
 
-        Before `start`, this has no effect.
+        The method can be called from any thread or signal handler. A call before `start` has no effect.
         """
         self._stop_requested = True
 
@@ -96,23 +96,24 @@ class TrainingLoop(Strategy):
     ) -> Result:
         """Train for a number of rounds.
 
-        If anything raises, such as `evaluate_fn` or an interrupt, the strategy writes the checkpoint first.
+        After an exception, such as an interrupt or an error in `evaluate_fn`, the strategy first writes the checkpoint.
 
         Args:
             grid: the grid of the `ServerApp`.
-            initial_arrays: the initial model, its complete state dict.
+            initial_arrays: the complete state dict of the initial model.
             num_rounds: the number of rounds.
-            timeout: the maximum time of a round in seconds. After the last round, `start` waits for evaluations for at
-                most this time.
-            train_config: the configuration that is sent with each model; `"server-round"` is added.
-            evaluate_config: the configuration that is sent with each evaluation; `"server-round"` is added.
-            evaluate_fn: evaluates the model in this process, before the first round and after each round.
+            timeout: the maximum duration of a round in seconds. After the last round, `start` waits at most this time
+                for evaluations.
+            train_config: the configuration of training messages. The entry `"server-round"` is added.
+            evaluate_config: the configuration of evaluation messages. The entry `"server-round"` is added.
+            evaluate_fn: a function that evaluates the model in this process, before the first round and after each
+                round.
 
         Returns:
             The last model, and the metrics of each round.
 
         Raises:
-            ArgumentError: naming the invalid argument.
+            ArgumentError: if an argument is invalid.
             CheckpointError: if the checkpoint is invalid, or belongs to another model or rule.
         """
         if not isinstance(initial_arrays, ArrayRecord):
@@ -147,7 +148,6 @@ class TrainingLoop(Strategy):
         return self._rounds.result
 
     def _prepare(self, initial_arrays: ArrayRecord, evaluate_fn: EvaluateFn | None) -> None:
-        """Set up the server and the rounds before the first round."""
         checkpoint = self.durability.checkpoint
         path = None if checkpoint is None else Path(checkpoint.path)
         resume = self.resume and path is not None
@@ -161,7 +161,7 @@ class TrainingLoop(Strategy):
             replace=self.replace,
             **self.server_options,
         )
-        for unsubscribe in self._unsubscribe:  # a checkpoint of an earlier run may still be written
+        for unsubscribe in self._unsubscribe:  # the server of an earlier run may still report a checkpoint
             unsubscribe()
         self._report = RunReport()
         callbacks = [self._report.on_event, *map(self._report.guarded, self.on_event)]
@@ -182,14 +182,13 @@ class TrainingLoop(Strategy):
                 self.server.drop(ticket)
             self._rounds.read(self.server.updates)
             LOG.info("Resuming after %d rounds and %d updates", self._rounds.count, self.server.updates)
-        # True at the beginning, and if the server was killed during an evaluation.
+        # The condition holds at the start of a run, and after a resume if the process was killed during an evaluation.
         is_new = self.server.updates == self._rounds.cumulative_updates[-1]
         if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
             self._evaluate_on_server(evaluate_fn)
         self._write_rounds()
 
     def _connect(self, grid: Grid, largest_reply_bytes: int, timeout: float) -> None:
-        """Wait for nodes, and dispatch the first tasks."""
         until = time.monotonic() + timeout
         while len(list(grid.get_node_ids())) < self.min_available_nodes and time.monotonic() < until:
             if self._stop_requested:
@@ -223,7 +222,6 @@ class TrainingLoop(Strategy):
         self._dispatcher.open(make_sampler)
 
     def _run_round(self, grid: Grid, timeout: float, evaluate_fn: EvaluateFn | None) -> None:
-        """Run one round."""
         number, began = self._rounds.count + 1, time.monotonic()
         LOG.info("")
         LOG.info("[ROUND %d/%d]", number, self._num_rounds)
@@ -268,7 +266,6 @@ class TrainingLoop(Strategy):
         self._write_rounds()
 
     def _evaluate_on_server(self, evaluate_fn: EvaluateFn | None) -> None:
-        """Evaluate the model of the last round in this process."""
         if evaluate_fn is not None:
             number = self._rounds.count
             metrics = evaluate_fn(number, self._arrays)
@@ -280,13 +277,11 @@ class TrainingLoop(Strategy):
             self._rounds.record("evaluate_metrics_serverapp", number, metrics)
 
     def _set_model(self, arrays: ArrayRecord) -> None:
-        """Set the model of the last round."""
         self._arrays = self._rounds.result.arrays = arrays
         self._model_updates = self.server.updates
 
     @property
     def _num_accepted(self) -> int:
-        """The number of accepted updates in the current round."""
         return self.server.updates - self._rounds.cumulative_updates[-1]
 
     @property
@@ -294,7 +289,6 @@ class TrainingLoop(Strategy):
         return self._num_accepted >= self._updates_per_round
 
     def _await_evaluations(self) -> None:
-        """Stop training, and wait for the evaluations."""
         self._dispatcher.close()
         while self._dispatcher.evaluations and not self._stop_requested:
             self._dispatcher.send(list)
@@ -315,7 +309,7 @@ class TrainingLoop(Strategy):
                     LOG.exception("after an error:")
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint; a full disk does not lose the result in memory."""
+        """Write a checkpoint. An error is logged and not raised, because the result is still in memory."""
         if self.durability.checkpoint is not None:
             try:
                 self.server.save()
@@ -324,7 +318,6 @@ class TrainingLoop(Strategy):
             self._write_rounds()
 
     def _record_evaluations(self) -> None:
-        """Record the metrics of finished evaluations."""
         for evaluation in self._dispatcher.finished_evaluations():
             metrics = self.aggregate_evaluate(evaluation.round, evaluation.replies)
             results = sum(reply.has_content() for reply in evaluation.replies)
@@ -338,7 +331,7 @@ class TrainingLoop(Strategy):
             self._write_rounds()
 
     def _write_rounds(self) -> None:
-        """Write the rounds; a full disk does not stop the run."""
+        """Write the finished rounds. An error is logged and does not stop the run."""
         try:
             self._rounds.write()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Metrics that nodes report, and their weighted mean."""
+"""Metrics that nodes report, with limits on their size, and weighted means of metrics."""
 
 import math
 import sys
@@ -22,27 +22,26 @@ __all__ = [
 ]
 
 MAX_SAMPLES = DEFAULT_LIMITS.max_samples
-"""The maximum number of samples of a node; the default of `UpdateLimits`."""
+"""The maximum sample count of a node, which is the default of `UpdateLimits`."""
 MAX_METRICS = 100
-"""The maximum number of metrics in a message, and of metrics in a mean."""
+"""The maximum number of metrics in a message or a mean."""
 MAX_METRIC_VALUES = 2_000
-"""The maximum number of values in the metrics of a message. A character of a text counts as a value."""
+"""The maximum number of values in the metrics of a message. Each character of a text counts as one value."""
 MAX_NAME_LENGTH = 100
-"""The maximum number of characters in the name of a metric."""
+"""The maximum length of the name of a metric, in characters."""
 SCALAR = -1
-"""The length that represents a number, as opposed to a list."""
+"""The length that represents a number, in contrast to a list."""
 
 
 def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> RecordDict:
-    """Return the metrics of a message, of limited size and with printable names, without its arrays.
+    """Return the metrics of a message without arrays, limited in number, size and length of names.
 
-    Metrics beyond a limit are dropped. The number of samples is always included.
+    Metrics beyond a limit are dropped, except the number of samples.
 
     Args:
         content: the content of a message.
-        key: the name of the number of samples.
-        keeps_config: whether `ConfigRecord`s are included, as far as they are within the limits. They are dropped if no
-            function of the user reads them.
+        key: the name of the metric with the number of samples.
+        keeps_config: whether to include each `ConfigRecord`, within the same limits.
 
     Example:
         >>> records = {"metrics": MetricRecord({"loss": 0.5}), "config": ConfigRecord()}
@@ -65,7 +64,7 @@ def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> Rec
 
 
 def with_sample_count(content: RecordDict, key: str, samples: int) -> RecordDict:
-    """Return the records of a message with another number of samples.
+    """Replace the number of samples in the records of a message.
 
     Example:
         >>> with_sample_count(RecordDict({"m": MetricRecord({"n": 9})}), "n", 3)["m"]
@@ -77,7 +76,7 @@ def with_sample_count(content: RecordDict, key: str, samples: int) -> RecordDict
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """Return the number of samples that a node reports, at most `MAX_SAMPLES`, or `None`.
+    """Return the number of samples that a node reports. If the number is missing or invalid, return `None`.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
@@ -88,7 +87,6 @@ def sample_count(content: RecordDict, key: str) -> int | None:
 
 
 def _record_with_samples(content: RecordDict, key: str) -> str | None:
-    """Return the name of the first record with a valid number of samples."""
     for name, record in content.metric_records.items():
         given = record.get(key) if _is_short(name) else None
         if isinstance(given, int | float) and 0 < given <= MAX_SAMPLES and given == int(given):
@@ -97,21 +95,21 @@ def _record_with_samples(content: RecordDict, key: str) -> str | None:
 
 
 def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
-    """Compute the sample-weighted mean of each metric over the nodes that report it.
+    """Compute the sample-weighted mean of each metric over the nodes that report the metric.
 
-    - The mean of lists is computed entry by entry.
-    - Values that are not finite are excluded. The mean of no values is NaN.
-    - If nodes report a metric in different shapes, the shape with the most samples counts. At equal numbers of samples,
-      a number takes precedence over a list, and a shorter list over a longer one.
-    - The mean has at most `MAX_METRICS` metrics, those with the most reports.
+    - Lists are averaged entry by entry.
+    - Non-finite values are excluded. If no finite value remains, the mean is NaN.
+    - If nodes report the same metric with different lengths, only the values of one length are averaged: the length
+      with the largest total number of samples. Ties prefer numbers to lists and shorter lists to longer lists.
+    - The result contains at most `MAX_METRICS` metrics: those that most nodes report.
 
     Args:
         contents: the contents of replies, each with its number of samples.
-        key: the name of the number of samples, which is not averaged.
+        key: the name of the metric with the number of samples. This metric is not averaged.
 
     Example:
-        >>> told = [MetricRecord({"n": n, "loss": loss}) for n, loss in ((1, 0.25), (3, 1.25))]
-        >>> weighted_mean([RecordDict({"metrics": record}) for record in told], "n")
+        >>> records = [MetricRecord({"n": n, "loss": loss}) for n, loss in ((1, 0.25), (3, 1.25))]
+        >>> weighted_mean([RecordDict({"metrics": record}) for record in records], "n")
         {'loss': 1.0}
     """
     told: dict[str, dict[int, list[_WeightedMean]]] = {}
@@ -142,13 +140,13 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """The number of names and of values that a message may still contain."""
+    """The number of names and values that may still be added to a message."""
 
     names: int
     values: int
 
     def admit(self, name: str, value: object) -> bool:
-        """Return whether an entry is within the limits, and count it."""
+        """Return whether an entry is within the limits. An admitted entry reduces the limits."""
         size = sum(map(_num_bytes, value)) if isinstance(value, list) else _num_bytes(value)
         if not self.names or size > self.values or not _is_short(name):
             return False
@@ -158,14 +156,11 @@ class _Limits:
 
 
 def _num_bytes(value: object) -> int:
-    """Return the size of a text or bytes, and 1 for a number."""
     return max(len(value), 1) if isinstance(value, str | bytes) else 1
 
 
 @dataclass
 class _WeightedMean:
-    """A sample-weighted mean of finite numbers."""
-
     total: float = 0.0
     samples: int = 0
 

@@ -1,4 +1,4 @@
-"""Node states: free, busy or backing off, with a queue for each node; independent of Flower and of the clock."""
+"""States and task queues of nodes. The module does not depend on Flower or on a clock."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,8 +15,6 @@ MAX_BACKOFF_DOUBLINGS = 30
 
 @dataclass
 class _Node(Generic[Work]):
-    """The state of a node: its queues and the work in flight."""
-
     priority_queue: deque[Work] = field(default_factory=deque)
     queue: deque[Work] = field(default_factory=deque)
     message_id: str = ""
@@ -27,20 +25,20 @@ class _Node(Generic[Work]):
 
     @property
     def next_queue(self) -> deque[Work]:
-        """The queue of the next work. Priority work does not precede other work twice in a row."""
+        """The queue of the next task. After a priority task, a waiting task of the other queue is next."""
         return (
             self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
         )
 
 
 class Nodes(Generic[Work]):
-    """The states of all nodes, each of which has at most one message in flight.
+    """States of all nodes, with a task queue and at most one message in flight for each node.
 
-    Work is queued until its node is free. A node that fails backs off; the backoff doubles with each failure in a row.
+    A node that fails backs off: it receives no tasks for some time. The time doubles with each consecutive failure.
 
     Args:
-        initial_backoff: the backoff after a first failure in seconds.
-        max_backoff: the maximum backoff in seconds.
+        initial_backoff: the backoff time after the first failure, in seconds.
+        max_backoff: the maximum backoff time, in seconds.
 
     Attributes:
         present: the connected nodes.
@@ -66,14 +64,14 @@ class Nodes(Generic[Work]):
 
     @property
     def outstanding(self) -> list[str]:
-        """The messages in flight, the oldest first."""
+        """The messages in flight, with the oldest message first."""
         return list(self._node_by_message)
 
     def update_membership(self, connected: Iterable[int]) -> tuple[list[int], dict[int, list[Work]]]:
-        """Update the set of available nodes.
+        """Update the set of connected nodes.
 
         Returns:
-            The new nodes; and the nodes that have left, each with its unfinished work.
+            The new nodes, and the nodes that have left with their unfinished tasks.
         """
         now = set(connected)
         left = {node: self._remove(node) for node in list(self.present) if node not in now}
@@ -84,35 +82,35 @@ class Nodes(Generic[Work]):
         return new, left
 
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
-        """Queue work for an available node, behind work of the same kind.
+        """Queue a task for a connected node.
 
-        Work with `priority` precedes other work, but not twice in a row.
+        Tasks with `priority` precede other tasks, but never twice in a row.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
     def is_backing_off(self, node: int, now: float) -> bool:
-        """Return whether a node failed and is in its backoff period."""
+        """Return whether a node has failed and its backoff time has not ended."""
         found = self._nodes[node]
         return not found.message_id and found.wait_until > now
 
     def pending_work(self, node: int) -> list[Work]:
-        """Return all work of an available node, the work in flight first."""
+        """Return all tasks of a connected node, with the task in flight first."""
         found = self._nodes[node]
         return [*([found.work] if found.work is not None else []), *found.priority_queue, *found.queue]
 
     def ready(self, now: float) -> list[tuple[int, Work]]:
-        """Return the free nodes with their next work."""
+        """Return the free nodes with their next tasks."""
         free = [(node, x) for node, x in self._nodes.items() if not x.message_id and x.wait_until <= now]
         return [(node, x.next_queue[0]) for node, x in free if x.next_queue]
 
     def mark_sent(self, node: int, message_id: str, work: Work, deadline: float) -> None:
-        """Mark the due work of a node as in flight.
+        """Mark the next task of a node as in flight.
 
         Args:
             node: a free node.
-            message_id: a unique id.
-            work: the work that `complete` returns, which replaces the queued work.
-            deadline: the time after which the reply is no longer awaited.
+            message_id: the unique identifier of the message.
+            work: the task that `complete` returns. This value replaces the queued task.
+            deadline: the time at which the task ends without a reply.
         """
         found = self._nodes[node]
         hurried = found.next_queue is found.priority_queue
@@ -122,17 +120,17 @@ class Nodes(Generic[Work]):
         self._node_by_message[message_id] = node
 
     def discard(self, node: int) -> None:
-        """Discard the due work of a node."""
+        """Discard the next task of a node."""
         self._nodes[node].next_queue.popleft()
 
     def lookup(self, message_id: str) -> tuple[int, Work] | None:
-        """Return the node and the work of a message in flight, or `None`."""
+        """Return the node and the task of a message in flight, or `None`."""
         node = self._node_by_message.get(message_id)
         work = None if node is None else self._nodes[node].work
         return None if node is None or work is None else (node, work)
 
     def complete(self, message_id: str, now: float, *, succeeded: bool) -> tuple[int, Work]:
-        """Mark the work of a node as finished: the node is free, or backs off after a failure."""
+        """Mark a task as completed, and return the node and the task. After a failure, the node backs off."""
         node = self._node_by_message.pop(message_id)
         found = self._nodes[node]
         work = found.work
@@ -145,7 +143,7 @@ class Nodes(Generic[Work]):
         return node, work
 
     def backoff(self, node: int, now: float) -> None:
-        """Start the backoff period of a failed node."""
+        """Start the backoff time of a node after a failure."""
         found = self._nodes[node]
         found.wait_until = now + min(
             self._initial_backoff * 2 ** min(found.failures, MAX_BACKOFF_DOUBLINGS), self._max_backoff
@@ -157,7 +155,7 @@ class Nodes(Generic[Work]):
         return [message_id for message_id, node in self._node_by_message.items() if self._nodes[node].wait_until <= now]
 
     def shorten_deadline(self, message_id: str, deadline: float) -> None:
-        """Reduce the deadline of a message in flight."""
+        """Set an earlier deadline for a message in flight."""
         if message_id in self._node_by_message:
             found = self._nodes[self._node_by_message[message_id]]
             found.wait_until = min(found.wait_until, deadline)

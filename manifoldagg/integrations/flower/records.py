@@ -1,4 +1,4 @@
-"""Conversion of models and bytes to Flower records and back."""
+"""Conversion between models or bytes and Flower records."""
 
 import io
 import json
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 RECORD_KEY = "manifoldagg"
-"""The name of the record with bytes in the wire format."""
+"""The key of the record that contains bytes in the wire format."""
 CODEC_KEY = "manifoldagg-codec"
-"""The name of the record with the codec of a node's update."""
+"""The key of the record that contains the codec of the updates."""
 ENTRY_NAME = "wire"
 WIRE_STYPE = "manifoldagg.wire"
 NUMPY_STYPE = "numpy.ndarray"
-"""Flower's name of the format of its arrays, which is that of a `.npy` file."""
+"""Flower's name for arrays in the format of `.npy` files."""
 HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
-    """Convert a state dict to a record that Flower's clients read; dtypes unknown to NumPy become float32.
+    """Convert a state dict to an `ArrayRecord`. Tensors whose dtype NumPy lacks become float32.
 
     Args:
-        state_dict: the state dict of a model, with its buffers.
+        state_dict: the state dict of a model with its buffers.
 
-    Cost: one pass over the tensors, which reads them and writes the bytes.
+    Cost: one pass that reads the tensors and writes the bytes.
 
     Example:
         >>> record = array_record(torch.nn.Linear(2, 1).state_dict())
@@ -57,13 +57,13 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
-    """Convert a record to tensors over the memory of its arrays, which must not be written.
+    """Convert an `ArrayRecord` to tensors that share the memory of the arrays and must not be modified.
 
-    An array is copied only if it is not in the byte order of this machine, stored by columns or not aligned. Sizes are
-    checked before a copy is allocated.
+    An array is copied only if it is not aligned, not in row-major order, or not in the native byte order. The size is
+    checked before memory is allocated.
 
     Raises:
-        WireError: naming an array that is not an array of numbers.
+        WireError: if an entry is not an array of numbers.
     """
     return {name: _tensor_from_array(name, array) for name, array in record.items()}
 
@@ -100,7 +100,7 @@ def num_bytes(content: RecordDict) -> int:
 
 
 def numpy_supports(dtype: torch.dtype) -> bool:
-    """Return whether NumPy has an equivalent dtype.
+    """Return whether NumPy has an equivalent of a PyTorch dtype.
 
     Example:
         >>> numpy_supports(torch.float16), numpy_supports(torch.bfloat16)
@@ -114,7 +114,7 @@ def numpy_supports(dtype: torch.dtype) -> bool:
 
 
 def bytes_to_record(data: bytes) -> ArrayRecord:
-    """Convert bytes to a record, to be sent under `RECORD_KEY`.
+    """Convert bytes to a record, which is sent under the key `RECORD_KEY`.
 
     Args:
         data: the result of `wire.pack`.
@@ -127,14 +127,13 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """Return the bytes in the content of a message, or `None`."""
+    """Return the bytes in the content of a message, or `None` if the content has no such record."""
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)
     return array.data if array is not None and array.stype == WIRE_STYPE else None
 
 
 def _encode_array(tensor: Tensor) -> Array:
-    """Return the `.npy` file of a tensor."""
     tensor = tensor.detach() if numpy_supports(tensor.dtype) else tensor.detach().float()
     values = torch.empty(0, dtype=tensor.dtype).numpy()
     shape = tuple(tensor.shape)
@@ -163,12 +162,13 @@ def _decode_array(array: Array) -> Tensor:
         raise ValueError(f"got the dtype {dtype} and the shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise ValueError(f"got {len(data) - start} bytes for the shape {shape}")
-    # The dtype of torch, in the byte order of this machine.
+    # The equivalent PyTorch dtype, in native byte order.
     kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     values = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
     if kind is torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise ValueError("got a boolean other than 0 and 1")
-    # The header has any length, so that the values may lie at an address that the kernels cannot read.
+    # The length of the header is arbitrary, so the values may start at an unaligned address, which the kernels cannot
+    # read.
     if dtype.isnative and values.flags.aligned and values.flags.c_contiguous:
         return as_tensors("array", [values])["0"]
     tensor = in_huge_pages(torch.empty(shape, dtype=kind))

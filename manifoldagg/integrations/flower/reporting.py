@@ -1,4 +1,4 @@
-"""Reports of a run: log lines about rejected updates, failed tasks and finished rounds, and the counts of a round."""
+"""Log lines and counts of rejected updates, failed tasks and finished rounds."""
 
 import logging
 from collections import Counter
@@ -13,9 +13,9 @@ __all__ = ["RunReport", "log_metrics", "log_start"]
 
 LOG = logging.getLogger("flwr")
 MAX_REASON_LENGTH = 300
-"""The maximum number of characters of a reason in a log line."""
+"""The maximum length of a reason in a log line, in characters."""
 MAX_LISTED_NODES = 5
-"""The maximum number of nodes in the line about events without a line of their own."""
+"""The maximum number of nodes in the log line about events without their own line."""
 REJECTED = "update rejected"
 TRAINING_FAILED = "training failed"
 EVALUATION_FAILED = "evaluation failed"
@@ -23,15 +23,15 @@ METRICS_DROPPED = "metrics dropped"
 
 
 class RunReport:
-    """Log and count the rejected updates and the failed tasks of a run.
+    """Log and counts of the rejected updates and failed tasks of a run.
 
-    An update is rejected if a node replied and the server did not accept the reply. A task fails if no reply with
-    content arrives: the node raised an exception, its reply could not be read, or it did not reply in time.
+    - An update is rejected if a node has replied and the server has not accepted the reply.
+    - A task fails if no readable reply arrives in time: the node raised an exception, sent an unreadable reply, or did
+      not reply.
 
-    Each event has a line with the node, the reason and the number of such events of this node. The lines are limited
-    for each node: the 1st, 2nd, 4th, 8th, 16th ... rejection of a node has a line, and so has each rejection in a field
-    for which this node was not rejected before. Failures of training and of evaluation are limited in the same way.
-    One line at the end of a round counts the other events by node.
+    The number of log lines is limited for each node. The rejections number 1, 2, 4, 8, 16, ... of a node are logged,
+    and also the first rejection in each field. The same limit applies to training failures and to evaluation failures.
+    At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()
@@ -52,7 +52,6 @@ class RunReport:
         self._unlogged: Counter[tuple[int, str]] = Counter()
 
     def accept(self, staleness: int) -> None:
-        """Count an accepted update."""
         self._staleness.append(staleness)
 
     def add_bytes(self, count: int) -> None:
@@ -60,18 +59,18 @@ class RunReport:
         self._num_bytes += count
 
     def reject(self, node: int, reason: str) -> None:
-        """Count a rejected update by the field that its reason begins with, as `Server.rejected` does."""
+        """Count a rejected update by field, as `Server.rejected` does. The field is the start of the reason."""
         field = reason.partition(":")[0].partition("[")[0]
         self._rejected[field] += 1
         self._log(node, REJECTED, field, reason)
 
     def fail(self, node: int, kind: str, reason: str, *, in_evaluation: bool = False) -> None:
-        """Count a failed task; a failed evaluation does not count in the metrics of training.
+        """Count a failed task. Failed evaluations are logged but not counted in the training metrics.
 
         Args:
             node: the node of the task.
-            kind: `"error"`, `"timeout"` or `"unreadable"`.
-            reason: the reason, for the log.
+            kind: the kind of failure: `"error"`, `"timeout"` or `"unreadable"`.
+            reason: the reason for the log line.
             in_evaluation: whether the task was an evaluation.
         """
         if not in_evaluation:
@@ -79,16 +78,19 @@ class RunReport:
         self._log(node, EVALUATION_FAILED if in_evaluation else TRAINING_FAILED, kind, f"{kind}: {reason}")
 
     def drop_metrics(self, node: int, count: int) -> None:
-        """Log that metrics of an accepted update were dropped, because they exceed the limits of a message."""
+        """Log that metrics of an accepted update exceeded the limits and were dropped."""
         self._log(node, METRICS_DROPPED, "metrics", f"{count} metrics exceed the limits of number, length and name")
 
     def on_event(self, event: Event) -> None:
-        """Log a checkpoint that could not be written, as a subscriber of the server."""
+        """Log a failed checkpoint. This method is a callback of the server."""
         if isinstance(event, CheckpointFailed):
             LOG.error("checkpoint: %s: %s", event.path, event.reason)
 
     def guarded(self, callback: Callback) -> Callback:
-        """Return a callback that logs the 1st, 2nd, 4th, 8th ... exception of `callback` instead of raising it."""
+        """Wrap a callback so that exceptions are logged instead of raised.
+
+        Only the exceptions number 1, 2, 4, 8, ... are logged.
+        """
         name = getattr(callback, "__qualname__", type(callback).__name__)
         num_errors = 0
 
@@ -110,8 +112,8 @@ class RunReport:
             accepted: the number of accepted updates.
 
         Returns:
-            `accepted`, `rejected` and `failed`; `rejected-FIELD` and `failed-KIND` for those that occurred; and
-            `received-bytes` if `add_bytes` was called.
+            The counts `accepted`, `rejected` and `failed`. Counts by reason, `rejected-FIELD` and `failed-KIND`, are
+            included if they are not 0. `received-bytes` is included if `add_bytes` was called.
         """
         found = {"accepted": accepted}
         for name, counts in (("rejected", self._rejected), ("failed", self._failed)):
@@ -120,7 +122,7 @@ class RunReport:
         return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
-        """Return aggregated metrics with the counts of the current round; existing names keep their values."""
+        """Add the counts of the current round to aggregated metrics. Existing names keep their values."""
         theirs = dict(metrics or {})
         ours = self.metrics(accepted)
         if shared := sorted(ours.keys() & theirs.keys()):
@@ -128,11 +130,11 @@ class RunReport:
         return MetricRecord({**theirs, **{name: count for name, count in ours.items() if name not in theirs}})
 
     def end_round(self, accepted: int, seconds: float) -> None:
-        """Log the line of a round, after the events that had no line, and reset the counts of the round.
+        """Log the summary of a round, and reset the counts.
 
         Args:
             accepted: the number of accepted updates.
-            seconds: the time of the round in seconds.
+            seconds: the duration of the round in seconds.
         """
         self.flush()
         stale = self._staleness
@@ -151,7 +153,7 @@ class RunReport:
         self._failed.clear()
 
     def flush(self) -> None:
-        """Log the number of events by node that had no line since the last call, if there are any."""
+        """Log one line that counts the events without their own line, by node."""
         if not self._unlogged:
             return
         listed = [
@@ -175,13 +177,13 @@ class RunReport:
 
 
 def log_start(name: str, num_rounds: int, arrays: ArrayRecord, configs: Mapping[str, Mapping[str, object]]) -> None:
-    """Log the arguments of `start` in the form of Flower's strategies.
+    """Log the arguments of `start` in the format of Flower's strategies.
 
     Args:
         name: the name of the strategy.
         num_rounds: the number of rounds.
         arrays: the initial model.
-        configs: the configurations by purpose, `"train"` and `"evaluate"`.
+        configs: the configurations for `"train"` and `"evaluate"`.
     """
     LOG.info("Starting %s strategy:", name)
     LOG.info("\t├── Number of rounds: %d", num_rounds)
@@ -191,13 +193,12 @@ def log_start(name: str, num_rounds: int, arrays: ArrayRecord, configs: Mapping[
 
 
 def log_metrics(metrics: MetricRecord | None, name: str = "Aggregated MetricRecord") -> None:
-    """Log the metrics of a round in the form of Flower's strategies."""
+    """Log the metrics of a round in the format of Flower's strategies."""
     if metrics is not None:
         LOG.info("\t└──> %s: %s", name, metrics)
 
 
 def _in_parentheses(counts: Mapping[str, int]) -> str:
-    """Return counts by kind, such as ` (model 2, samples 1)`, or an empty string."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in sorted(counts.items()))})" if counts else ""
 
 

@@ -1,4 +1,4 @@
-"""Flower's rounds: the progress and the metrics of finished rounds, in memory and next to a checkpoint."""
+"""Progress and metrics of finished rounds, in memory and in a file next to the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ METRIC_TABLES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evalu
 
 
 class Rounds:
-    """The finished rounds: the number of accepted updates at the end of each round, and their metrics.
+    """Finished rounds: their metrics, and the number of accepted updates after each round.
 
     Args:
-        path: the path of the server's checkpoint; the rounds are stored as `path.rounds`. `None`: they are not stored.
+        path: the path of the server's checkpoint. The rounds are stored in `path.rounds`. With `None`, the rounds are
+            not stored.
 
     Attributes:
-        cumulative_updates: the number of accepted updates before the first round and at the end of each round.
-        result: the result in Flower's form.
+        cumulative_updates: the total number of accepted updates before the first round and after each round.
+        result: the metrics and the last model as a Flower `Result`.
 
     Example:
         >>> rounds = Rounds()
@@ -43,16 +44,16 @@ class Rounds:
         return len(self.cumulative_updates) - 1
 
     def finish_round(self, updates: int) -> None:
-        """Record the end of a round and the total number of accepted updates."""
+        """Record the end of a round, with the total number of accepted updates."""
         self.cumulative_updates.append(updates)
 
     def record(self, table: str, server_round: int, metrics: MetricRecord | None) -> None:
-        """Add the metrics of a round to a table of the result, if there are any."""
+        """Add the metrics of a round to a table of the result. `None` is ignored."""
         if metrics is not None:
             getattr(self.result, table)[server_round] = metrics
 
     def write(self) -> None:
-        """Write the rounds atomically.
+        """Write the rounds to the file. The write is atomic.
 
         Raises:
             CheckpointError: if the file cannot be written.
@@ -62,7 +63,9 @@ class Rounds:
             tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
-        """Read the saved rounds, up to the number of accepted updates of the server.
+        """Read the stored rounds.
+
+        Rounds that ended after the last update of the server are ignored.
 
         Raises:
             CheckpointError: if the file is invalid.

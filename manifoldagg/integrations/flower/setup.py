@@ -1,4 +1,4 @@
-"""Setup of the server: from the initial model of a run, or from a checkpoint."""
+"""Setup of the server from the initial model of a run or from a checkpoint."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ from manifoldagg.manifolds.buffer_policies import BufferPolicy
 __all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module] | None
-"""What determines the parameters and the buffers of a model."""
+"""A module or a function that returns a module. `None` derives the parameters from the arrays."""
 CONCURRENCY_HINT = "use concurrency for the number of tasks in flight"
 FLOWER_EQUIVALENTS = {
     **dict.fromkeys(
@@ -31,14 +31,14 @@ FLOWER_EQUIVALENTS = {
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "pass it to start"),
     "max_in_flight": CONCURRENCY_HINT,
 }
-"""The equivalents of options of Flower's strategies and of a server that the strategy does not have."""
+"""Hints for options of Flower's strategies and of `Server` that the strategy does not have."""
 
 
 def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Return the callbacks for events as a tuple.
+    """Check event callbacks and return them as a tuple.
 
     Raises:
-        ArgumentError: if they are not a list or tuple of functions.
+        ArgumentError: if `callbacks` is not a list or tuple of functions.
     """
     hint = "; write on_event=[callback]" if callable(callbacks) else ""
     if not isinstance(callbacks, list | tuple):
@@ -50,14 +50,15 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 
 def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
-    """Check options for a server: their names, and all values that can be checked without a model.
+    """Check the names of server options, and all values that do not depend on the model.
 
     Args:
         options: the options by name.
         strategy_options: the names of the strategy's own options.
 
     Raises:
-        ArgumentError: naming an unknown option and the known ones, or an option with an invalid value.
+        ArgumentError: if an option is unknown or has an invalid value. For an unknown option, the message lists the
+            known options.
     """
     parameters = inspect.signature(Server).parameters.values()
     known = [
@@ -87,20 +88,21 @@ def build_server(
     replace: bool,
     **options: Any,
 ) -> Server:
-    """Build a server from initial arrays, or resume it from its checkpoint or its journal.
+    """Build a server from initial arrays, or resume the server from a checkpoint or a journal.
 
     Args:
         rule: the aggregation rule.
-        model: the module that determines which arrays are parameters. `None`: their names and dtypes determine it.
+        model: the module that determines which arrays are parameters. With `None`, the names and dtypes of the arrays
+            are used.
         arrays: the complete state dict.
         buffer_policy: the policies of the buffers.
         durability: the checkpoints and the journal.
-        resume: whether to resume if the checkpoint or the journal exists.
+        resume: whether to resume if a checkpoint or a journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
         **options: keyword arguments of the server.
 
     Raises:
-        ArgumentError: naming the invalid argument, such as arrays that do not match the model.
+        ArgumentError: if an argument is invalid, such as arrays that do not match the model.
         CheckpointError: if the checkpoint is invalid, or belongs to another model or rule.
     """
     module = None if model is None else _make_module(model)
@@ -122,7 +124,6 @@ def build_server(
 
 
 def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return a new module."""
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded_model(model, 0)
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"model: expected a function that returns a module, got {type(module).__name__}")
@@ -130,7 +131,6 @@ def _make_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Load a state dict into a module and return the module."""
     own = module.state_dict()
     for problem, odd in (("missing", own.keys() - state.keys()), ("unknown", state.keys() - own.keys())):
         if odd:

@@ -1,4 +1,4 @@
-"""The server side of the Flower integration: a strategy that dispatches a new task to each node that replies."""
+"""The server side of the Flower integration: an asynchronous strategy."""
 
 import inspect
 import logging
@@ -32,62 +32,64 @@ LOG = logging.getLogger("flwr")
 
 
 class Asynchronous(TrainingLoop):
-    """An asynchronous Flower strategy: each node receives a new task as soon as it has replied.
+    """Asynchronous Flower strategy, which sends each node a new task as soon as the node has replied.
 
-    The strategy drives a [`Server`][manifoldagg.federated.Server] with any rule. It applies each update on arrival,
-    whatever its staleness. It rejects invalid updates, such as a NaN or a wrong shape, and dispatches a new task to the
-    node. A node that raises, does not reply within `task_timeout` seconds or disconnects does not delay other nodes.
+    The strategy runs a [`Server`][manifoldagg.federated.Server] with any rule.
 
-    An unmodified `ClientApp`, which returns one `ArrayRecord` and a `MetricRecord` with `"num-examples"`, works with
-    every rule that requires only models. [`client_app`][manifoldagg.integrations.flower.client_app] works with every
-    rule.
+    - The server applies each update on arrival. It rejects invalid updates, such as a NaN or a wrong shape.
+    - A node that fails, disconnects or does not reply within `task_timeout` does not delay other nodes.
+    - A round ends when the server has accepted `updates` updates, or after the `timeout` of `start`.
+    - The model of a round is evaluated while training continues. A node evaluates as soon as it is free.
 
-    A round ends when the server has accepted `updates` updates, or after `timeout` seconds of `start`. Training
-    continues while the model of the round is evaluated. A node evaluates the model when it is next free. All methods
-    have the meaning that they have in Flower's strategies, and can be overridden.
+    An unmodified `ClientApp` works with every rule that needs only models. Its replies must contain one `ArrayRecord`
+    and a `MetricRecord` with `"num-examples"`. The app of [`client_app`][manifoldagg.integrations.flower.client_app]
+    works with every rule.
 
-    The logger `"flwr"` receives a line for each round, and lines for rejected updates and failed nodes. The training
-    metrics of each round contain the numbers `accepted`, `rejected` and `failed`. With a codec, they also contain
+    The methods have the same meaning as in other Flower strategies, and subclasses can override them. The logger
+    `"flwr"` receives one line per round, and lines for rejected updates and failed nodes. The training metrics of a
+    round contain the counts `accepted`, `rejected` and `failed`. With a codec, the metrics also contain
     `received-bytes`, the size of the replies to training tasks.
 
     Args:
         rule: the aggregation rule.
-        model: a module, or a function that returns one, such as its class. It determines which arrays are parameters,
-            buffers or frozen. `None`: the names and dtypes of the arrays determine it.
-        updates: the number of accepted updates in each round. `None`: the number of nodes at the beginning.
-        concurrency: the number of tasks in flight. `None`: one for each node.
-        task_timeout: the timeout of a task or an evaluation in seconds. `None`: `timeout` of `start`.
-        wire: whether messages have the wire format, which only nodes with `client_app` read. `None`: if the rule
-            requires or sends more than models.
-        compress: whether messages in the wire format are compressed, without loss.
+        model: a module, or a function that returns a module, such as its class. The module determines which arrays are
+            parameters, buffers or frozen. With `None`, the names and dtypes of the arrays are used.
+        updates: the number of accepted updates per round. With `None`, the number of nodes at the start of the run.
+        concurrency: the number of tasks in flight. With `None`, one task per node.
+        task_timeout: the timeout of a task or an evaluation in seconds. With `None`, the `timeout` of `start`.
+        wire: whether messages have the wire format, which requires nodes with `client_app`. With `None`, the wire
+            format is used only if the rule sends or requires more than models.
+        compress: whether messages in the wire format are compressed losslessly.
         codec: the lossy codec of the updates, such as `TopK(fraction=0.01)` or `Int8()` of
             `manifoldagg.federated.clients`. All nodes need `client_app`, which stores the residual of the error
             feedback on the node.
-        fraction_evaluate: the fraction of the nodes that evaluate the model of a round; 0 for none.
-        min_evaluate_nodes: the minimum number of nodes that evaluate. With fewer nodes the evaluation is skipped.
-        min_available_nodes: the number of nodes that `start` waits for, for at most `timeout` seconds.
+        fraction_evaluate: the fraction of the nodes that evaluate the model of a round. With 0, no node evaluates.
+        min_evaluate_nodes: the minimum number of nodes for an evaluation. With fewer connected nodes, the evaluation is
+            skipped.
+        min_available_nodes: the number of nodes for which `start` waits, for at most `timeout` seconds.
         weighted_by_key: the name of the metric with the number of samples of a node.
         arrayrecord_key: the key of the model in a message.
         configrecord_key: the key of the configuration in a message.
-        train_metrics_aggr_fn: aggregates the records of a round, without their arrays. `None`: the mean weighted by
-            samples.
-        evaluate_metrics_aggr_fn: aggregates the records of an evaluation. `None`: the mean weighted by samples.
+        train_metrics_aggr_fn: a function that aggregates the metrics of a round. It receives the records without
+            arrays. With `None`, the mean weighted by samples.
+        evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. With `None`, the mean
+            weighted by samples.
         seed: the seed of client sampling.
         buffer_policy: the policies of the buffers, as in `Server.of`.
-        durability: the checkpoints and the journal. `start` also writes a checkpoint when it returns. The metrics of
-            the rounds are stored next to it.
-        resume: whether `start` resumes from the checkpoint, if it exists.
-        replace: whether `rule` and `clock` may differ from those in the checkpoint; see `Server.resume`.
-        on_event: callbacks that are subscribed to the server of each `start`, before its first event. See
-            `Server.on_event` and `manifoldagg.integrations.monitoring`.
-        **server_options: keyword arguments of `Server`, except those that the arrays and `concurrency` determine.
+        durability: the checkpoints and the journal. The method `start` writes a final checkpoint, and stores the
+            metrics of the rounds next to the checkpoint.
+        resume: whether `start` resumes from the checkpoint, if a checkpoint exists.
+        replace: whether `rule` and `clock` may differ from those in the checkpoint, as in `Server.resume`.
+        on_event: callbacks that receive all events of the server. See `Server.on_event` and
+            `manifoldagg.integrations.monitoring`.
+        **server_options: other keyword arguments of `Server`.
 
     Attributes:
-        server: the server of the current run, or of the last one.
-        poll_interval: the interval between two polls for replies, in seconds.
+        server: the server of the current run or the last run.
+        poll_interval: the time between two polls for replies, in seconds.
 
     Raises:
-        ArgumentError: naming the invalid argument.
+        ArgumentError: if an argument is invalid.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync
@@ -195,17 +197,17 @@ class Asynchronous(TrainingLoop):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return messages for the nodes that train next. Called whenever nodes are free.
+        """Return training messages for free nodes. The training loop calls this method whenever nodes are free.
 
         Args:
-            server_round: the current round, from 1.
-            arrays: the model at the beginning of the round. Nodes receive the current model.
+            server_round: the current round, starting from 1.
+            arrays: the model at the start of the round. The messages contain the current model instead.
             config: the configuration of the messages. Each call within a round receives the configuration from the
-                beginning of the round. The changes of the last call remain for the next round.
+                start of the round. The changes made by the last call remain for the next round.
             grid: the grid of the `ServerApp`.
 
         Returns:
-            At most one message for each of these nodes. The strategy retries nodes without a message later.
+            At most one message per free node. The strategy retries nodes without a message later.
         """
         config["server-round"] = server_round
         tasks = self._dispatcher.train_tasks()
@@ -214,15 +216,15 @@ class Asynchronous(TrainingLoop):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process replies. Called with each reply on arrival, and without replies when a round times out.
+        """Process replies. The training loop calls this method with each reply, and without replies after a timeout.
 
         Args:
             server_round: the current round.
             replies: replies of nodes, with content or errors.
 
         Returns:
-            The model and the metrics of the round if it ends with these replies, else `None` twice. The metrics are
-            those of `train_metrics_aggr_fn`, and the numbers `accepted`, `rejected` and `failed`.
+            The model and the metrics of the round if the round ends with these replies, else `None` and `None`. The
+            metrics are the result of `train_metrics_aggr_fn` and the counts `accepted`, `rejected` and `failed`.
         """
         replies = list(replies)
         for reply in replies:
@@ -240,8 +242,8 @@ class Asynchronous(TrainingLoop):
         """Return evaluation messages for the model of a round. Each message is sent when its node is free.
 
         Args:
-            server_round: the round that ended.
-            arrays: the model of the round.
+            server_round: the round that has ended.
+            arrays: the model of this round.
             config: the configuration of the messages.
             grid: the grid of the `ServerApp`.
         """
@@ -260,7 +262,7 @@ class Asynchronous(TrainingLoop):
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
-        """Aggregate the metrics of an evaluation once all nodes have replied or it has timed out.
+        """Aggregate the metrics of an evaluation after all nodes have replied or the evaluation has timed out.
 
         Args:
             server_round: the round of the evaluated model.
@@ -272,10 +274,10 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of nodes with the numbers of samples that count as their weights in a mean.
+        """Return the contents of nodes with the sample counts that the server uses as weights.
 
-        These are the numbers that the server was given, or those that the nodes report, with the server's cap. Contents
-        without a valid number have no weight.
+        A sample count is the count that the server was given, or the reported count after the server's cap. Contents
+        without a valid sample count are omitted.
         """
         found = []
         for node, content in contents:
@@ -286,7 +288,6 @@ class Asynchronous(TrainingLoop):
         return found
 
     def _process_reply(self, reply: FlowerMessage) -> None:
-        """Process a reply to a task, and release its node."""
         name = reply.metadata.reply_to_message_id
         task = self._dispatcher.find_task(name)
         if task is None:
@@ -326,4 +327,4 @@ class Asynchronous(TrainingLoop):
 
 
 STRATEGY_OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
-"""The keyword arguments of the strategy that are not passed to the server."""
+"""The keyword arguments of the strategy, as opposed to those of the server."""

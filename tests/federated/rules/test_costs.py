@@ -17,11 +17,12 @@ CASES = golden()
 WARM = 18
 """Updates after which memories, buffers and versions are what they are in the long run."""
 MOVES = re.compile(
-    r"Cost: an update that moves the model reads ([\d.]+) words a parameter, writes (\d+) and makes (\d+)"
+    r"Cost: (?:an update that moves the model|a step) reads ([\d.]+) words (?:a|per) parameter, "
+    r"writes (\d+) and (?:makes|allocates) (\d+)"
 )
 KEEPING = {"HeLoCo": {(1, 2)}, "DelayedNesterov": {(1, 2)}, "Private": {(1, 1), (2, 2)}}
 """The passes of rules that keep a momentum: one more that writes it. A rule with noise reads the sum first."""
-WAITS = re.compile(r"one that waits reads ([\d.]+), writes (\d+) and makes (\d+)")
+WAITS = re.compile(r"(?:one that waits|A buffered update) reads ([\d.]+), writes (\d+) and (?:makes|allocates) (\d+)")
 
 
 def received(rule):

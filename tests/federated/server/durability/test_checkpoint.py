@@ -334,7 +334,7 @@ def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path)
         path.unlink(missing_ok=True)
         if content_ is not None:
             path.write_bytes(content_)
-        with pytest.raises(CheckpointError, match=rf"{told}.*; an older one is .*server\.1$"):
+        with pytest.raises(CheckpointError, match=rf"{told}.*; an older file is .*server\.1$"):
             Server.resume(path, SPACE, Adds())
     tensor_file.save(path, "clock", {})
     with pytest.raises(CheckpointError, match="contains a clock, expected a server"):
