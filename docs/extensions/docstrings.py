@@ -48,9 +48,9 @@ def option_table(command):
                 if call.func.attr == "Argument":
                     names = [argument.arg.upper()]
                 meaning = _one_line(ast.literal_eval(options["help"]))
-                default = None if "show_default" in options else parameter.default
-                if default not in (None, "None", "False"):
-                    meaning += f" Default: `{default.strip(chr(34) + chr(39))}`."
+                default = re.sub(r"^Path\((.*)\)$", r"\1", str(parameter.default)).strip("'\"")
+                if "show_default" not in options and default not in ("None", "False"):
+                    meaning += f" Default: `{default}`."
                 cells = [", ".join(f"`{name}`" for name in names), meaning]
                 rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
