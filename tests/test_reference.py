@@ -1,4 +1,4 @@
-"""The built reference: an entry for every public name, examples as code, and nothing that Markdown has eaten."""
+"""The reference pages: an entry for every public name, examples as code, and no text that Markdown has changed."""
 
 import re
 from html.parser import HTMLParser
@@ -12,7 +12,7 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Page(HTMLParser):
-    """The ids of a page, its blocks of code, its words in emphasis, and its text outside code and formulas."""
+    """The ids of a page, its code blocks, its emphasised words, and its text outside of code and formulas."""
 
     def __init__(self, text):
         super().__init__()
@@ -26,7 +26,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.ids.update(value for name, value in attrs if name == "id")
         if tag not in VOID:
-            self.tags.append(tag)
+            self.tags.append("formula" if "arithmatex" in str(dict(attrs).get("class")) else tag)
         if tag == "pre":
             self.code.append("")
         if tag == "em":
@@ -39,7 +39,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if "pre" in self.tags:
             self.code[-1] += data
-        elif not {"code", "math", "script", "style"} & set(self.tags):
+        elif not {"code", "formula", "script", "style"} & set(self.tags):
             self.text.append(data)
             if "em" in self.tags:
                 self.emphasis[-1] += data
@@ -48,29 +48,57 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(site):
     """Every page of the site by its path."""
-    return {str(path.relative_to(site).parent): path.read_text() for path in site.rglob("index.html")}
+    return {str(path.relative_to(site).with_suffix("")): path.read_text() for path in site.rglob("*.html")}
 
 
 @pytest.fixture(scope="module")
 def reference(pages):
-    return {name: Page(text) for name, text in pages.items() if name.startswith("reference/")}
+    return {
+        name: Page(text) for name, text in pages.items() if name.startswith(("reference/", "rules/", "corrections/"))
+    }
 
 
 def modules():
-    """Every module that a user may import, where no optional dependency is missing."""
-    for path in sorted((ROOT / "manifoldagg").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if "._" not in name and ".integrations" not in name:
-            yield import_module(name)
+    """Every module with an entry in the reference: the packages of users, and the modules that the guide imports."""
+    entries = set()
+    for page in sorted((ROOT / "docs").glob("reference/*.md")):
+        entries.update(re.findall(r"^::: (manifoldagg(?:\.[a-z_]+)*)$", page.read_text(), flags=re.M))
+    found = []
+    for entry in sorted(entries):
+        # A function with the name of its module belongs to the package.
+        if (ROOT / entry.replace(".", "/")).is_dir() or (ROOT / (entry.replace(".", "/") + ".py")).exists():
+            found.append(import_module(entry))
+    return found
 
 
-def test_every_public_name_has_an_entry(reference):
+def public_names():
+    """Every name that users import: the `__all__` of packages and of the errors, and the imports of the snippets."""
+    names = set()
+    for path in sorted((ROOT / "manifoldagg").rglob("__init__.py")):
+        name = ".".join(path.parent.relative_to(ROOT).parts)
+        if not re.search(r"\._|\.(cli|backends|durability|executors|integrations|server)$", name):
+            names.update((name, public) for public in getattr(import_module(name), "__all__", ()))
+    names.update(("manifoldagg.errors", public) for public in import_module("manifoldagg.errors").__all__)
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        code = "".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S))
+        for module, imported in re.findall(r"^ *from (manifoldagg[\w.]*) import ([\w, ]+)", code, flags=re.M):
+            names.update((module, public.strip().partition(" as ")[0]) for public in imported.split(","))
+    return sorted(names)
+
+
+def test_every_public_name_has_an_entry(pages, reference):
     ids = set().union(*(page.ids for page in reference.values()))
-    for module in modules():
-        for name in getattr(module, "__all__", ()):
-            # What a package exports from a module stands under the package.
-            entry = f"{module.__name__}.{name}" if hasattr(module, "__path__") else f".{name}"
-            assert any(other.endswith(entry) for other in ids), f"{module.__name__}.{name}"
+    missing = []
+    for module, name in public_names():
+        if module == "manifoldagg":
+            # A table links to the entries in the subpackages.
+            found = name == "rules" or f"<code>{name}</code></a>" in pages["reference/manifoldagg"]
+        else:
+            # An entry of a module may have the name under its package.
+            is_package = hasattr(import_module(module), "__path__")
+            found = any(other.endswith(f"{module}.{name}" if is_package else f".{name}") for other in ids)
+        missing += [] if found else [f"{module}.{name}"]
+    assert missing == []
 
 
 def test_examples_are_code_with_their_prompts(reference):

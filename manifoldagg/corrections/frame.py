@@ -69,8 +69,8 @@ class Frame(FrameRows):
 
         Args:
             points: n rows.
-            base: $\\Theta^t$.
-            current: $\\Theta^\\tau$.
+            base: $\Theta^t$.
+            current: $\Theta^\tau$.
             segments: the names of the tensors in a row, with their lengths.
             ambient: the ambient space, if the space has low-rank leaves.
         """
