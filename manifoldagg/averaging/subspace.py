@@ -157,7 +157,7 @@ def fit_subspace(
     $$\xi^* = \operatorname{argmin}_\xi \sum_j \min_{x \in \mathcal{S}} d(\Theta_j, \iota_\xi(x))^p .$$
 
     On a flat space, one pass over the points computes their coordinates in their own span, which has at most m - 1
-    dimensions. The fit uses these coordinates. It has the following properties:
+    dimensions. The fit uses these coordinates, and $\xi$ is a linear combination of the points. Properties:
 
     - For each $\xi$, the nearest coordinates are global minima.
     - The minimisation over $\xi$ has no closed form. The result is the best local minimum from several starting points.

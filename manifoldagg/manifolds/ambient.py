@@ -86,7 +86,7 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products of rows, like [`gram`][manifoldagg.kernels.gram]. The segments are the leaves."""
+        """Compute inner products (S, k, k) of rows, like [`gram`][manifoldagg.kernels.gram]. Each segment is a leaf."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
