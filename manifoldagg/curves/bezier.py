@@ -68,7 +68,7 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are those of `__call__`.
+        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are the same as in `__call__`.
 
         On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
         $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, the

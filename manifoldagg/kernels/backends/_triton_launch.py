@@ -52,7 +52,7 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Number the distinct rows, starting with those that occur more than once.
+        """Number the distinct rows, starting with the rows that occur more than once.
 
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
