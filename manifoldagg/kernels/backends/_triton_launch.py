@@ -2,7 +2,7 @@
 
 Triton compiles a kernel again for each pattern of integer arguments that are 1 or divisible by 16. Addresses, strides
 and coefficients would cause an unbounded number of such patterns. They are therefore passed as `opaque` integers. The
-constant `is_aligned` tells the kernel which alignment it may assume.
+constant `is_aligned` specifies the alignment that the kernel may assume.
 """
 
 import struct
