@@ -120,9 +120,11 @@ class Residuals:
         return left, torch.einsum("mi,mk->ik", weights[:, None] * shares, gap).flatten()
 
     def _linearize(self) -> tuple[Tensor, Tensor]:
-        """Return the weights (m, size) of the control points, and an orthonormal basis (m, q, k) of the free tangents.
+        """Return the linearisation of the embedding at the nearest points.
 
-        The coordinates can move along the free tangents. If a point has fewer than q of them, the remaining rows are 0.
+        Returns:
+            The weights (m, size) of the control points, and an orthonormal basis (m, q, k) of the tangents along which
+            the nearest points can move. If a point has fewer than q such tangents, the remaining rows are 0.
         """
         if isinstance(self.embedding, Simplex):
             used = self.coordinates > 0

@@ -42,8 +42,8 @@ def karcher(
         max_steps: the largest number of iterations.
 
     Returns:
-        The mean in the dtype of the models, the residual $\|\sum_i w_i \log_m \Theta_i\|$ before rounding to that
-        dtype, the number of steps, and whether the residual is within the tolerance.
+        The mean in the dtype of the models, the number of steps, and whether the residual is within the tolerance. The
+        residual $\|\sum_i w_i \log_m \Theta_i\|$ is computed before the mean is rounded.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.

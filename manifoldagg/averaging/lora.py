@@ -116,9 +116,9 @@ def average_adapters(
             equal weights.
         rank: the rank of every pair of the result. The default is the largest rank of the pair in the adapters.
         return_info: whether to return an [`AdapterAverageInfo`][manifoldagg.averaging.AdapterAverageInfo] too.
-        scaling: for each adapter, the ratio of two factors: the factor by which its model multiplies $B_i A_i$
-            ($\alpha / r$, or $\alpha / \sqrt r$ with `use_rslora`), and the same factor of the receiving model. One
-            number applies to all adapters. The default 1 is right if all factors are equal.
+        scaling: for each adapter, the ratio of two factors. The numerator is the factor by which its model multiplies
+            $B_i A_i$ ($\alpha / r$, or $\alpha / \sqrt r$ with `use_rslora`). The denominator is the same factor of the
+            receiving model. One number applies to all adapters. The default 1 is right if all factors are equal.
 
     Returns:
         A state dict with the names, the order, the dtypes and, except for the rank, the shapes of the first adapter.

@@ -157,12 +157,12 @@ def fit_subspace(
     $$\xi^* = \operatorname{argmin}_\xi \sum_j \min_{x \in \mathcal{S}} d(\Theta_j, \iota_\xi(x))^p .$$
 
     On a flat space, one pass over the points computes their coordinates in their own span, which has at most m - 1
-    dimensions. The fit uses these coordinates. It has the following properties:
+    dimensions. The fit uses these coordinates, and $\xi$ is a linear combination of the points. Properties:
 
     - For each $\xi$, the nearest coordinates are global minima.
     - The minimisation over $\xi$ has no closed form. The result is the best local minimum from several starting points.
-    - If the minimiser is not unique, the result is a small subspace: a curve is restricted to the part next to the
-      points, and every facet of a simplex contains a nearest point.
+    - If the minimiser is not unique, the result is a small subspace. A curve is restricted to the part next to the
+      points. Every facet of a simplex contains a nearest point.
     - The volume is not penalised. Points away from the vertices can therefore enlarge a simplex.
 
     On a curved space, the fit in the tangent space at the Karcher mean is the starting point. A descent on the space

@@ -153,9 +153,9 @@ class SWA:
             model: (*space.shape). The model is not modified and is stored only as a copy.
 
         Raises:
-            ArgumentError: in these cases, which leave the average unchanged: the version is lower than the latest
-                version; a selected model is not finite, not on the space, or differs from previous models in shape,
-                dtype or device; or the model is so far from a streaming average that no geodesic between them is found.
+            ArgumentError: if the version is lower than the latest version. Also if a selected model is not finite, is
+                not on the space, or differs from previous models in shape, dtype or device. Also if no geodesic from a
+                streaming average to the model is found, because they are too far apart. The average is then unchanged.
         """
         check_count("version", version, at_least=0)
         with self._lock:

@@ -102,7 +102,9 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a model, given a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$.
+    r"""Calibrate a model without materialising the shifts, which are rows of a frame.
+
+    The displacement of the frame is $\Delta$, and its drift is $\Delta_m$.
 
     Args:
         shifts: the frame, with `segments` if the model has named tensors.

@@ -32,7 +32,7 @@ class Combination:
     Attributes:
         frame: the frame of the rows.
         coefficients: $c$, (k,) or (S, k) with one row for each segment.
-        from_current: whether the combination is added to the current model.
+        from_current: whether the combination is added to the current model, or is a vector of its own.
     """
 
     frame: FrameRows

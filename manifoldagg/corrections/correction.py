@@ -184,7 +184,7 @@ class Correction(abc.ABC):
         return frame
 
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
-        """Return the state with updated tensors. `coefficients` are those of the current update."""
+        """Return the state with updated tensors, given the coefficients of the current update."""
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
@@ -248,8 +248,8 @@ class Correction(abc.ABC):
             (n, *shape), a new tensor.
 
         Raises:
-            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, if the space lacks
-                a required operation, or if the correction is stateful. Use `apply` for a stateful correction.
+            ArgumentError: if an argument has the wrong shape, is not finite or is not on the space, or if the space
+                lacks a required operation. Also if the correction is stateful; use `apply` for such a correction.
 
         Cost: on a flat space, one pass that reads everything and one that writes the result.
         """

@@ -1,4 +1,4 @@
-"""Frames, which combine the displacements of an update and the drift of the server at the current model."""
+"""Frames: the vectors that a correction needs, which are the displacements of an update and the drift of the server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -153,7 +153,7 @@ class Gram:
         return inner
 
     def corrected(self, coefficients: Matrix) -> "Gram":
-        r"""Compute $\bar C G \bar C^\top$: the Gram matrix of the corrected displacements and the drift."""
+        r"""Compute the Gram matrix $\bar C G \bar C^\top$ of the corrected displacements and the drift."""
         return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 
     def squared_norm(self, coefficients: Matrix) -> Any:

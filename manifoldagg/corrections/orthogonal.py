@@ -147,7 +147,7 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     r"""Return a correction that always projects the displacement orthogonally to the drift.
 
-    This is `OrthoCorrect` with $\vartheta = 1$.
+    This is `OrthoCorrect` with $\vartheta = 1$, for which $\alpha$ has no effect.
 
     Source: Report §3.
 

@@ -359,7 +359,7 @@ class FrameRows:
         return LinearCombination.of(base, rows, numbers, None, out)
 
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
-        """Return whether the row norms imply that the new model is finite. The arguments are those of `move`."""
+        """Return whether the row norms imply that the new model is finite. The arguments are the same as in `move`."""
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
         return bound <= overflow_headroom(self.current)

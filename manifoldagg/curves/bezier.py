@@ -68,7 +68,7 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are those of `__call__`.
+        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are the same as in `__call__`.
 
         On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
         $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, the
@@ -395,7 +395,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums of points (k, *shape) in the dtype of the points, even under autocast."""
+    """Compute weighted sums (*batch, *shape) of points (k, *shape), in the dtype of the points even under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])

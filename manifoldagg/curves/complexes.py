@@ -120,7 +120,7 @@ class Complex(Hull):
             generator: the random generator.
 
         Raises:
-            ArgumentError: as for `log_volume`, or if every face is degenerate.
+            ArgumentError: as in `log_volume`, or if every face is degenerate.
         """
         if check_choice("by", by, ("face", "volume")) == "face":
             return self.sample(*batch, generator=generator)

@@ -145,7 +145,7 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        r"""Set the gradients of the optimiser parameters, given the derivative with respect to all points $\varphi$."""
+        """Set the gradients of the optimiser parameters, given the derivative (size, *shape) for all points."""
         pulled = derivative
         if self.shift is not None:
             # The end point also moves the inner points along the chord, so its gradient includes their derivatives.

@@ -101,14 +101,14 @@ class Embedding(abc.ABC):
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` by forward-mode differentiation."""
+        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` (*batch, *domain), by one jvp."""
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
     def pull(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], w: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` by reverse-mode differentiation.
+        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
 
         It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
         """

@@ -134,7 +134,7 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether each of the given points is within `tolerance` of the curve: (*batch,).
+        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve: (*batch,).
 
         The default tolerance is a bound on rounding errors: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
         space, and $\sqrt\varepsilon$ on a curved space. $\varepsilon$ is the machine epsilon of the less precise dtype.

@@ -20,8 +20,8 @@ class Piecewise(BezierSpline):
     """A curve of m Bézier pieces of degree n, joined end to end. Each piece covers an interval of length 1/m.
 
     The curve has $mn + 1$ control points. Every n-th control point is a joint, which two pieces share, so the curve is
-    continuous. Its velocity is continuous at a joint if the two neighbours of the joint are reflections of each other.
-    `smooth` returns such control points. At a joint, derivatives are those of the piece that starts there.
+    continuous. The velocity is continuous at a joint if the control points next to the joint are reflections of each
+    other. `smooth` returns such control points. At a joint, derivatives belong to the piece that starts there.
 
     Args:
         space: a flat space, or a space with exp and log.

@@ -165,8 +165,8 @@ def nearest_normal_disk(
         fills: whether the disks also extend in the directions orthogonal to the span.
 
     Returns:
-        The parameters of the disks, the vectors from their centres to the projections of the points onto their planes,
-        and the distances of the points from the disks.
+        Three results for each point: the parameter of the disk, the vector from the centre of the disk to the
+        projection of the point onto the plane of the disk, and the distance of the point from the disk.
     """
     t = foot_parameters(control, points)
     tangent = unit(derivative(control, t))

@@ -86,7 +86,7 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products of rows, like [`gram`][manifoldagg.kernels.gram]. The segments are the leaves."""
+        """Compute inner products (S, k, k) of rows, like [`gram`][manifoldagg.kernels.gram]. Each segment is a leaf."""
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
@@ -282,7 +282,7 @@ class AmbientSpace:
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return the distinct stacks of a leaf with nonzero coefficients, and these coefficients."""
+        """Return the distinct stacks of factors of a leaf with nonzero coefficients, and these coefficients."""
         stacks: list[Tensor] = []
         weights: list[float] = []
         index_of_row: dict[int, int] = {}
@@ -301,7 +301,7 @@ class AmbientSpace:
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return a joint basis of the stacks of a leaf, and the coefficients of the rows in terms of its cores."""
+        """Return joint bases of the factored matrices of a leaf, and the rows as coefficients of their cores."""
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -318,9 +318,9 @@ class AmbientSpace:
         return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """Return a joint basis of the stacks of a leaf, and the indices of their cores.
+        """Return joint orthonormal bases of several factored matrices of a leaf, and the indices of their cores.
 
-        The previous basis of the leaf is reused if it contains all stacks.
+        The previous bases of the leaf are reused if they contain all matrices.
         """
         known, joint = self._joints.get(i, ([], None))
         indices = [_index_of(known, stack) for stack in stacks]
@@ -346,7 +346,7 @@ class AmbientSpace:
     def _truncate_sum(
         self, i: int, stacks: list[Tensor], weights: list[float], rank: int, drops_rounding: bool = False
     ) -> TruncatedSVD:
-        """Compute the truncated sum of stacks.
+        """Compute the sum of several factored matrices, truncated to the given rank.
 
         With `drops_rounding`, singular values that may be rounding errors are set to 0.
         """
@@ -381,7 +381,7 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal stack, or `None`. Equal stacks share a core, so that they cancel exactly."""
+    """Return the index of an equal stack of factors, or `None`. Equal stacks share a core and cancel exactly."""
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index

@@ -87,7 +87,7 @@ def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tu
     """Return the pairs (name, policy) of the entries that a pattern matches.
 
     Raises:
-        ArgumentError: as `resolve_policies`.
+        ArgumentError: as in `resolve_policies`.
 
     Example:
         >>> import torch

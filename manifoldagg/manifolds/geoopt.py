@@ -99,8 +99,9 @@ def from_geoopt(
             every point. It may be infinite.
 
     Raises:
-        ArgumentError: if `manifold` is not a geoopt manifold, has several curvatures, or violates the laws of a space,
-            if `shape` does not fit it, or if `capabilities` or `injectivity_radius` is given for a class of geoopt.
+        ArgumentError: if `manifold` is not a geoopt manifold, has several curvatures, or violates the laws of a space.
+            Also if `shape` does not fit the manifold, or if `capabilities` or `injectivity_radius` is given for a class
+            of geoopt.
 
     Example:
         >>> from_geoopt(geoopt.PoincareBall(), (1000, 16))

@@ -223,7 +223,7 @@ class Layout:
         """Check the names, shapes, dtypes and memory of `tensors` against the layout, without reading their values.
 
         Raises:
-            StateDictError: as `check`.
+            StateDictError: as in `check`.
         """
         self._in_order(tensors, prefix)
         check_memory(tensors, prefix)
@@ -249,7 +249,7 @@ class Layout:
         """Check that the names, shapes and dtypes of `tensors` match the buffers.
 
         Raises:
-            StateDictError: as `check`.
+            StateDictError: as in `check`.
         """
         check_tensors({entry.name: entry for entry in self.buffers}, tensors)
         check_memory(tensors, "")
@@ -264,7 +264,7 @@ class Layout:
             device: the device of the points; `None` selects the device of the first leaf.
 
         Raises:
-            StateDictError: as `check`, or if a leaf is not finite.
+            StateDictError: as in `check`, or if a leaf is not finite.
         """
         points = []
         for label, tensors in models.items():
@@ -289,7 +289,7 @@ class Layout:
             reference: the label of the model from which this layout was created. Only its values are read.
 
         Raises:
-            StateDictError: as `check`.
+            StateDictError: as in `check`.
         """
         rows: list[TensorList] = []
         for label, tensors in models.items():
@@ -426,7 +426,7 @@ def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], p
     """Check that `tensors` have the names, shapes and dtypes of the entries, and that all are dense.
 
     Raises:
-        StateDictError: as `Layout.check`.
+        StateDictError: as in `Layout.check`.
     """
     check_names(entries.keys(), tensors.keys(), prefix)
     for name, entry in entries.items():
@@ -476,7 +476,7 @@ def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignatur
     """Return the signature of a state dict.
 
     Raises:
-        StateDictError: as `tensors_of`.
+        StateDictError: as in `tensors_of`.
     """
     tensors = tensors_of(state, prefix)
     values = tensors.values()

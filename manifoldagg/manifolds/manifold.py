@@ -60,7 +60,7 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of points or tangents (*batch, *shape) that belongs to the leaf, as a view."""
+        """Return the part of points or tangents that belongs to the leaf, as a view (*batch, *leaf.space.shape)."""
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 

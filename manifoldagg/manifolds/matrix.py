@@ -44,9 +44,9 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the polar factor of z, the nearest matrix with orthonormal columns.
 
-    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹, where the skew matrix Ω solves
-    Ω h + h Ω = qᵀ e - eᵀ q. Applied to the residual z - q h, which is 0, this change is a Newton step. Two Newton steps
-    make the first and second derivatives correct.
+    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹. The skew matrix Ω solves Ω h +
+    h Ω = qᵀ e - eᵀ q. Applied to the residual z - q h, which is 0, this change is a Newton step. Two Newton steps make
+    the first and second derivatives correct.
 
     Args:
         z: matrices (*batch, n, p).

@@ -146,8 +146,7 @@ class RiemannianAdam(_RiemannianOptimizer):
     the space:
 
     - A product has one $v$ for each factor, and a power has one $v$ for each copy.
-    - A flat space or factor has one $v$ for each coordinate. The result is then that of `torch.optim.Adam` up to
-      rounding.
+    - A flat space or factor has one $v$ for each coordinate. The result then equals `torch.optim.Adam` up to rounding.
 
     Args:
         params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are

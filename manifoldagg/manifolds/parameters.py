@@ -159,13 +159,13 @@ class ParameterSpace(Delegate):
             dtype: the dtype of points, as in `of`.
             adapters: whether each pair of factors is combined to one leaf. Otherwise, the factors are ordinary leaves
                 and are averaged separately, which does not average their product.
-            scaling: the factor by which the model multiplies $B A$: a number, a mapping from patterns to numbers like
-                PEFT's `alpha_pattern`, or the config of the adapter, as a `LoraConfig` or its dict.
+            scaling: the factor by which the model multiplies $B A$. It is a number, a mapping from patterns to numbers
+                like PEFT's `alpha_pattern`, or the config of the adapter (a `LoraConfig` or its dict).
 
         Raises:
             StateDictError: if an entry is not a tensor or is too wide for `dtype`. With `adapters=True`, also if a
                 factor is missing, two factors cannot be multiplied, or a tensor belongs to another kind of adapter.
-            ArgumentError: as `of`, or if a scaling is not positive or does not match the adapters.
+            ArgumentError: as in `of`, or if a scaling is not positive or does not match the adapters.
 
         Example:
             >>> import torch
@@ -328,8 +328,8 @@ class ParameterSpace(Delegate):
             models: a mapping from labels to state dicts. Error messages start with the label.
 
         Raises:
-            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
-            ArgumentError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
+            StateDictError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
+            ArgumentError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
         if not isinstance(models, Mapping):
             raise ArgumentError(f"models: expected a mapping from names to state dicts, got {type(models).__name__}")
@@ -339,7 +339,7 @@ class ParameterSpace(Delegate):
         """Return copies of the tensors that are not part of the point: frozen parameters, buffers and counters.
 
         Raises:
-            StateDictError: as [`point`][manifoldagg.manifolds.ParameterSpace.point].
+            StateDictError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
         tensors = self.stack_factors(tensors_of(source))
         self.layout.check(tensors)
@@ -383,7 +383,7 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace each stack of factors by the norm of the matrix that it represents."""
+        """Replace the stacked factors of each adapter by the norm of the matrix that they represent."""
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

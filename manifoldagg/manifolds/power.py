@@ -1,4 +1,4 @@
-"""Powers of a space, which combine several points to one point, such as the rows of an embedding table."""
+"""Powers of a space, whose points consist of several points, such as the rows of an embedding table."""
 
 from dataclasses import dataclass, replace
 

@@ -140,7 +140,7 @@ class Span:
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Return a point, given the weights of its mean on flat leaves and its coefficients on spheres."""
+        """Return a point, given the weights of the points on flat leaves and its coefficients on spheres."""
         if self.is_flat:
             # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)
@@ -155,7 +155,7 @@ class SpheresInSpan(Manifold):
     r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
 
     A point (R, k) contains the coefficients of these vectors, and the inner product is
-    $\langle a, b \rangle = a^\top B\, b$. The formulas are those of [`Sphere`][manifoldagg.manifolds.Sphere].
+    $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).

@@ -30,8 +30,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         name: the name of the argument in the error message.
         tolerance: the tolerance for the largest coordinate of the difference. It is relative to the largest coordinate
             of the point, if this is larger than 1. The default is $\sqrt\varepsilon$ of the dtype in which a model
-            stores the leaf. On an open set, whose boundary is not part of the space, the default is 64 $\varepsilon$
-            times the largest coordinate, unless the leaf is stored in a narrower dtype.
+            stores the leaf. An open set does not contain its boundary. Its default is therefore 64 $\varepsilon$ times
+            the largest coordinate, unless the leaf is stored in a narrower dtype.
 
     Raises:
         ArgumentError: if a point is not on the manifold. The message contains the argument, the leaf and the distance.

@@ -13,9 +13,7 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message if names differ from the expected names only by wrapper prefixes.
-
-    Otherwise, the result is "".
+    """Return a hint for an error message if only wrapper prefixes make names differ, and "" otherwise.
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel again for each pattern of integer arguments that are 1 or divisible by 16. Addresses, strides
 and coefficients would cause an unbounded number of such patterns. They are therefore passed as `opaque` integers. The
-constant `is_aligned` tells the kernel which alignment it may assume.
+constant `is_aligned` specifies the alignment that the kernel may assume.
 """
 
 import struct
@@ -52,7 +52,7 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Number the distinct rows, starting with those that occur more than once.
+        """Number the distinct rows, starting with the rows that occur more than once.
 
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.

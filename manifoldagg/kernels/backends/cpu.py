@@ -174,7 +174,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the sums $h$ of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
+    """Compute the sums $h$ (S, n) of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))

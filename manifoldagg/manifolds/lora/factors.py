@@ -138,7 +138,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of the matrix that a stack represents.
+    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack of two factors.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()

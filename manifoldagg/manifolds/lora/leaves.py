@@ -57,7 +57,7 @@ class FactorEntries:
 
     @cached_property
     def leaf(self) -> Entry:
-        """The stack of both factors as a layout entry, in a dtype that represents both factors exactly."""
+        """The layout entry of the leaf that contains both factors, in a dtype that represents both exactly."""
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
     @cached_property
@@ -72,7 +72,7 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors against the entries, and return their rank, which can differ from that of the entries.
+        """Check two tensors against the entries, and return their rank. The entries can have another rank.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
@@ -109,7 +109,9 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Split a point of the leaf into two balanced factors in their original dtypes, without the scaling.
+        """Split a point of the leaf into the two factors of a state dict.
+
+        The factors are balanced, in their original dtypes and without the scaling.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -236,7 +238,7 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace each stack by the approximate norm of the matrix that it represents."""
+        """Replace the stacked factors of each pair by the approximate norm of the matrix that they represent."""
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)

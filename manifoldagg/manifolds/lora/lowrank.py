@@ -40,8 +40,8 @@ class LowRank(Manifold):
     $$Y = \bigl(B + \dot B S^\top [(A + \dot A) V]^{-1}\bigr)(A + \dot A), \qquad B^\top \dot B = 0 .$$
 
     `inverse_retract` is $P_X(Y - X)$ for any $Y$. `project` maps a stack with any number of columns to the nearest
-    matrix of the given rank, by two thin QR decompositions and the SVD of their small core. A stack that already has
-    this number of columns is unchanged.
+    matrix of the given rank. The method uses two thin QR decompositions and the SVD of their small core. A stack that
+    already has this number of columns is unchanged.
 
     Properties:
 

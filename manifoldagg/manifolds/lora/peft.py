@@ -77,7 +77,7 @@ class FactorPair:
         """Stack B on the transpose of A, (m + n, r), in a dtype that represents both factors exactly.
 
         Raises:
-            StateDictError: as `check`.
+            StateDictError: as in `check`.
         """
         self.check(state, prefix=prefix)
         a, b = state[self.first], state[self.second]

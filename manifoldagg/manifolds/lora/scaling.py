@@ -37,8 +37,8 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
         prefix: the start of error messages.
 
     Raises:
-        ArgumentError: if a scaling is not positive, a pair matches no pattern, a pattern matches no pair, or the ranks
-            of the config differ from those of the pairs.
+        ArgumentError: if a scaling is not positive, a pair matches no pattern, or a pattern matches no pair. Also if
+            the config has other ranks than the pairs.
 
     Example:
         >>> pairs = [ScaledModule("base_model.model.0.q_proj", 4), ScaledModule("base_model.model.0.v_proj", 16)]
