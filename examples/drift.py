@@ -139,6 +139,7 @@ def draw(found: dict[str, tuple[Tensor, int]], path: Path) -> None:
         for panel in (left, right):
             panel.contour(xs, ys, loss(grid, CLIENT_DATA[client]), levels=40, colors=colour, linewidths=0.8, alpha=0.4)
             panel.plot(*MINIMA[client].tolist(), "^", color=colour, ms=9, mec="black")
+        right.plot([], [], color=colour, lw=0.8, label=f"loss of client {'AB'[client]}")
         steps = local_path(client, centre)
         left.plot(*steps.T.tolist(), ".-", color=colour, lw=1, label=f"path of client {'AB'[client]}")
         left.plot(*steps[[0, -1]].T.tolist(), "--", color="tab:blue", lw=1.2, label="chord" if client else None)
@@ -152,8 +153,8 @@ def draw(found: dict[str, tuple[Tensor, int]], path: Path) -> None:
         right.plot(*model.tolist(), mark, ms=8, mec="white", label=name, zorder=5)
     away = 1.3 * max(float((model - centre).abs().max()) for model, _ in found.values())
     x, y = centre.tolist()
-    right.set(xlim=(x - away, x + away), ylim=(y - away, y + away), title="where a server rests")
-    left.set(xlim=(-1.0, 0.3), ylim=(-1.1, 0.0), title="from the joint optimum")
+    right.set(xlim=(x - away, x + away), ylim=(y - away, y + away), title="convergence points of the server")
+    left.set(xlim=(-1.0, 0.3), ylim=(-1.1, 0.0), title="training paths from the joint optimum")
     for panel in (left, right):
         panel.legend(fontsize=8)
     figure.savefig(path, dpi=130)

@@ -77,32 +77,32 @@ def flower_strategy(name, base=object):
 INTEGERS = {"w": torch.ones(3, dtype=torch.int64)}
 BATCH_NORM = batch_norm_net().state_dict()
 MISTAKES = {
-    "a difference for a model": lambda: step({name: torch.full_like(x, 1e-3) for name, x in trained().items()}),
-    "a difference with a negative variance": lambda: aggregate(
+    "Difference instead of a model": lambda: step({name: torch.full_like(x, 1e-3) for name, x in trained().items()}),
+    "Difference with a negative variance": lambda: aggregate(
         RULE, None, BATCH_NORM, BATCH_NORM, batch_norm_difference()
     ),
-    "a sample count for a weight": lambda: aggregate(
+    "Sample count instead of a weight": lambda: aggregate(
         RULE, None, *[net().state_dict()] * 2, trained(), info=UpdateInfo(weight=100)
     ),
-    "exchanged arguments": lambda: AsyncAggregator(net(), RULE),
-    "a rule by its name": lambda: step(trained(), "fedasync"),
-    "a class for a rule": lambda: step(trained(), FedAsync),
-    "a strategy of Flower": lambda: step(trained(), flower_strategy("FedAvg")),
-    "a misspelled option": lambda: FedAsync(0.5, stalenes=3),
-    "a rate above 1": lambda: FedAsync(rate=3.0),
-    "a client by another type": lambda: Server.of(net(), RULE, weights={"1": 10}).dispatch(1),
+    "Exchanged arguments": lambda: AsyncAggregator(net(), RULE),
+    "Name instead of a rule": lambda: step(trained(), "fedasync"),
+    "Class instead of a rule": lambda: step(trained(), FedAsync),
+    "Flower strategy instead of a rule": lambda: step(trained(), flower_strategy("FedAvg")),
+    "Misspelled option": lambda: FedAsync(0.5, stalenes=3),
+    "Rate above 1": lambda: FedAsync(rate=3.0),
+    "Client of another type": lambda: Server.of(net(), RULE, weights={"1": 10}).dispatch(1),
     "DataParallel": lambda: step(trained("module.")),
     "torch.compile": lambda: step(trained("_orig_mod.")),
-    "a module for a state dict": lambda: answered(net()),
-    "a module for a space": lambda: Server(net(), RULE, torch.zeros(72)),
-    "a state dict for a point": lambda: Server(ParameterSpace.of(net()), RULE, net().state_dict()),
-    "an empty model": lambda: Server.of(nn.ReLU(), RULE),
-    "integer parameters": lambda: aggregate(RULE, None, INTEGERS, INTEGERS, INTEGERS),
-    "one vector for points": lambda: paid(torch.zeros(72)),
+    "Module instead of a state dict": lambda: answered(net()),
+    "Module instead of a space": lambda: Server(net(), RULE, torch.zeros(72)),
+    "State dict instead of a point": lambda: Server(ParameterSpace.of(net()), RULE, net().state_dict()),
+    "Empty model": lambda: Server.of(nn.ReLU(), RULE),
+    "Integer parameters": lambda: aggregate(RULE, None, INTEGERS, INTEGERS, INTEGERS),
+    "Single vector instead of points": lambda: paid(torch.zeros(72)),
     "float64 from NumPy": lambda: paid(torch.zeros(1, 72).double()),
-    "a client that diverged": lambda: answered({**trained(), "bias": torch.full((8,), torch.nan)}),
-    "an old ticket": twice,
-    "plots without matplotlib": new_figure,
+    "Diverged client": lambda: answered({**trained(), "bias": torch.full((8,), torch.nan)}),
+    "Old ticket": twice,
+    "Plots without matplotlib": new_figure,
 }
 
 

@@ -228,6 +228,7 @@ def test_every_rule_and_correction_has_a_page(site):
             text = (site / folder / f"{name.lower()}.html").read_text()
             assert f'id="{package.__name__}.{name}"' in text
             assert ">When to use" in text
+            assert re.search(r"<h2 id=\"cost\">|<strong>Cost</strong>", text), name
             assert f'href="../{folder}/{name.lower()}.html"' in overview, name
 
 

@@ -374,7 +374,7 @@ def test_the_page_lists_the_rules_that_curved_leaves_refuse():
 
 
 def test_the_page_promises_no_average_that_is_not_there():
-    (row,) = [line for line in page("rules.md").splitlines() if line.startswith("| `rules.AsyncCurve")]
+    (row,) = [line for line in page("rules.md").splitlines() if line.startswith("| [`rules.AsyncCurve")]
     assert "`periodic=" in row
     assert bound("asynccurve").rule.periodic is None
 
