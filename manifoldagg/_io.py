@@ -148,7 +148,7 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 
 
 class FileLock:
-    """An exclusive lock of a file, until the lock is closed or deleted.
+    """An exclusive file lock, which is held until the object is closed or deleted.
 
     The file has mode 0600 and is not removed. If the process is killed, the system releases the lock. A child of
     `os.fork` does not inherit the lock. If the file system does not support locks, the class has no effect.

@@ -49,6 +49,7 @@ def fit_curved(
         options: the power p, the relative tolerance over ten iterations, and the largest number of steps for each sum.
     """
     space = embedding.space
+    # In units of the root mean square distance from the mean, `u` and `z` have similar sizes.
     unit = math.sqrt(float(projected.square().sum(-1).mean()))
     initial = _tangent_space_fit(embedding, points, view, projected, options)
     if float(initial.distances.mean()) <= RELATIVE_ROUNDING * unit:
@@ -59,6 +60,7 @@ def fit_curved(
     best = None
     steps = 0
     for p in (2, 1)[: 3 - options.power]:
+        # The tolerances of L-BFGS are absolute. They are 0, because the relative tolerance is checked outside.
         optimizer = torch.optim.LBFGS(
             [u, z], max_iter=ITERATIONS_PER_CHECK, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
         )
@@ -73,11 +75,14 @@ def fit_curved(
             x = _to_domain(embedding, z)
             image = embedding(phi, x)
             gap = space._log(image, points)
+            # Rounding can make a squared length negative in coordinates with an indefinite inner product.
             squares = space._inner(image, gap, gap).clamp(min=0) / unit**2
             value = squares.sum() if p == 2 else (squares + SMOOTHING[-1] ** 2).sqrt().sum()
             if not bool(value.isfinite()):
+                # An exception is the only way out of the line search. The best result so far is kept.
                 raise ManifoldAggError("the sum of distances is not finite")
             value.backward()
+            # The line search can end at a point that is worse than one of its trial points.
             if value.item() < lowest:
                 lowest = value.item()
                 best = (phi.detach(), x.detach(), unit * squares.detach().sqrt())

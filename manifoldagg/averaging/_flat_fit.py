@@ -97,12 +97,14 @@ class Residuals:
             inside = (points - phi[0]) @ axes.mT
             off = (points - phi[0] - inside @ axes).norm(dim=-1, keepdim=True)
         self.coordinates, _, self.distances = nearest_normal_disk(control, inside, reach, off, fills=not self.in_span)
+        # A tunnel folds if its radius exceeds a radius of curvature. At a point of zero speed, it has no normal plane.
         if reach > 0:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def normal_equations(self, weights: Float64[Tensor, " m"]) -> NormalEquations:
         r"""Compute the normal equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j \delta|^2$."""
         if isinstance(self.embedding, Tunnel):
+            # Beyond a flat end of the tunnel, the residual also has a tangential component.
             ends = ((self.coordinates == 0) | (self.coordinates == 1))[:, None]
             slope = torch.func.vmap(torch.func.jacrev(self._tunnel_residual), in_dims=(None, 0, 0, 0))
             rows = slope(self.phi, self.coordinates, self.points, ends).flatten(2)
@@ -127,9 +129,13 @@ class Residuals:
             the nearest points can move. If a point has fewer than q such tangents, the remaining rows are 0.
         """
         if isinstance(self.embedding, Simplex):
+            # A coordinate that is 0 stays 0 under small changes, so only the vertices of the nearest face contribute
+            # tangents.
             used = self.coordinates > 0
             edges = torch.where(used[..., None], self.phi - (self.coordinates @ self.phi)[:, None], 0.0)
             _, sizes, directions = torch.linalg.svd(edges, full_matrices=False)
+            # The edges of a face are linearly dependent. The singular values that belong to no tangent are rounding
+            # errors.
             significant = sizes > 1e-10 * sizes[:, :1].clamp(min=torch.finfo(sizes.dtype).tiny)
             return self.coordinates, torch.where(significant[..., None], directions, 0.0)
         moves = (self.coordinates > 0) & (self.coordinates < 1)
@@ -149,6 +155,7 @@ class Residuals:
         square = normal.square().sum(-1, keepdim=True)
         reach = self.radius * (phi[-1] - phi[0]).norm()
         beyond = square > reach.square()
+        # Inside the tunnel, the residual is 0. The inner `where` keeps the derivative of the root finite there.
         share = torch.where(beyond, 1 - reach / torch.where(beyond, square, 1.0).sqrt(), 0.0)
         return torch.cat([away - normal + share * normal, torch.where(end, ahead, 0.0)], -1)
 
@@ -195,6 +202,7 @@ def _levenberg_marquardt(
         if not residuals.is_valid:
             return math.inf
         d = residuals.distances
+        # The subtraction of δ makes the sum 0 for zero distances, so the relative tolerance refers to the distances.
         return float((d.square() if smoothing is None else torch.hypot(d, d.new_tensor(smoothing)) - smoothing).sum())
 
     value = measure(initial)
@@ -206,6 +214,7 @@ def _levenberg_marquardt(
         matrix, slope = initial.normal_equations(
             torch.ones_like(d) if smoothing is None else 1 / torch.hypot(d, d.new_tensor(smoothing))
         )
+        # The lower bound also damps directions on which the residuals do not depend, where the diagonal is 0.
         diagonal = matrix.diagonal().clamp(min=RELATIVE_ROUNDING * float(matrix.diagonal().max()))
         new_value = math.inf
         while not new_value < value:
@@ -242,6 +251,7 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
     if isinstance(embedding, Tunnel) or high - low < MIN_EXTENT:
         return phi, x
     curve = Bezier(Flat(phi.shape[1]), embedding.size - 1)
+    # On the part before `high`, the point at `low` has the parameter low / high.
     phi = curve.split(curve.split(phi, float(high))[0], float(low / high))[1]
     return phi, (x - low) / (high - low)
 
@@ -267,6 +277,7 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
             x = torch.zeros_like(places)
             x[:, others] = inner
             x[:, first] = 1 - inner.sum(-1)
+            # A projection outside of its face is not a point of the simplex.
             distance = torch.where((x >= 0).all(-1), (points - x @ vertices).norm(dim=-1), torch.inf)
             nearer = distance < distances
             places = torch.where(nearer[:, None], x, places)
@@ -291,6 +302,7 @@ def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
         for _ in range(embedding.size - 1):
             chosen.append(int(rest.norm(dim=-1).argmax()))
             axis = unit(rest[chosen[-1]])
+            # The rest of each point is its component orthogonal to the span of the chosen vertices.
             rest = rest - torch.outer(rest @ axis, axis)
         return [points[chosen]]
     degree = embedding.size - 1

@@ -143,7 +143,7 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Return $\bar C$, the coefficients and a row for the unchanged drift: (n + 1, k) or (S, n + 1, k)."""
+        r"""Append a row for the unchanged drift to the coefficients $C$: $\bar C$, (n + 1, k) or (S, n + 1, k)."""
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 

@@ -26,8 +26,7 @@ DEFAULT_RUNGS = 4
 class Transport(NamedTuple):
     """The transport method of a leaf.
 
-    `method` is `"none"` (for a flat leaf), `"parallel"`, `"projection"`, or `"ladder"` with the number `rungs` of
-    rungs.
+    `method` is `"none"` (for a flat leaf), `"parallel"`, `"projection"` or `"ladder"`. `rungs` is the number of rungs.
     """
 
     leaf: str

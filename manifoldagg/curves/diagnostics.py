@@ -267,6 +267,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         raise ArgumentError(f"curve: expected an embedding of [0, 1] such as Bezier, got {short_repr(curve)}")
     check_count("points", points, at_least=2)
     curve._check_phi(phi)
+    # The length is the integral of the speed over [0, 1], and therefore equals the mean speed.
     min_norm = MIN_RELATIVE_SPEED * curve.length(phi.detach()).item()
     phi = phi.detach()
     sharpest = []
@@ -307,6 +308,7 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
     speed = norm(curve.space, point, v)
     moves = speed > min_norm
     square = torch.where(moves, speed, 1).square()
+    # The turning rate is k |v| = |a - (<a, v> / |v|²) v| / |v|.
     coefficient = (curve.space._inner(point, a, v) / square).reshape(-1, *(1 for _ in phi.shape[1:]))
     turning = torch.where(moves, norm(curve.space, point, a - coefficient * v) / square.sqrt(), 0)
     return speed.reshape(t.shape), turning.reshape(t.shape)

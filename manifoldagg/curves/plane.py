@@ -163,6 +163,7 @@ def plane(
         raise ArgumentError("phi: expected points that span a plane, got equal ends or control points on one line")
     low, high = control.aminmax(dim=0)
     extent = high - low
+    # The second term widens a flat box to the minimum aspect ratio.
     border = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
     x, y, values = view.grid(function, phi.dtype, low - border, high + border, resolution)
     t = torch.linspace(0, 1, PATH_SAMPLES, dtype=torch.float64, device=phi.device)
@@ -224,6 +225,7 @@ class View:
         """Compute the coordinates of points of a curve. On a flat space, they depend only on the control points."""
         if not self.space.flat:
             return self(curve(phi, t))
+        # A curve in a flat space commutes with affine maps, such as the projection onto the plane.
         flat: Embedding = replace(curve, space=Flat(2))  # type: ignore[type-var]  # every curve is a dataclass
         return flat(self(phi), t.cpu())
 

@@ -132,6 +132,7 @@ def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64
     and the end again as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
+    # The Bernstein polynomials have the sum 1. The coefficients of b - y are therefore φ_i - y.
     pairs = (control @ velocity.mT).unsqueeze(-1) - velocity @ points.mT
     rows = torch.stack(product_coefficients(pairs.detach().cpu()), -1).tolist()
     # Rows with fewer feet are padded with the end, 1.
@@ -178,6 +179,7 @@ def nearest_normal_disk(
         across = torch.hypot(across, off)
         off = torch.zeros_like(off)
     beyond = (across - radius).clamp(min=0)
+    # The three components are orthogonal to each other. `hypot` does not underflow at small distances, unlike squares.
     distances, best = torch.hypot(torch.hypot(ahead.squeeze(-1), beyond), off).min(-1, keepdim=True)
     nearest = normal.take_along_dim(best[..., None], 1).squeeze(1)
     return t.gather(-1, best).squeeze(-1), nearest, distances.squeeze(-1)

@@ -72,7 +72,7 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return which combinations must defer their write, because a later combination reads their target."""
+    """Return for each combination whether a later combination reads the target, so that the write must be deferred."""
     later: set[int] = set()
     deferred = []
     # Backwards, `later` contains all addresses that the following combinations read.

@@ -109,6 +109,8 @@ class Grassmann(Embedded):
         v = u.double()
         turn, _, _ = polar(b.mT @ a)
         middle = a + b @ turn
+        # The reflection maps tangents at x to tangents at the aligned basis y q. The factor qᵀ then changes the basis
+        # to y.
         reflected: Tensor = v - 2 * middle @ torch.linalg.inv(middle.mT @ middle) @ (middle.mT @ v)
         return (reflected @ turn.mT).to(u.dtype)
 

@@ -132,6 +132,7 @@ class PoincareBall(Manifold):
 
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         a = self._to_unit_ball(x)
+        # The metric is λ² times the Euclidean metric, so the gradient is the derivative divided by λ².
         return (((1 - dot(a, a)) / 2).square() * derivative.double()).to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:

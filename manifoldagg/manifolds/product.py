@@ -88,12 +88,14 @@ class Product(Composite):
         return self._join([parts[name] for name, _ in self.factors])
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        # The terms are added in float64, and only the sum is rounded.
         return reduce(torch.add, self._map_leaves("_inner", x.double(), u.double(), v.double())).to(u.dtype)
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
         return self._join(self._map_leaves(f"_{formula}", *arguments))
 
     def _injectivity_radius(self, x: Point) -> Scalar:
+        # A geodesic of the product is a shortest path as long as each of its components is a shortest path.
         return reduce(torch.minimum, self._map_leaves("_injectivity_radius", x))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:

@@ -92,6 +92,7 @@ class SpecialOrthogonal(Embedded):
     def _retract(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         half = skew(a.mT @ u.double()) / 2
+        # The eigenvalues of a skew-symmetric matrix are imaginary, so 1 - A/2 is always invertible.
         unit = eye(half)
         # `inv` is used because forward derivatives of `solve` have no derivatives themselves.
         rotation: Tensor = torch.linalg.inv(unit - half) @ (unit + half)

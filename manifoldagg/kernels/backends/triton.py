@@ -269,7 +269,7 @@ def _read(
 ):  # fmt: skip
     """Return entries of row t in float64, and 0 for masked entries.
 
-    `span` consists of a piece at or before the first entry, and the end of the entries.
+    `span` is a pair: the index of a piece at or before the first entry, and the offset of the end of the entries.
     """
     if PIECES:
         kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
