@@ -1,4 +1,4 @@
-"""Conversion between the server's points and the state dicts of modules and clients."""
+"""Conversion of the state dicts that clients return to payloads."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from manifoldagg._validation import is_finite
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.server.input_warnings import warn_if_difference
 from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerState
@@ -23,72 +22,44 @@ from manifoldagg.manifolds.layout import EXTRA_STATE
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 
-__all__ = ["StateDictConverter"]
+__all__ = ["field_names", "payload_loader"]
 
 
-class StateDictConverter:
-    """Converter between the points of a server and the state dicts of modules and clients.
+def payload_loader(
+    schema: PayloadSchema, rule: Rule, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
+) -> Callable[[PendingTicket], Payload]:
+    """Return a function that converts a client's state dicts to the payload of a ticket.
 
     Args:
         schema: the schema of the server's payloads.
         rule: the aggregation rule.
+        model: one or more state dicts, or a function that returns them, as in `Server.receive_model`.
+        samples: the number of samples that the client trained on.
+        scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
+        state: the state of the server.
+
+    Raises:
+        ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
     """
+    if any(extra_fields(rule)):
+        raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use `receive`")
+    check_parameter_space(schema.space)
 
-    def __init__(self, schema: PayloadSchema, rule: Rule) -> None:
-        self._schema = schema
-        self._rule = rule
+    def load(ticket: PendingTicket) -> Payload:
+        if isinstance(model, torch.nn.Module):  # A module is also callable.
+            raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
+        key = None if ticket.custom_start else ticket.base_key
+        load_base = partial(state.store.load, key)
+        models = model() if callable(model) else model
+        return _payload(schema, models, samples, state.model_state.current, load_base, scaling)
 
-    def state_dict(self, model_state: ModelState) -> dict[str, Tensor]:
-        """Return the current model and its buffers.
+    return load
 
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`.
-        """
-        return check_parameter_space(self._schema.space).state_dict(model_state.current, model_state.buffers or None)
 
-    def spec(self) -> dict[str, Any]:
-        """Return the specification of the space.
-
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a space of another package.
-        """
-        return check_parameter_space(self._schema.space).spec()
-
-    def payload_loader(
-        self, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
-    ) -> Callable[[PendingTicket], Payload]:
-        """Return a function that converts a client's state dicts to a payload, for the ticket that it is given.
-
-        Args:
-            model: one or more state dicts, or a function that returns them, as in `Server.receive_model`.
-            samples: the number of samples that the client trained on.
-            scaling: the scaling of the client's adapters, if it differs from that of the server.
-            state: the state of the server.
-
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
-        """
-        if any(extra_fields(self._rule)):
-            raise ArgumentError(
-                f"rule: {type(self._rule).__name__} requires more than models from clients; use `receive`"
-            )
-        check_parameter_space(self._schema.space)
-
-        def load(ticket: PendingTicket) -> Payload:
-            if isinstance(model, torch.nn.Module):  # a module can be called too
-                raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
-            key = None if ticket.custom_start else ticket.base_key
-            load_base = partial(state.store.load, key)
-            models = model() if callable(model) else model
-            return _payload(self._schema, models, samples, state.model_state.current, load_base, scaling)
-
-        return load
-
-    @staticmethod
-    def field_names(model: Any) -> dict[str, str]:
-        """Return the fields of a payload, and the argument that contains them if a client returns state dicts."""
-        names = {"points": "model", "buffers": "model"}
-        return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
+def field_names(model: Any) -> dict[str, str]:
+    """Return the argument of `receive_model` for each field of a payload."""
+    names = {"points": "model", "buffers": "model"}
+    return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
 
 
 def _payload(
@@ -101,22 +72,22 @@ def _payload(
 ) -> Payload:
     """Build the payload of a client's state dicts.
 
+    If the dtypes of a state dict are narrower than the server's, the client has rounded the base. The function then
+    adds the rounding error of the base to the points. Otherwise, every update would contain this error.
+
     Args:
-        schema: of the server's payloads.
-        model: a state dict, or a sequence of them: the control points of a curve, with the client's model last. The
-            last one contains the buffers. Entries that the server does not request may be missing and are not read.
+        schema: the schema of the server's payloads.
+        model: a state dict, or the sequence of state dicts of a curve. The last state dict contains the buffers.
         samples: the number of samples that the client trained on.
         current: the server's model (P,), for the check that the update is not a difference of models.
-        load_base: returns the model (P,) that the client started from, or `None` if it started from another model. A
-            state dict of a narrower dtype has rounded the base. The function restores the rounding error, because
-            otherwise every update would contain it.
-        scaling: the scaling of the client's adapters, if it differs from that of the server.
+        load_base: a function that returns the model (P,) that the client started from; `None` if this is unknown.
+        scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
 
     Raises:
-        ArgumentError: naming the model, and the tensor in it, that is invalid.
+        ArgumentError: if a model or a tensor is invalid. The message names it.
 
     Warns:
-        UserWarning: if the model looks like a difference of models.
+        UserWarning: if the model is probably a difference of models.
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
@@ -132,7 +103,7 @@ def _payload(
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
     if schema.accepts_nonfinite and not all(is_finite(x) for own in models.values() for x in own.values()):
-        # A rejection would reveal the update: the rule replaces it by a zero update.
+        # A rejection would reveal something about the update. A private rule counts it as a zero update instead.
         nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
         return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]
@@ -148,7 +119,7 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Restore the bits of flat leaves and adapters of the start that the dtypes of a state dict have rounded away."""
+    """Add the rounding error of the start model in the dtypes of a state dict to flat leaves and adapters."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []
@@ -168,13 +139,12 @@ def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor
 
 
 def _split_by_leaf(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of each leaf."""
     pieces = point.split(space.layout.sizes)
     return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
 
 
 def _label_sequence(models: Any) -> dict[str, Any]:
-    if type(models) not in (list, tuple):  # another kind may say something else each time that it is read
+    if type(models) not in (list, tuple):  # Other sequences may return different items in each iteration.
         raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(models).__name__}")
     return {f"model[{i}]": model for i, model in enumerate(models)}
 
@@ -187,5 +157,4 @@ def _require_tensor(name: str, value: Any) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _without_buffers(space: ParameterSpace) -> ParameterSpace:
-    """Return the same geometry without buffers."""
     return ParameterSpace(replace(space.layout, buffers=()), space.manifolds, space.adapters)

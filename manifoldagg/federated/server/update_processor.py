@@ -1,4 +1,4 @@
-"""The path of an update: admission, validation, the step of the rule, and publication."""
+"""The processing of an update: ticket check, validation, the step of the rule, and publication."""
 
 import logging
 import math
@@ -13,17 +13,17 @@ from manifoldagg._validation import rename_argument
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
 from manifoldagg.federated.server.durability.checkpoint import ServerSnapshot
 from manifoldagg.federated.server.durability.eviction import Evictor
+from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.manager import DurabilityManager
-from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
 from manifoldagg.federated.server.records import AppliedUpdate, PendingTicket
-from manifoldagg.federated.server.state import ANY_CLIENT, ServerState, StaleTicketError
+from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, StaleTicketError
 from manifoldagg.federated.server.validation import PayloadSchema, raise_nonfinite, validate_payload
 from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.step import StepPlan, step
-from manifoldagg.federated.types import Averaging, Payload, Receipt
+from manifoldagg.federated.types import Payload, Receipt
 from manifoldagg.kernels.alloc import empty_like
 
 __all__ = ["UpdateProcessor"]
@@ -38,7 +38,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """The arguments of an update's call, before any check, and the time of the call in seconds of the clock."""
+    """The unchecked arguments of a call with an update, and the time of the call in seconds of the clock."""
 
     ticket_id: Any
     client: Hashable
@@ -50,46 +50,43 @@ class UpdateProcessor:
     """Processor that validates, applies and publishes the updates of a server, one at a time.
 
     Args:
-        state: the state of the server.
+        core: the state, the clock and the average of the server.
         schema: the schema of the payloads.
         plan: the plan of the rule's step.
-        averaging: the average that receives every new version.
-        evictor: evicts older versions and client states after an update.
+        evictor: the evictor that runs after an update.
         durability: the journal and the checkpoints.
-        dispatcher: delivers events.
-        clock: the clock of the server.
+        dispatcher: the dispatcher of events.
+        free_list: the memory of released models, which the next step writes.
 
     Attributes:
-        lock: the lock that updates hold while they are applied.
-        free_list: the memory of released models, which the next step writes.
-        recycle: receives the memory of a released model; `None` if the average may store models.
+        lock: the lock that an update holds while the server applies it.
+        recycle: a function that receives the memory of a released model; `None` if the average may store models.
     """
 
     def __init__(
         self,
-        state: AtomicReference[ServerState],
+        core: ServerCore,
         schema: PayloadSchema,
         plan: StepPlan,
-        averaging: Averaging | None,
         evictor: Evictor,
         durability: DurabilityManager,
         dispatcher: EventDispatcher,
-        clock: Callable[[], float],
+        free_list: deque[Tensor],
     ) -> None:
-        self._state = state
+        self._state = core.state
+        self._clock = core.clock
+        self._averaging = core.averaging
         self._schema = schema
         self._plan = plan
-        self._averaging = averaging
         self._evictor = evictor
         self._durability = durability
         self._dispatcher = dispatcher
-        self._clock = clock
         self._warned_unstable = False
-        limits = state.value.limits
+        limits = core.state.value.limits
         self._timeout = limits.timeout
         self.lock = UpdateLock(limits.max_queued_updates)
-        self.free_list: deque[Tensor] = deque(maxlen=1)
-        self.recycle = self.free_list.append if averaging is None else None
+        self.free_list = free_list
+        self.recycle = free_list.append if core.averaging is None else None
 
     def receive(
         self, ticket_id: Any, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
@@ -101,14 +98,14 @@ class UpdateProcessor:
             client: the client that returns the update, or `ANY_CLIENT`.
             names: the fields of the payload, and the arguments of the caller that contain them.
             payload: the payload, if `load` is `None`.
-            load: a function of the ticket that returns the payload, called after the ticket was validated.
+            load: a function that returns the payload of a checked ticket.
         """
         journal = self._durability.journal
         try:
             receipt = self._process(ticket_id, client, names, payload, load)
             if journal is not None:
                 journal.write()
-        except Exception:  # an interrupt does not deliver events
+        except Exception:  # An interrupt does not deliver events.
             self.deliver_events()
             raise
         if self._state.value.subscriptions:
@@ -126,7 +123,7 @@ class UpdateProcessor:
         receipt = self._apply(request, payload, b"", recorded=recorded)
         try:
             self._after_update()
-        except Exception:  # the update stays applied, as in the original run
+        except Exception:  # The update stays applied, as in the original run.
             LOG.exception("averaging: raised for version %d", receipt.version)
         return receipt
 
@@ -145,17 +142,17 @@ class UpdateProcessor:
         """Reject calls that may not wait for a running update.
 
         Raises:
-            ArgumentError: in a forked process, within an update, or within a journal write.
+            ArgumentError: if this process is a fork, or the caller runs within an update or a journal write.
         """
         self.lock.check_process()
         self.lock.check()
         self._durability.check_idle()
 
     def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
-        """Return the content of a checkpoint, after a running update and before the next one.
+        """Return the content of a checkpoint, between two updates.
 
         Args:
-            enqueue: called with the snapshot before the next update.
+            enqueue: a function that receives the snapshot before the next update.
 
         Raises:
             ArgumentError: if the server was closed.
@@ -170,7 +167,7 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass new versions to the average; not again after an error, but again after an interrupt."""
+        """Pass new versions to the average. After an interrupt, but not after an error, a version is passed again."""
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
             try:
@@ -182,12 +179,12 @@ class UpdateProcessor:
                 raise failure
 
     def deliver_events(self) -> None:
-        """Deliver pending events to subscribers; within an update they are deferred to its end."""
+        """Deliver pending events to subscribers, except within an update, which delivers them at its end."""
         if self._state.value.subscriptions and not self.lock.held_by_me():
             self._dispatcher.drain()
 
     def _process(self, ticket_id: Any, client: Hashable, names: Names, payload: Any, load: Load | None) -> Receipt:
-        """Look the ticket up, validate the payload, and apply the update when it is its turn."""
+        """Check the ticket, validate the payload, wait for the update lock, and apply the update."""
         self.lock.check_process()
         if self._timeout is not None:
             self.expire()
@@ -205,7 +202,7 @@ class UpdateProcessor:
                 if isinstance(ticket, PendingTicket):
                     payload = payload if load is None else load(ticket)
                     payload = validate_payload(self._schema, payload, requires_base=ticket.base_key is None)
-                    packed = b"" if journal is None else journal.pack(payload)
+                    packed = b"" if journal is None else pack_payload(payload, journal.free_list)
                     self.lock.enqueue(pending)
             except ManifoldAggError as error:
                 return self._reject(request, error)
@@ -218,8 +215,8 @@ class UpdateProcessor:
                 return self._apply_or_reject(request, payload, packed)
 
     def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
-        """Apply or reject an update, whose call owns the update lock."""
-        if self._averaging is not None:  # versions that an interrupt withheld from the average come first
+        """Apply or reject an update. The caller owns the update lock."""
+        if self._averaging is not None:  # An interrupt may have withheld older versions from the average.
             self.notify_average()
         if self._durability.journal is not None:
             self._durability.journal.retry_if_failed()
@@ -235,7 +232,7 @@ class UpdateProcessor:
     def _apply(
         self, request: Request, payload: Payload, packed: Packed, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
-        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
+        """Apply the step of an update and publish the result. A journal replay passes the recorded weights."""
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
         # While the update waited, its ticket may have been answered, dropped or become too old.
@@ -275,9 +272,9 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Count a rejection under the caller's name of the argument.
+        """Count a rejection, and return the receipt with the caller's name of the argument.
 
-        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
+        The ticket is closed if its version is too old, or the file of its base was lost.
         """
         reason = rename_argument(str(error), request.names)
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
@@ -290,7 +287,7 @@ class UpdateProcessor:
         return receipt
 
     def _finish_interrupted(self) -> None:
-        """Complete the work that an interrupt left after a recorded update."""
+        """Complete the work after an update, if an interrupt ended its call early."""
         if self._state.value.pending_notifications and not self.lock.held_by_me():
             with self.lock.lock:
                 self._after_update()
