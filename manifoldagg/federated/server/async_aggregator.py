@@ -1,4 +1,4 @@
-"""The asynchronous aggregator: the versions, tasks and rule state of a custom training loop."""
+"""The class `AsyncAggregator`: `aggregate` with versions and tasks, for a custom training loop."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -42,30 +42,34 @@ from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 __all__ = ["AsyncAggregator"]
 
 FILE_KIND = "async aggregator"
-"""The kind of the file of `save`."""
+STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
 
 
 class AsyncAggregator:
-    r"""Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops: `checkout` and `submit`.
+    """Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops.
 
-    It stores the model, one copy of each older version with a task in flight, the rule's state, the buffered updates
-    and the client states. It computes the base, the staleness and the weight of each update. For models in float32 or
-    float64 its results equal those of a [`Server`][manifoldagg.Server] bit for bit. A rejected update changes nothing:
-    the task stays in flight until the client returns a valid update or `cancel` ends it. All methods may be called from
-    any thread.
+    A client starts a task with `checkout` and ends the task with `submit`. It has one task at a time, or several tasks
+    with names.
 
-    A client has one task at a time, or several tasks with names.
+    - The aggregator stores the model, a copy of each older version with a task in flight, the rule's state, the
+      buffered updates and the client states.
+    - It computes the base, the staleness and the weight of each update.
+    - For models in float32 or float64, the results are bit-identical to the results of a
+      [`Server`][manifoldagg.Server].
+    - A rejected update changes nothing. The task stays in flight until the client submits a valid update, or `cancel`
+      ends the task.
+    - All methods may be called from any thread.
 
     Args:
-        rule: such as `FedAsync(0.6)`. A rule whose clients receive or return more than models needs a server.
+        rule: the rule, such as `FedAsync(0.6)`. Rules whose clients receive or return more than models require a
+            server.
         model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
-        weights: as in a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. An observed sample
-            count is capped at 100 times the median of the other clients' reports.
-        space: as in `aggregate`: the space of the models, with buffer policies, manifolds and adapters. Its scaling is
-            that of the models that are sent.
+        weights: the weights of the clients, as in a server: `"observed"`, `"uniform"`, or a mapping from clients to
+            sample counts. An observed count is capped at 100 times the median of the other clients' reports.
+        space: the space of the models, with buffer policies, manifolds and adapters, as in `aggregate`.
 
     Raises:
-        ArgumentError: naming the argument, and the tensor in it, that does not fit.
+        ArgumentError: if an argument is invalid. The message names the argument and the tensor.
 
     Example:
         >>> import numpy as np
@@ -116,21 +120,21 @@ class AsyncAggregator:
     def checkout(
         self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
     ) -> Any:
-        """Register that a client starts from the current model.
+        """Start a task of a client, and return the model that the client trains.
 
         Args:
-            client: any hashable name that equals itself, but not a tensor.
+            client: the name of the client: any hashable value that equals itself, but not a tensor.
             task: the name of the task, if the client has several tasks at a time.
-            version: the version that it started from, if the host learns that late; `None` for the current one. A
-                version is retained while a task of any name has it.
-            restart: cancel an existing task of this client and name.
+            version: the version of a task that has already started; `None` for the current version. Another task in
+                flight must have the same version, because only such versions are stored.
+            restart: whether to cancel an existing task with this client and name.
 
         Returns:
-            The model, in memory of its own: the server's, or another start model that the rule chooses for this client.
+            A copy of the model, or of another start model that the rule chooses for this client.
 
         Raises:
-            ArgumentError: if the client already has such a task, has an invalid name or is missing from the given
-                weights, if the version is no longer retained, or if the rule sends this client more than a model.
+            ArgumentError: if the client already has such a task, its name is invalid or missing in a mapping `weights`,
+                the version is no longer stored, or the rule sends more than a model.
 
         Cost: three copies of the model.
         """
@@ -162,31 +166,29 @@ class AsyncAggregator:
         difference: bool = False,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        r"""Apply a client's update to the model. The update is only read.
+        """End a task of a client, and apply its update to the model.
 
         Args:
-            client: the client, which has a task in flight.
-            update: as in `aggregate`: the client's model, or for a curve a sequence of them.
-            samples: the number of samples that it trained on, at most a billion.
-            task: the name of its task; `None` for a task without a name.
-            difference: whether `update` is new minus old. It must be false if the rule let the client start from
-                another model than the version's.
-            scaling: the scaling of the client's adapters, if it differs from that of the models that are sent.
+            client: the name of the client.
+            update: the client's model, or a sequence of models for a curve, as in `aggregate`. It is not modified.
+            samples: the number of samples that the client trained on, at most 10⁹.
+            task: the name of the task; `None` for a task without a name.
+            difference: whether `update` is the trained model minus the start model. This is not possible if the rule
+                chose another start model for the client.
+            scaling: the scaling of the client's adapters, if it differs from the scaling of the space.
 
         Returns:
             The metrics of the step (such as `cosine`, `step`, `norm`), the new `version` of the model, and the
             `staleness` and `weight` of the update.
 
         Raises:
-            ArgumentError: if the client has no such task, or an argument is invalid; why a server returns a receipt
-                instead: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
-            RuleError: as `aggregate`.
+            ArgumentError: if the client has no such task, or an argument is invalid. A server returns a receipt
+                instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
+            RuleError: if the rule, or a schedule in it, returns an invalid result.
 
         Warns:
-            UserWarning: as `aggregate`.
-            StabilityWarning: once, if the step is above the stability limit of the concurrency.
-
-        Cost: that of `aggregate`.
+            UserWarning: for the same reasons as in `aggregate`.
+            StabilityWarning: once, if the step exceeds the stability limit for the number of tasks in flight.
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
@@ -237,11 +239,7 @@ class AsyncAggregator:
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 
     def cancel(self, client: Hashable, task: Hashable = None) -> None:
-        """Cancel a task, whose update will not arrive.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
+        """Cancel a task whose update will not arrive; raise `ArgumentError` if the task is not in flight."""
         place = (check_client(client), check_client(task, "task"))
         self._state.update(lambda now: (now.with_cancelled_task(place), None))
 
@@ -253,12 +251,12 @@ class AsyncAggregator:
 
     @property
     def version(self) -> int:
-        """The number of times that the model has moved."""
+        """The version of the model, which is the number of times that the model has moved."""
         return self._state.value.version
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The tasks in flight, by client and task name (`None` without one), and their current staleness.
+        """The current staleness of each task in flight, by client and task name. The name may be `None`.
 
         Example:
             >>> import torch
@@ -272,12 +270,10 @@ class AsyncAggregator:
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load`: a tree of tensors and plain values, for `torch.save`.
+        """Return a copy of the complete state for `load`: a tree of tensors and plain values, for `torch.save`.
 
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
-
-        Cost: one copy of the complete state.
         """
         now = self._state.value
         held = _as_aggregate_state(now.state)
@@ -301,8 +297,8 @@ class AsyncAggregator:
 
         Raises:
             ArgumentError: if the folder of `path` does not exist.
-            CheckpointError: if the state cannot be stored, for example a client that is neither a string nor an
-                integer, or the file cannot be written. The older file is then unchanged.
+            CheckpointError: if a value cannot be stored, such as a client that is neither a string nor an integer, or
+                the file cannot be written. The older file is then unchanged.
         """
         tensor_file.save(path, FILE_KIND, self.state())
 
@@ -317,22 +313,22 @@ class AsyncAggregator:
         space: ParameterSpace | None = None,
         replace: bool = False,
     ) -> "AsyncAggregator":
-        """Start an aggregator, or resume it from the file of `save` if that exists.
+        """Resume an aggregator if the file at `path` exists. Otherwise, start a new aggregator.
 
-        The tasks in flight of a resumed aggregator are those of the file. Submit their updates, `cancel` them, or check
-        them out again with `restart=True`.
+        A resumed aggregator has the tasks of the saved aggregator in flight. Submit their updates, `cancel` them, or
+        check them out again with `restart=True`.
 
         Args:
-            path: the file of `save`.
-            rule: as in the constructor.
-            model: the initial model, as in the constructor. A resumed aggregator uses only its kind.
-            weights: as in the constructor.
-            space: as in the constructor.
-            replace: as in `load`.
+            path: the file that `save` wrote.
+            rule: the rule, as in the constructor.
+            model: the initial model. A resumed aggregator only returns its models in the same format.
+            weights: the weights of the clients, as in the constructor.
+            space: the space of the models, as in the constructor.
+            replace: whether to accept other options of the rule, as in `load`.
 
         Raises:
-            ArgumentError: if an argument is invalid, or the file is that of another rule or model.
-            CheckpointError: if the file is truncated, altered, or not from `save`.
+            ArgumentError: if an argument is invalid, or the file contains another rule or model.
+            CheckpointError: if the file is truncated, altered, or was not written by `save`.
 
         Example:
             >>> import tempfile, torch
@@ -352,17 +348,17 @@ class AsyncAggregator:
         return aggregator
 
     def load(self, state: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Resume from a state that `state` returned, in place of the current one.
+        """Replace the state by a state that `state` returned.
 
-        The constructor's `model` determines the kind of the models, and its `weights` the weights of the clients. The
-        reported sample counts are restored.
+        The format of the models and the option `weights` stay as in the constructor.
 
         Args:
             state: the result of `state`.
-            replace: accept other options of the rule, but not another class, nor another clip or noise of `Private`.
+            replace: whether to accept other options of the rule. The class of the rule, and the clip and the noise of
+                `Private`, cannot be replaced.
 
         Raises:
-            ArgumentError: if it is not such a tree, or one of another rule or model. Nothing has changed then.
+            ArgumentError: if `state` is not such a result, or has another rule or model. Nothing has changed then.
 
         Example:
             >>> import torch
@@ -398,7 +394,6 @@ class AsyncAggregator:
             self._state.update(lambda _: (fresh, None))
 
     def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "AggregatorState":
-        """Build the state from a tree."""
         models = tree["models"]
         for version, model in models.items():
             self._layout.check(model, f"state: models: {version}: ")
@@ -424,7 +419,7 @@ class AsyncAggregator:
         return record
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
-        """Return the start model of a client under the rule, and whether it differs from the current model."""
+        """Return the start model of a client, and whether the rule chose another model than the current one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = _as_aggregate_state(now.state)
@@ -434,11 +429,6 @@ class AsyncAggregator:
         return self._build_model(model | self._space.state_dict(sent.start) if apart else model), apart
 
     def _make_message(self, now: ModelState, client_state: ClientState) -> tuple[Message, bool]:
-        """Return the rule's message for a client with this client state.
-
-        Raises:
-            ArgumentError: if that is more than a model.
-        """
         sent, apart = make_message(self._space, self._rule, now, client_state, None)
         if sent.tensors or sent.numbers:
             more = ", ".join([*sent.tensors, *sent.numbers])
@@ -455,14 +445,11 @@ class AsyncAggregator:
         return self._build_model(as_tensors("model", model))
 
     def _build_model(self, named: Mapping[str, Tensor]) -> Any:
-        """Build a model from these tensors, in memory of its own and of the kind of the first model."""
+        """Copy these tensors to a model in the format of the initial model."""
         layout = self._layout
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
-
-
-STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
 
 
 def _as_aggregate_state(state: State) -> AggregateState:

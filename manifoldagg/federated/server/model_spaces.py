@@ -1,4 +1,4 @@
-"""The parameter space of a server that is created or resumed from a module or a state dict."""
+"""The parameter space of a server that is created or resumed with a module or a state dict."""
 
 import glob
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from manifoldagg.manifolds.parameters import check_unscaled
 __all__ = ["MODEL_NAMES", "initial_model", "model_space", "resumed_space"]
 
 MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
-"""The argument that a caller passes instead of a space and a point."""
+"""The argument `model` in error messages, where the code checks a space or a point."""
 
 
 def model_space(
@@ -32,16 +32,10 @@ def model_space(
     expected: str = "a torch.nn.Module or a state dict",
     usage: str = "Server.of(model, rule)",
 ) -> tuple[ParameterSpace, BufferPolicy]:
-    """Return the space of a model, and the policies of its buffers. Frozen parameters of a module are left unchanged.
+    """Return the space of a model and the policies of the buffers.
 
-    Args:
-        model: a module or a state dict.
-        buffer_policy: the policies of the buffers.
-        manifolds: a mapping from names or glob patterns to the space of these parameters.
-        adapters: whether each pair of factors in a state dict represents one matrix.
-        scaling: the factor of the products of adapter factors in the model.
-        expected: the kinds of models, for the message about another object.
-        usage: the call with its arguments in the right order, for the same message.
+    The model and the next four arguments are as in `Server.of`. If `model` has another type, the error message contains
+    `expected`, the allowed types, and `usage`, the call with the arguments in the right order.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.
@@ -70,11 +64,7 @@ def model_space(
 
 
 def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
-    """Check that the options for adapters have their defaults, because adapters of a module are not detected.
-
-    Raises:
-        ArgumentError: if an option has another value. The message names it.
-    """
+    """Check that the options for adapters have their defaults, because a space of a module has no adapters."""
     if adapters is not None and check_choice("adapters", adapters, (True, False)):
         raise ArgumentError(
             "adapters: expected False for a module, got True; pass the state dict "
@@ -86,7 +76,7 @@ def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
 def initial_model(
     space: ParameterSpace, model: torch.nn.Module | Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the point of a model and copies of its buffers."""
+    """Return the point of a model, and copies of the buffers."""
     with renamed_arguments(MODEL_NAMES):
         return space.points({"model: ": space.stack_factors(tensors_of(model))})[0], space.buffers(model)
 
@@ -99,15 +89,9 @@ def resumed_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> tuple[Manifold, BufferPolicy | None]:
-    """Return the space of a resumed server and the policies of its buffers, or `None` for the saved policies.
+    """Return the space of a resumed server, and the policies of the buffers; `None` for the saved policies.
 
-    Args:
-        model: a module, a state dict, or the space itself.
-        saved_policies: the policies of the checkpoint, by the names of the buffers.
-        buffer_policy: the policies that replace the saved ones.
-        manifolds: the manifolds, as in `model_space`.
-        adapters: the option, as in `model_space`.
-        scaling: the scaling, as in `model_space`.
+    The arguments are as in `Server.resume`. `saved_policies` contains the policies of the checkpoint by buffer name.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.
@@ -118,7 +102,7 @@ def resumed_space(
             if not (value is default or (type(value) is float and value == default)):
                 raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
         return model, buffer_policy
-    # Buffer names may contain special characters of patterns. Patterns in a sequence need not match a buffer.
+    # A buffer name may contain special characters of glob patterns. In a sequence, a pattern may match no buffer.
     saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
     space, policies = model_space(
         model,

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a server in a file, and the state that resumes from it."""
+"""Checkpoints: the conversion of a server state to the content of a file, and back."""
 
 import glob
 import logging
@@ -48,18 +48,18 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class ServerSnapshot(NamedTuple):
-    """Snapshot of a server for a checkpoint. It is immutable, so creating it takes no copy.
+    """Immutable content of a checkpoint. A snapshot does not copy the state.
 
     Attributes:
-        server_state: the state of the server. The average has received all its versions.
+        server_state: the state of the server, whose versions the average has received.
         space: the space of the models.
         rule: the aggregation rule.
-        options: the limits, the memory policy and the buffer policies, as plain values.
+        options: the limits, the memory policy and the buffer policies as plain values.
         clock: the clock of the server.
         time: the time of the snapshot, in seconds of the clock.
-        averaging: the class of the averaging object, and its state; `None` without one.
-        on_written: a function that is called after the checkpoint is written, with the number of the first journal
-            record that it does not contain.
+        averaging: the class and the state of the average; `None` without an average.
+        on_written: a function that is called after the write, with the log sequence number of the first journal record
+            that the checkpoint does not contain.
     """
 
     server_state: ServerState
@@ -124,17 +124,7 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content to a file, and record an event.
-
-        Args:
-            path: the path of the file.
-            keep: the number of files to keep, as in `tensor_file.save`.
-            publish: records and delivers an event.
-
-        Raises:
-            ArgumentError: if the folder does not exist.
-            CheckpointError: if a value cannot be stored, or the file cannot be written.
-        """
+        """Write the content to a file, and publish an event. The arguments and errors are as in `tensor_file.save`."""
         begun = time.perf_counter()
         try:
             tensor_file.save(path, KIND, self.tree(), keep=keep)
@@ -148,18 +138,16 @@ class ServerSnapshot(NamedTuple):
 
 
 class LoadedCheckpoint:
-    """A checkpoint that was read from a file.
+    """Content of a checkpoint file.
 
     Args:
         path: the path of the file.
-        tree: the tree of a
-            [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], if the caller has
-            read it from a larger file; `None` to read the file.
+        tree: the result of `ServerSnapshot.tree`, if the checkpoint is part of a larger file; `None` to read the file.
 
     Attributes:
         time: the time of the snapshot, in seconds of the clock.
-        position: the name of the journal, the number of its first record after the checkpoint, and the checksum over
-            the records before it. Without a journal: a name of the checkpoint, 0 and an empty string.
+        position: the name of the journal, the log sequence number of the first record after the checkpoint, and the
+            checksum of all previous records. Without a journal: a name of the checkpoint, 0 and an empty string.
 
     Raises:
         CheckpointError: if the file is truncated, altered, or not a checkpoint of a server. The message names an older
@@ -184,15 +172,12 @@ class LoadedCheckpoint:
 
     @property
     def memory(self) -> MemoryPolicy:
-        """The saved memory policy, without its folder."""
+        """The saved memory policy, without the folder."""
         return MemoryPolicy.of_tree(self._tree["options"]["memory"])
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits of a replay, which accept each journaled update.
-
-        Another processor may round the norm or the cosine of an update differently.
-        """
+        """The limits for a journal replay, which accept each recorded update on a processor with other rounding."""
         limits = self.limits
         update = replace(
             limits.update,
@@ -204,7 +189,7 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return the checkpoint with the content after a replay, which had its own clock and limits."""
+        """Return the checkpoint with the content `tree` after a replay, but with the saved clock and options."""
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
     def check_compatible(
@@ -212,21 +197,18 @@ class LoadedCheckpoint:
     ) -> None:
         """Check that the space, the rule and the clock equal the saved ones.
 
-        A replaced rule of the same class resumes with the saved state. A rule of another class starts without it.
-
         Args:
             space: the space of the models.
             rule: the aggregation rule.
             clock: the clock.
-            replace: accept another rule or clock.
-            label: the argument that the caller passed the space as.
+            replace: whether to accept another rule or clock, as in `Server.resume`.
+            label: the caller's name of the argument `space`.
 
         Raises:
-            CheckpointError: naming the first difference; also with `replace`, if the clip or the noise of `Private`
-                differs.
+            CheckpointError: if a value differs. The message names the first difference.
 
         Warns:
-            RuntimeWarning: if the machine differs, as results may then differ bitwise.
+            RuntimeWarning: if the machine differs, because results may then differ bitwise.
         """
         check_is_manifold(space)
         told = first_difference(label, self._tree["space"], fingerprint(label, space))
@@ -249,14 +231,13 @@ class LoadedCheckpoint:
                 )
 
     def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
-        """Return the saved model as the start of a server, and the saved options.
+        """Return the saved model as an initial model, and the saved options.
 
-        Args:
-            policies: the policies of the buffers; `None` for the saved ones.
+        `policies` are the policies of the buffers. `None` means the saved policies.
         """
         start = InitialModel(self.model)
         if self.buffer_policies:
-            # As patterns, whatever is in the names.
+            # A name may contain special characters of glob patterns.
             saved = {glob.escape(name): policy for name, policy in self.buffer_policies.items()}
             buffers = dict(buffers_from_tree(self._tree["buffers"]))
             start = InitialModel(self.model, buffers, saved if policies is None else policies)
@@ -265,12 +246,12 @@ class LoadedCheckpoint:
     def restore_state(
         self, fresh: ServerState, time: float, weights: Any, on_free: Callable[[Tensor], object] | None
     ) -> ServerState:
-        """Return the server state.
+        """Return the saved state of the server.
 
         Args:
-            fresh: the state of a new server with these options.
+            fresh: the state of a new server with the same model and options.
             time: the current time, in seconds of the clock. Tickets keep their ages.
-            weights: the weights that the caller passed; `None` for the saved weights.
+            weights: the `weights` argument of the server; `None` for the saved weights.
             on_free: a function that receives the memory of models without references.
 
         Raises:
@@ -291,13 +272,13 @@ class LoadedCheckpoint:
         tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
-            # A ticket that was issued while the clock was ahead is as old as one that is issued now.
+            # If the clock was ahead, the age is negative. The ticket then counts as issued now.
             tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
             closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
         rows = list(_decode_rows(tree["history"]))
-        # Numbered as they were: older ones are gone.
+        # The rows keep their numbers. Older rows were discarded.
         first = tree["updates"] - len(rows)
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
         for row in rows:
@@ -315,11 +296,7 @@ class LoadedCheckpoint:
         return state.without_stale_versions(state.store.entries)
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
-        """Restore the state of the averaging object.
-
-        Raises:
-            ArgumentError: if its class is not that of the saved object.
-        """
+        """Restore the state of the average; raise `ArgumentError` if `averaging` has another class."""
         saved = self._tree["averaging"]
         if saved is None:
             return
@@ -342,7 +319,7 @@ class LoadedCheckpoint:
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
     ) -> Store:
         current = ("version", self._tree["version"])
-        # The same object as in the new server, so that its memory is reused after the last reference.
+        # The memory of this object is reused after the last reference to the object.
         store = Store().retain(current, fresh.store.find(fresh.current_key))
         holders = Counter(ticket.base_key for ticket in tickets.values())
         for _ in range(holders[current]):
@@ -360,8 +337,8 @@ def check_storable(space: Manifold, rule: Rule, weights: Any, clock: Callable[[]
     """Check that a file can store these arguments of a server, so that a later checkpoint does not fail.
 
     Raises:
-        CheckpointError: naming a function without an importable name.
-        ArgumentError: naming a client that is neither a string nor an integer.
+        CheckpointError: if an argument contains a function without an importable name.
+        ArgumentError: if a client is neither a string nor an integer.
     """
     fingerprint("space", space)
     fingerprint("rule", rule)
@@ -371,11 +348,7 @@ def check_storable(space: Manifold, rule: Rule, weights: Any, clock: Callable[[]
 
 
 def check_storable_client(client: Any) -> None:
-    """Check that a file can store a client's name.
-
-    Raises:
-        ArgumentError: if it is neither a string nor an integer.
-    """
+    """Raise `ArgumentError` if the name of a client is neither a string nor an integer."""
     if type(client) is not str and type(client) is not int:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
@@ -383,7 +356,7 @@ def check_storable_client(client: Any) -> None:
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:
-    """Describe the machine properties that influence the bits of results."""
+    """Return the properties of the machine that influence the bits of results."""
     device = model.device
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
@@ -393,7 +366,7 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored trees, the oldest first, and the keys of the trees that cannot be read any more."""
+    """Return the stored trees, the oldest first, and the keys of the trees whose files were altered."""
     store = state.store
     kept = []
     lost = set()
@@ -405,14 +378,14 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise
-            # These tickets cannot accept an update any more.
+            # The tickets with this base can accept no update.
             LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost
 
 
 def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
-    """Encode history rows as lists of values; the column names are written once."""
+    """Encode history rows as lists of values, with each list of column names only once."""
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}

@@ -1,4 +1,4 @@
-"""Fingerprints of rules and spaces: plain values that a file stores and a later process compares."""
+"""Fingerprints of rules and spaces: plain values for a file, which a later process compares."""
 
 import functools
 import hashlib
@@ -22,23 +22,23 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = ["fingerprint", "first_difference", "import_path", "qualified_name", "rule_difference"]
 
 BUILTIN_OWNERS = (types.ModuleType, types.NoneType)
-"""To these belong what Python calls built-in functions."""
+"""The types of `__self__` of functions that Python calls built-in methods."""
 MAX_VALUE_CHARS = 60
-"""Letters of a value in a message."""
+"""The maximum number of characters of a value in a message."""
 
 
 def fingerprint(name: str, value: Any) -> Tree:
-    """Return the fingerprint of a value: plain values, names of functions and classes, class and content of objects.
+    """Return the fingerprint of a value, as a tree of plain values.
 
-    Two fingerprints are equal if the values behave alike, as far as names show. Tensors and modules are identified by a
-    digest of their content.
+    The fingerprint contains the names of functions and classes, the fields of objects, and digests of tensors. It does
+    not contain the code of functions and classes.
 
     Args:
         name: the name of the value in messages.
-        value: a rule, a space, a schedule, or a part of one.
+        value: a rule, a space, a schedule, or a part of these.
 
     Raises:
-        CheckpointError: if the value contains a lambda or a nested function, because several of them can share a name.
+        CheckpointError: if the value contains a lambda or a nested function, because their names are not unique.
 
     Example:
         >>> from manifoldagg.federated.schedules import Cosine
@@ -52,18 +52,18 @@ def fingerprint(name: str, value: Any) -> Tree:
     try:
         return _fingerprint(name, value)
     except RecursionError:
-        raise CheckpointError(f"{name}: expected what does not contain itself") from None
+        raise CheckpointError(f"{name}: expected a value that does not contain itself") from None
 
 
 def qualified_name(name: str, function: Any) -> str | None:
-    """Return the qualified name of a callable, independent of the object it is bound to; `None` for `None`.
+    """Return the qualified name of a callable or `None`. The name of a method does not depend on the object.
 
     Args:
-        name: the name of the function in messages.
+        name: the name of the callable in messages.
         function: the callable.
 
     Raises:
-        CheckpointError: if it is a lambda or a nested function.
+        CheckpointError: if the callable is a lambda or a nested function.
 
     Example:
         >>> import time
@@ -106,13 +106,13 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
-    """Return why a rule cannot continue from the state of a saved rule; `None` if it can.
+    """Return the reason why a rule cannot use the state of a saved rule; `None` if there is no reason.
 
     Args:
         saved: the fingerprint of the saved rule.
         current: the fingerprint of the rule.
-        replace: whether another rule may continue. The clip and the noise of `Private` cannot be replaced, because its
-            participations so far were counted with them.
+        replace: whether to accept another rule. The clip and the noise of `Private` cannot be replaced, because the
+            privacy loss so far depends on them.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync
@@ -132,7 +132,7 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
 
 
 def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
+    """Return the clip and the noise in the fingerprint of a private rule; `None` for other rules."""
     fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
     if "clip" in fields and "noise" in fields:
         return fields["clip"], fields["noise"]
@@ -140,7 +140,7 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Return the difference between two entries of fingerprints. A field has a name, any other entry does not."""
+    """Return the first difference of two entries with the same key. The message contains the names of fields."""
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
         return next((told for told in found if told is not None), None)
@@ -176,7 +176,7 @@ def _fingerprint(name: str, value: Any) -> Tree:
     if isinstance(value, nn.Module):
         return kind | _fingerprint_fields(name, value.state_dict())
     if is_dataclass(value):
-        # What does not count where values are compared does not count here.
+        # Fields that equality ignores are not part of the fingerprint.
         return kind | _fingerprint_fields(
             name, {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         )
@@ -204,7 +204,7 @@ def import_path(value: Any) -> str:
 
 
 def _importable_path(name: str, function: Any) -> str:
-    """Return the importable name of a function."""
+    """Return the import path of a function; raise `CheckpointError` if importing it does not return the function."""
     module = getattr(function, "__module__", None) or ""
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules[module])
