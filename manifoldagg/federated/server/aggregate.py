@@ -78,6 +78,11 @@ class AggregateState:
     pending_buffers: PendingBuffers | None = None
     client_states: Mapping[Hashable, ClientState] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, state: State) -> "AggregateState":
+        """Return the state that `aggregate` returned as an `AggregateState`."""
+        return state if isinstance(state, AggregateState) else cls(state)
+
 
 class StepResult(NamedTuple):
     """The result of a step: the new model, the next state, the metrics, and whether the model moved."""
@@ -232,7 +237,7 @@ def aggregate_step(
         memory = None if plan.uses_tensor_lists else empty_like(here)
         if out is not None:
             target, memory = _open_target(inputs, out, memory)
-        kept = state if isinstance(state, AggregateState) else AggregateState(state)
+        kept = AggregateState.of(state)
         before, received = _step_inputs(inputs, info, kept)
         newest, start, now = inputs.models[f"{inputs.name}: "], inputs.models[BASE], inputs.models[CURRENT]
         hint = None if info.difference else f"pass {difference_option} for a difference"
@@ -382,7 +387,7 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
     """Raise the error of a step with the name of the argument of `aggregate` that caused it."""
     plan, space, _, models, (here, _, *points), _ = inputs
-    own = state.state if isinstance(state, AggregateState) else state
+    own = AggregateState.of(state).state
     # The models have been checked, so a row that does not match is part of the state.
     if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
         expected = f"a state that {type(plan.rule).__name__} returned for such models, or None"

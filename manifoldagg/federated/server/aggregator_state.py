@@ -103,11 +103,7 @@ class AggregatorState(NamedTuple):
         )
 
     def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
-        """Return the state after the update of a task, and the version of the model.
-
-        Raises:
-            ArgumentError: if another thread has cancelled the task.
-        """
+        """Return the state after an update, and the version; raise `ArgumentError` if the task was cancelled."""
         after = self.without_task(task)
         after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
         if not result.has_moved:

@@ -31,7 +31,7 @@ from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
-from manifoldagg.federated.types import ClientState, Message, Rule, State, check_parameter_space
+from manifoldagg.federated.types import ClientState, Message, Rule, check_parameter_space
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds import ParameterSpace
@@ -256,16 +256,7 @@ class AsyncAggregator:
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The current staleness of each task in flight, by client and task name. The name may be `None`.
-
-        Example:
-            >>> import torch
-            >>> from manifoldagg.federated.rules import FedAsync
-            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
-            >>> _ = aggregator.checkout("ward-7")
-            >>> aggregator.in_flight
-            {('ward-7', None): 0}
-        """
+        """The current staleness of each task in flight, by client and task name. The name may be `None`."""
         now = self._state.value
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
@@ -276,7 +267,7 @@ class AsyncAggregator:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
         """
         now = self._state.value
-        held = _as_aggregate_state(now.state)
+        held = AggregateState.of(now.state)
         waiting = held.pending_buffers
         tree = {
             "rule": fingerprint("rule", self._rule),
@@ -318,13 +309,8 @@ class AsyncAggregator:
         A resumed aggregator has the tasks of the saved aggregator in flight. Submit their updates, `cancel` them, or
         check them out again with `restart=True`.
 
-        Args:
-            path: the file that `save` wrote.
-            rule: the rule, as in the constructor.
-            model: the initial model. A resumed aggregator only returns its models in the same format.
-            weights: the weights of the clients, as in the constructor.
-            space: the space of the models, as in the constructor.
-            replace: whether to accept other options of the rule, as in `load`.
+        `path` is the file that `save` wrote, and `replace` is as in `load`. The other arguments are as in the
+        constructor. A resumed aggregator ignores the values of `model`.
 
         Raises:
             ArgumentError: if an argument is invalid, or the file contains another rule or model.
@@ -404,7 +390,7 @@ class AsyncAggregator:
         current = check_count("state: version", tree["version"], at_least=0)
         point = self._point(models[current])
         if not has_structure(tree["state"], self._rule.init(self._space, point)):
-            raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
+            raise ArgumentError(f"state: state: expected the state of {type(self._rule).__name__} for this model")
         state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
         kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
         record = AggregatorState(current, state, weights, Store().retain(version_key(current), kept[current]))
@@ -413,7 +399,8 @@ class AsyncAggregator:
             place = (client, check_client(task, "task"))
             if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
-                    f"state: in_flight: expected one of {short_repr(client)} by each name, of a version up to {current}"
+                    f"state: in_flight: expected one task of {short_repr(client)} with each name, and a version up to "
+                    f"{current}"
                 )
             record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
@@ -422,7 +409,7 @@ class AsyncAggregator:
         """Return the start model of a client, and whether the rule chose another model than the current one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
-        held = _as_aggregate_state(now.state)
+        held = AggregateState.of(now.state)
         sent, apart = self._make_message(
             ModelState(point, held.state, version=now.version), held.client_states.get(client)
         )
@@ -450,10 +437,6 @@ class AsyncAggregator:
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
-
-
-def _as_aggregate_state(state: State) -> AggregateState:
-    return state if isinstance(state, AggregateState) else AggregateState(state)
 
 
 def _weights_spec(weights: Weights) -> str | dict[Any, int]:

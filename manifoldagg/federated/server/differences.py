@@ -26,16 +26,10 @@ def check_flat(space: ParameterSpace) -> None:
 def apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
-    """Return the sum of the base and the difference.
-
-    Args:
-        layout: the layout of the model, which the entries of the base match.
-        base: the base.
-        difference: the difference of models.
-        label: the start of error messages.
+    """Return the sum of the base, whose entries match the layout, and the difference.
 
     Raises:
-        StateDictError: if the difference does not match the layout.
+        StateDictError: if the difference does not match the layout. The message starts with `label`.
     """
     layout.check_entries(difference, label)
     return {name: _add(base[name], difference[name]) for name in difference}

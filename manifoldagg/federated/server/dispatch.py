@@ -24,11 +24,7 @@ BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """Check that the dtype of stored bases is narrower than `dtype`, or `None`.
-
-    Raises:
-        ArgumentError: if `base_dtype` is not narrower, or a rounded model could leave the space.
-    """
+    """Return the dtype of stored bases; raise `ArgumentError` if it is not narrower than the models' dtype."""
     if base_dtype is not None:
         check_choice("base_dtype", base_dtype, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
         if not (space.flat or space.ambient):
@@ -39,13 +35,7 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
 
 
 class TicketIssuer:
-    """Issuer of tickets for the current model.
-
-    Args:
-        core: the state, the rule and the clock of the server.
-        base_dtype: the dtype of stored bases; `None` for the dtype of the models.
-        durability: the journal, which must contain the base of each ticket.
-    """
+    """Issuer of tickets for the current model. `base_dtype` is the dtype of stored bases, if it differs."""
 
     def __init__(self, core: ServerCore, base_dtype: torch.dtype | None, durability: DurabilityManager) -> None:
         self._core = core
@@ -55,13 +45,8 @@ class TicketIssuer:
     def issue(self, client: Hashable, *, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None]:
         """Issue a ticket for the current model, and return the ticket and the stored base.
 
-        Args:
-            client: the name of a client, which the caller has checked.
-            retain_base: whether the server stores the base.
-            copies: whether the message has its own memory.
-
         Raises:
-            ArgumentError: if the server was closed, or the rule does not return a message of its space.
+            ArgumentError: if the server was closed, or the rule returns an invalid message.
             BusyError: if `max_in_flight` tickets are in flight.
         """
         # The loop repeats only if another thread has moved the model in the meantime.
@@ -77,7 +62,7 @@ class TicketIssuer:
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
-        """Issue a ticket; return `None` if another thread has moved the model and the version is no longer retained.
+        """Issue a ticket; return `None` if another thread has moved the model and released the version.
 
         A concurrent checkpoint may not contain this version, so a journal replay could not find it.
         """
@@ -123,19 +108,10 @@ def make_message(
     *,
     copies: bool = True,
 ) -> tuple[Message, bool]:
-    """Build the rule's message to a client.
+    """Build the rule's message to a client, and return whether the rule replaced the base by another start model.
 
-    Args:
-        space: the space of the models.
-        rule: the rule of the server.
-        model_state: the current model state.
-        client_state: the state that the server stores for the client.
-        base: the stored base; `None` for the current model.
-        copies: whether the message has its own memory. Otherwise, the message shares memory with the server and must
-            not be written.
-
-    Returns:
-        The message, and whether the rule replaced the base by another start model.
+    The base is `base`, or the current model if `base` is `None`. Without `copies`, the message shares memory with the
+    server and must not be written.
 
     Raises:
         ArgumentError: if the rule does not return a message of this space.

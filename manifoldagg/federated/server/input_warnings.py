@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import short_repr, warn_caller
+from manifoldagg._validation import warn_caller
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import VARIANCE_SUFFIX
 from manifoldagg.federated.pytrees import upcast_8bit
@@ -21,7 +21,6 @@ __all__ = [
     "warn_if_adapter_factors",
     "warn_if_difference",
     "warn_if_integers_change",
-    "warn_if_not_share",
 ]
 
 MAX_NORM_RATIO = 0.1
@@ -47,16 +46,8 @@ def warn_about_update(
 ) -> None:
     """Warn about a client's model that is probably a difference of models, or that changes integers.
 
-    Args:
-        name: the argument with the update, for the message.
-        space: the space of the models.
-        update: the client's model.
-        base: the model that the client started from.
-        current: the server's model.
-        hint: how to pass a difference, for the message; `None` if the update is a difference.
-
-    Raises:
-        ArgumentError: for the same reason as in `warn_if_difference`.
+    The arguments are as in `warn_if_difference`. `current` is the server's model. If the update is a difference, `hint`
+    is `None`.
     """
     if hint is not None:
         read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
@@ -119,13 +110,6 @@ def warn_if_difference(
         if any(key.endswith(VARIANCE_SUFFIX) and _has_negative(tensor) for key, tensor in buffers):
             raise ArgumentError(told)
         warn_caller(told)
-
-
-def warn_if_not_share(name: str, weight: float) -> None:
-    """Warn about a weight above 1, which is probably a number of samples instead of a share of the data."""
-    if weight > 1:
-        how = "pass samples / total samples, and the sample count as samples="
-        warn_caller(f"{name}: expected the client's share of the data, at most 1, got {short_repr(weight)}; {how}")
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:

@@ -60,8 +60,7 @@ class PendingUpdate:
 class UpdateLock(OwnedLock):
     """Lock that serialises updates, and the queue of the updates that wait for the lock.
 
-    Args:
-        max_queued: the number of updates that may wait while another update runs. `None` disables the limit.
+    `max_queued` is the number of updates that may wait while another update runs. `None` disables the limit.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -71,8 +70,6 @@ class UpdateLock(OwnedLock):
         ...     lock.enqueue(update)
         ...     lock.tickets, lock.num_queued
         (['ticket'], 1)
-        >>> lock.tickets
-        []
     """
 
     def __init__(self, max_queued: int | None) -> None:

@@ -1,7 +1,7 @@
 """The options of a server: the initial model, the limits and the memory policy."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +40,6 @@ class InitialModel(KeywordHints):
     point: Tensor
     buffers: Mapping[str, Tensor] | None = None
     buffer_policy: BufferPolicy = ()
-
-    @classmethod
-    def of(cls, start: "Tensor | InitialModel") -> "InitialModel":
-        """Return the initial model of a `start` argument, which may be a point without buffers."""
-        return start if isinstance(start, InitialModel) else cls(start)
 
 
 @dataclass(frozen=True)
@@ -94,13 +89,9 @@ class ServerLimits(KeywordHints):
             return cls(limits)
         return check_option("limits", limits, ServerLimits)
 
-    def tree(self) -> dict[str, Any]:
-        """Return the limits as plain values for `of_tree`."""
-        return asdict(self)
-
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "ServerLimits":
-        """Return the limits that `tree` converted to plain values."""
+        """Return the limits that `dataclasses.asdict` converted to plain values."""
         return cls(**{**tree, "update": UpdateLimits(**tree["update"])})
 
 

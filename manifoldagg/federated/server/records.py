@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from immutables import Map
@@ -32,12 +33,8 @@ HistoryRow = dict[str, object]
 class PendingTicket(NamedTuple):
     """A ticket in flight.
 
-    Attributes:
-        client: the client of the ticket.
-        version: the version of the dispatched model.
-        base_key: the store key of the base; `None` if the server does not store the base.
-        issued_at: the dispatch time in seconds of the clock.
-        custom_start: whether the client starts from a model that the rule chose instead of the base.
+    `base_key` is `None` if the server does not store the base. `issued_at` is in seconds of the clock. `custom_start`
+    states whether the rule chose another start model than the base.
     """
 
     client: Hashable
@@ -58,8 +55,6 @@ class AppliedUpdate(NamedTuple):
     """An update and the result of its step, before the server publishes them.
 
     Attributes:
-        ticket_id: the id of the ticket.
-        ticket: the ticket.
         reported_samples: the sample count that the client reported, before the cap.
         update: the input of the step.
         after: the model state after the step.
@@ -113,7 +108,8 @@ class PendingLog(NamedTuple):
     rejected: Map[str, int]
 
 
-class Subscription(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Subscription:
     """A subscriber, and the number of the first event that it receives."""
 
     callback: Callback

@@ -31,11 +31,17 @@ from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.events import Callback
-from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
 from manifoldagg.federated.server.records import HistoryRow
 from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, ServerState
-from manifoldagg.federated.server.state_dicts import field_names, payload_loader
+from manifoldagg.federated.server.state_dicts import (
+    MODEL_NAMES,
+    field_names,
+    initial_model,
+    model_space,
+    payload_loader,
+    resumed_space,
+)
 from manifoldagg.federated.server.update_processor import UpdateProcessor
 from manifoldagg.federated.server.validation import PayloadSchema, check_rule, check_start, initial_state
 from manifoldagg.federated.step import StepPlan
@@ -130,7 +136,7 @@ class Server:
         averaging: Averaging | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        start = InitialModel.of(start)
+        start = start if isinstance(start, InitialModel) else InitialModel(start)
         first = check_start(space, start.point)
         check_rule(rule, "Server(space, rule, start)")
         limits = ServerLimits.of(limits)
@@ -162,7 +168,7 @@ class Server:
         self._core = ServerCore(self._state, space, rule, clock, averaging)
         self._dispatcher = EventDispatcher(self._state)
         self._evictor = Evictor(self._state, memory.limit, Spill(memory.spill))
-        options = {"limits": limits.tree(), "memory": memory.tree(), "policies": policies}
+        options = {"limits": dataclasses.asdict(limits), "memory": memory.tree(), "policies": policies}
         self._durability = DurabilityManager(self._core, options, self._dispatcher.publish)
         self._issuer = TicketIssuer(self._core, base_dtype, self._durability)
         plan = StepPlan(space, rule, policies, limits.update)
@@ -214,9 +220,9 @@ class Server:
         """
         space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling)
         check_rule(rule, "Server.of(model, rule)")
-        point, buffers = initial_model(space, model)
+        start = initial_model(space, model, policies)
         with renamed_arguments(MODEL_NAMES):
-            return cls(space, rule, InitialModel(point, buffers, policies), **options)
+            return cls(space, rule, start, **options)
 
     @classmethod
     @suggests_keywords("Server.open", __init__)
@@ -236,16 +242,15 @@ class Server:
         After a restart, `orphaned_tickets` lists the interrupted tasks: dispatch them again, or `drop` their tickets.
 
         Args:
-            path: the checkpoint, as in `resume`.
+            path: the checkpoint, as in `resume`. Pass the same path in the option `durability`.
             space: the space of the models.
             rule: the aggregation rule, as in `resume`.
-            start: the initial model, as in the constructor. A resumed server ignores it.
+            start: the initial model. A resumed server ignores it.
             replace: whether to accept another rule or clock, as in `resume`.
-            **options: keyword arguments of the constructor, such as `durability` with a checkpoint of the same path.
+            **options: keyword arguments of the constructor.
 
         Raises:
             CheckpointError: for the same reasons as in `resume`.
-            ArgumentError: if an argument is invalid.
         """
         check_rule(rule, "Server.open(path, space, rule, start)")
         journal = check_option("durability", options.get("durability", Durability()), Durability).journal
@@ -283,17 +288,15 @@ class Server:
         Args:
             path: a file of `save` or of automatic checkpoints. It may be missing if the journal contains the complete
                 state.
-            model: a module or a state dict with the same parameters and buffers as the saved model, or a space that
-                equals the saved space. Its values are ignored.
+            model: a module or a state dict with the same parameters and buffers as the saved model, whose values are
+                ignored; or a space that equals the saved space. For a module or a state dict, `manifolds`, `adapters`
+                and `scaling` are as in `of`.
             rule: a rule that equals the saved rule. Functions in the rule, and the clock, are compared by their names.
             replace: whether to accept another rule or clock. A rule of the same class resumes with its state and the
                 client states. Another class starts without them, and buffered updates are lost. The clip and the noise
                 of `Private` cannot be replaced, because they determine the privacy loss so far.
             ignore_journal: whether to resume without the updates that only the journal of the checkpoint contains.
             buffer_policy: the policies of the buffers, as in `of`; `None` for the saved policies.
-            manifolds: the manifolds of a module or a state dict, as in `of`.
-            adapters: whether factors in a state dict are adapters, as in `of`.
-            scaling: the scaling of adapters in a state dict, as in `of`.
             **options: keyword arguments of the constructor.
 
         Raises:
@@ -419,14 +422,11 @@ class Server:
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Dispatch the current model like `dispatch`, but without a copy of the model.
-
-        Use this method to serialise the model immediately. The message shares memory with the server, which reuses the
-        memory after the last reference to the stored base is deleted.
+        """Dispatch the current model like `dispatch`, but without a copy, for callers that serialise it immediately.
 
         Returns:
-            The ticket, whose message must not be written; and the stored base, which the caller must keep while it
-            reads the message.
+            The ticket, whose message shares memory with the server and must not be written; and the stored base. Keep a
+            reference to the base while you read the message, because the server then reuses the memory.
         """
         return self._dispatch(client, True, copies=False)
 
@@ -437,13 +437,10 @@ class Server:
         self._updates.expire()
         client = self._state.value.weights.check(client)
         self._durability.check_client(client)
-        journal = self._durability.journal
-        if journal is not None:
-            journal.retry_if_failed()
+        if self._durability.journal is not None:
+            self._durability.journal.retry_if_failed()
         issued = self._issuer.issue(client, retain_base=retain_base, copies=copies)
-        if journal is not None:
-            journal.write()
-        self._updates.deliver_events()
+        self._updates.flush()
         return issued
 
     @no_grad
@@ -482,8 +479,7 @@ class Server:
                 warning is raised as an error, nothing has changed. See
                 [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
-        Cost: the cost of the rule's step. For rules with `accepts_tensor_lists`, the server does not read the model a
-        second time: the Gram matrix shows whether the update is finite.
+        Cost: the cost of the rule's step. Most rules do not require another pass to check that the update is finite.
         """
         # `issubclass` of the type is safe, whereas `__class__` of an untrusted object may be wrong or raise.
         if callable(payload) and not issubclass(type(payload), NOT_CALLED):
@@ -526,10 +522,7 @@ class Server:
         return self._updates.receive(_id_of(ticket), client, field_names(model), load=load)
 
     def drop(self, ticket: str | Ticket) -> None:
-        """Drop a ticket whose update will not arrive.
-
-        Args:
-            ticket: the ticket or its id.
+        """Drop a ticket whose update will not arrive. The argument is the ticket or its id.
 
         Raises:
             ArgumentError: if the ticket is unknown or was used.
@@ -538,20 +531,16 @@ class Server:
         self._updates.lock.check_process()
         ticket_id = _id_of(ticket)
         self._state.update(lambda now: (now.with_dropped_ticket(ticket_id), None))
-        if self._durability.journal is not None:
-            self._durability.journal.write()
-        self._updates.deliver_events()
+        self._updates.flush()
 
     def expire(self) -> list[str]:
-        """Expire the tickets that are older than `timeout` seconds. `dispatch` and `receive` also do this.
+        """Expire the tickets that are older than `timeout` seconds, and return their ids, the oldest first.
 
-        Returns:
-            The ids of the expired tickets, the oldest first.
+        `dispatch` and `receive` also expire tickets.
         """
         self._updates.lock.check_process()
         expired = self._updates.expire()
-        if self._durability.journal is not None:
-            self._durability.journal.write()
+        self._updates.flush()
         return expired
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
@@ -567,9 +556,6 @@ class Server:
 
         Returns:
             A function that unsubscribes the callback.
-
-        Raises:
-            ArgumentError: if `callback` is not callable.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -616,12 +602,8 @@ class Server:
     def capped_samples(self, client: Hashable, samples: int) -> int:
         """Return the sample count of a client for weighted means over clients.
 
-        This is the count in a mapping `weights`. For other weights, it is `samples`, capped by
+        This is the count in a mapping `weights`. For other weights, it is the reported count `samples`, capped by
         `UpdateLimits.samples_factor`.
-
-        Args:
-            client: the name of the client.
-            samples: the number of samples that the client reports.
         """
         weights = self._state.value.weights
         # The server does not cap reports that its own weights do not use.
@@ -629,9 +611,7 @@ class Server:
         return weights.sample_counts.get(client) or observed.capped(client, samples)
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """Return a copy of the average (P,), or of the current model without an average.
-
-        The method waits for a running update.
+        """Return a copy of the average (P,), or of the current model without an average, after a running update.
 
         Raises:
             ArgumentError: if the method is called from within an update or a journal write.
@@ -687,15 +667,14 @@ class Server:
     def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint and replace the existing file atomically.
 
-        The checkpoint contains the model and its buffers, the rule's state, the client states, the tickets in flight
-        with their bases, the receipts, the weights, the history, and the state of the average. `save` waits for a
+        The checkpoint contains the complete state of the server and the state of the average. `save` waits for a
         running update. Later updates run while the file is written.
 
-        A checkpoint to the path of the automatic checkpoints lets the journal delete older records. Without automatic
-        checkpoints, every checkpoint does.
+        The journal deletes the records before the checkpoint. If the server has automatic checkpoints, the journal
+        deletes them only if `path` is the path of the automatic checkpoints.
 
         Args:
-            path: the path of the file. `None` means the path of the automatic checkpoints, with older files as there.
+            path: the path of the file; `None` for the path of the automatic checkpoints.
 
         Raises:
             ArgumentError: if the folder does not exist, `path` is missing, the server was closed, or the method is
@@ -703,8 +682,6 @@ class Server:
             CheckpointError: if a value cannot be stored, such as a lambda in the rule or a client that is neither a
                 string nor an integer; or if the file cannot be written. The older file is then unchanged.
             SpillError: if the file of a client state was altered.
-
-        Cost: one pass over the complete state.
         """
         self._updates.check_may_wait()
         self._durability.save(path, self._updates.snapshot)

@@ -94,12 +94,7 @@ class ServerState(NamedTuple):
         return ("version", self.model_state.version)
 
     def check_capacity(self) -> None:
-        """Check that another ticket can be issued.
-
-        Raises:
-            ArgumentError: if the server was closed.
-            BusyError: if `max_in_flight` tickets are in flight.
-        """
+        """Raise `ArgumentError` if the server was closed, or `BusyError` if `max_in_flight` tickets are in flight."""
         if self.is_closed:
             raise ArgumentError(SERVER_CLOSED)
         most = self.limits.max_in_flight
@@ -170,10 +165,7 @@ class ServerState(NamedTuple):
     def make_update(self, ticket: PendingTicket, payload: Payload, recorded: Mapping[str, Any] | None = None) -> Update:
         """Return the update of a validated payload, with the base and the client state.
 
-        Args:
-            ticket: the ticket of the payload.
-            payload: the validated payload.
-            recorded: the sample count and the weights of the original run, in a journal replay.
+        In a journal replay, `recorded` contains the sample count and the weights of the original run.
 
         Raises:
             SpillError: if the file of the base or of the client state was altered.
@@ -200,11 +192,7 @@ class ServerState(NamedTuple):
         )
 
     def with_update(self, applied: AppliedUpdate) -> tuple["ServerState", Receipt]:
-        """Return the state with an applied update, and its receipt.
-
-        Raises:
-            ArgumentError: if the ticket was dropped or the server was closed.
-        """
+        """Return the state with an applied update, and its receipt; raise `ArgumentError` if the ticket was closed."""
         ticket_id = applied.ticket_id
         client = applied.ticket.client
         # `drop` and `close` do not wait for a running update.
@@ -421,15 +409,7 @@ class ServerState(NamedTuple):
 
 
 class ServerCore(NamedTuple):
-    """The parts of a server that its collaborators share.
-
-    Attributes:
-        state: the reference to the current state.
-        space: the space of the models.
-        rule: the aggregation rule.
-        clock: the clock of the server, which returns seconds.
-        averaging: the average that receives every new version; `None` without an average.
-    """
+    """The parts of a server that its collaborators share."""
 
     state: AtomicReference[ServerState]
     space: Manifold

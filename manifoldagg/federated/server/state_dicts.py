@@ -1,5 +1,6 @@
-"""Conversion of the state dicts that clients return to payloads."""
+"""Conversion of modules and state dicts: to the space and the initial model of a server, and to payloads."""
 
+import glob
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,20 +10,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import is_finite
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.server.input_warnings import warn_if_difference
+from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
+from manifoldagg.federated.server.options import InitialModel
 from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
 from manifoldagg.federated.types import Payload, Rule, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import stack
-from manifoldagg.manifolds import LowRank, ParameterSpace
-from manifoldagg.manifolds.layout import EXTRA_STATE
+from manifoldagg.manifolds import LowRank, Manifold, ParameterSpace
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
+from manifoldagg.manifolds.layout import EXTRA_STATE, tensors_of
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.manifolds.parameters import check_unscaled
 
-__all__ = ["field_names", "payload_loader"]
+__all__ = ["MODEL_NAMES", "field_names", "initial_model", "model_space", "payload_loader", "resumed_space"]
+
+MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
+"""The argument `model` in error messages, where the code checks a space or a point."""
+
+
+def model_space(
+    model: torch.nn.Module | Mapping[str, Tensor],
+    buffer_policy: BufferPolicy,
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+    *,
+    is_resumed: bool = False,
+) -> tuple[ParameterSpace, BufferPolicy]:
+    """Return the space of a model and the policies of the buffers. The arguments are as in `Server.of`."""
+    kinds, usage = "a torch.nn.Module or a state dict", "Server.of(model, rule)"
+    if is_resumed:
+        kinds, usage = "a torch.nn.Module, a state dict or a Manifold", "Server.resume(path, model, rule)"
+    if not isinstance(model, torch.nn.Module | Mapping):
+        raise ArgumentError(f"model: expected {kinds}, got {short_repr(model)}; write {usage}")
+    with renamed_arguments(MODEL_NAMES):
+        try:
+            if isinstance(model, torch.nn.Module):
+                _check_module_options(adapters, scaling)
+                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy)
+            else:
+                space = ParameterSpace.of_state_dict(
+                    tensors_of(model),
+                    manifolds,
+                    buffer_policy=buffer_policy,
+                    adapters=False if adapters is None else adapters,
+                    scaling=scaling,
+                )
+        except StateDictError as error:
+            raise StateDictError(f"model: {str(error).removeprefix('source: ')}") from None
+    if adapters is None and not isinstance(model, torch.nn.Module):
+        warn_if_adapter_factors("model", model, "pass adapters=True for their products, or adapters=False")
+    space.layout.check_parameters("model")
+    return space, dict(space.buffer_policies)
+
+
+def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
+    """Check that the options for adapters have their defaults, because a space of a module has no adapters."""
+    if adapters is not None and check_choice("adapters", adapters, (True, False)):
+        raise ArgumentError(
+            "adapters: expected False for a module, got True; pass the state dict "
+            "that get_peft_model_state_dict of PEFT returns"
+        )
+    check_unscaled(scaling)
+
+
+def initial_model(
+    space: ParameterSpace, model: torch.nn.Module | Mapping[str, Tensor], policies: BufferPolicy
+) -> InitialModel:
+    """Return the initial model of a server, with copies of the buffers."""
+    with renamed_arguments(MODEL_NAMES):
+        (point,) = space.points({"model: ": space.stack_factors(tensors_of(model))})
+        return InitialModel(point, space.buffers(model), policies)
+
+
+def resumed_space(
+    model: torch.nn.Module | Mapping[str, Tensor] | Manifold,
+    saved_policies: Mapping[str, str],
+    buffer_policy: BufferPolicy | None,
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+) -> tuple[Manifold, BufferPolicy | None]:
+    """Return the space of a resumed server, and the policies of the buffers; `None` for the saved policies.
+
+    The arguments are as in `Server.resume`. `saved_policies` contains the policies of the checkpoint by buffer name.
+    """
+    if isinstance(model, Manifold):
+        for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
+            default = 1.0 if name == "scaling" else None
+            if not (value is default or (type(value) is float and value == default)):
+                raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
+        return model, buffer_policy
+    # A buffer name may contain special characters of glob patterns. In a sequence, a pattern may match no buffer.
+    saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
+    policies = saved if buffer_policy is None else buffer_policy
+    space, policies = model_space(model, policies, manifolds, adapters, scaling, is_resumed=True)
+    return space, None if buffer_policy is None else policies
 
 
 def payload_loader(
@@ -30,13 +118,7 @@ def payload_loader(
 ) -> Callable[[PendingTicket], Payload]:
     """Return a function that converts a client's state dicts to the payload of a ticket.
 
-    Args:
-        schema: the schema of the server's payloads.
-        rule: the aggregation rule.
-        model: one or more state dicts, or a function that returns them, as in `Server.receive_model`.
-        samples: the number of samples that the client trained on.
-        scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
-        state: the state of the server.
+    `model`, `samples` and `scaling` are as in `Server.receive_model`.
 
     Raises:
         ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
@@ -82,12 +164,6 @@ def _payload(
         current: the server's model (P,), for the check that the update is not a difference of models.
         load_base: a function that returns the model (P,) that the client started from; `None` if this is unknown.
         scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
-
-    Raises:
-        ArgumentError: if a model or a tensor is invalid. The message names it.
-
-    Warns:
-        UserWarning: if the model is probably a difference of models.
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
@@ -103,7 +179,7 @@ def _payload(
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
     if schema.accepts_nonfinite and not all(is_finite(x) for own in models.values() for x in own.values()):
-        # A rejection would reveal something about the update. A private rule counts it as a zero update instead.
+        # A rejection would reveal something about the update. A private rule counts the update as zero instead.
         nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
         return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]

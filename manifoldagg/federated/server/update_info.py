@@ -3,8 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from manifoldagg._validation import KeywordHints, check_choice, check_count, check_number
-from manifoldagg.federated.server.input_warnings import warn_if_not_share
+from manifoldagg._validation import KeywordHints, check_choice, check_count, check_number, short_repr, warn_caller
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds.lora.scaling import Scaling
 
@@ -54,4 +53,7 @@ class UpdateInfo(KeywordHints):
         check_choice("difference", self.difference, (True, False))
         if self.share is not None:
             check_number("share", self.share, above=0)
-        warn_if_not_share("weight", self.weight)
+        if self.weight > 1:
+            how = "pass samples / total samples, and the sample count as samples="
+            given = short_repr(self.weight)
+            warn_caller(f"weight: expected the client's share of the data, at most 1, got {given}; {how}")

@@ -49,17 +49,9 @@ class Request(NamedTuple):
 class UpdateProcessor:
     """Processor that validates, applies and publishes the updates of a server, one at a time.
 
-    Args:
-        core: the state, the clock and the average of the server.
-        schema: the schema of the payloads.
-        plan: the plan of the rule's step.
-        evictor: the evictor that runs after an update.
-        durability: the journal and the checkpoints.
-        dispatcher: the dispatcher of events.
-        free_list: the memory of released models, which the next step writes.
-
     Attributes:
         lock: the lock that an update holds while the server applies it.
+        free_list: the memory of released models, which the next step writes.
         recycle: a function that receives the memory of a released model; `None` if the average may store models.
     """
 
@@ -93,12 +85,8 @@ class UpdateProcessor:
     ) -> Receipt:
         """Process an update, write its journal record, and deliver its events.
 
-        Args:
-            ticket_id: the id of the ticket, of any type.
-            client: the client that returns the update, or `ANY_CLIENT`.
-            names: the fields of the payload, and the arguments of the caller that contain them.
-            payload: the payload, if `load` is `None`.
-            load: a function that returns the payload of a checked ticket.
+        The payload is `payload`, or the result of `load` for the checked ticket. `names` contains the argument of the
+        caller for each field of the payload.
         """
         journal = self._durability.journal
         try:
@@ -113,11 +101,7 @@ class UpdateProcessor:
         return receipt
 
     def replay(self, payload: Payload, recorded: Mapping[str, Any]) -> Receipt:
-        """Apply an update of a journal record with the recorded sample count and weights.
-
-        Raises:
-            ManifoldAggError: if the update is not valid.
-        """
+        """Apply an update of a journal record with the recorded sample count and weights."""
         self._state.value.pending(recorded["ticket"])
         request = Request(recorded["ticket"], ANY_CLIENT, {}, math.nan)
         receipt = self._apply(request, payload, b"", recorded=recorded)
@@ -139,23 +123,15 @@ class UpdateProcessor:
         return expired
 
     def check_may_wait(self) -> None:
-        """Reject calls that may not wait for a running update.
-
-        Raises:
-            ArgumentError: if this process is a fork, or the caller runs within an update or a journal write.
-        """
+        """Raise `ArgumentError` in a fork, within an update, and within a journal write."""
         self.lock.check_process()
         self.lock.check()
         self._durability.check_idle()
 
     def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
-        """Return the content of a checkpoint, between two updates.
+        """Return the content of a checkpoint, between two updates; raise `ArgumentError` if the server was closed.
 
-        Args:
-            enqueue: a function that receives the snapshot before the next update.
-
-        Raises:
-            ArgumentError: if the server was closed.
+        `enqueue` receives the content before the next update.
         """
         with self.lock.lock:
             self.notify_average()
@@ -177,6 +153,12 @@ class UpdateProcessor:
             self._state.update(lambda now: (now._replace(pending_notifications=now.pending_notifications[1:]), None))
             if failure is not None:
                 raise failure
+
+    def flush(self) -> None:
+        """Write the pending journal records, and deliver the pending events."""
+        if self._durability.journal is not None:
+            self._durability.journal.write()
+        self.deliver_events()
 
     def deliver_events(self) -> None:
         """Deliver pending events to subscribers, except within an update, which delivers them at its end."""

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree, Store, S
 from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
 from manifoldagg.federated.server.records import ClosedTicket, HistoryRow, PendingTicket
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import ServerCore, ServerState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.backends import selection
@@ -51,22 +51,18 @@ class ServerSnapshot(NamedTuple):
     """Immutable content of a checkpoint. A snapshot does not copy the state.
 
     Attributes:
+        core: the space, the rule and the clock of the server.
         server_state: the state of the server, whose versions the average has received.
-        space: the space of the models.
-        rule: the aggregation rule.
         options: the limits, the memory policy and the buffer policies as plain values.
-        clock: the clock of the server.
         time: the time of the snapshot, in seconds of the clock.
         averaging: the class and the state of the average; `None` without an average.
         on_written: a function that is called after the write, with the log sequence number of the first journal record
             that the checkpoint does not contain.
     """
 
+    core: ServerCore
     server_state: ServerState
-    space: Manifold
-    rule: Rule
     options: Mapping[str, Any]
-    clock: Callable[[], float]
     time: float
     averaging: tuple[str, Tree] | None
     on_written: Callable[[int], None] | None = None
@@ -80,8 +76,7 @@ class ServerSnapshot(NamedTuple):
         """Return the content as plain values and tensors.
 
         Raises:
-            CheckpointError: if the rule, the space or the clock contains a function without an importable name, or a
-                client is neither a string nor an integer.
+            CheckpointError: if a file cannot store the rule, the space, the clock or the name of a client.
             SpillError: if the file of a client state was altered.
         """
         state = self.server_state
@@ -94,11 +89,11 @@ class ServerSnapshot(NamedTuple):
         kept, lost = _stored_trees(state)
         tickets = [(name, *ticket) for name, ticket in state.tickets.items() if ticket.base_key not in lost]
         return {
-            "space": fingerprint("space", self.space),
-            "rule": fingerprint("rule", self.rule),
+            "space": fingerprint("space", self.core.space),
+            "rule": fingerprint("rule", self.core.rule),
             "machine": _machine_info(now.current),
             "options": self.options,
-            "clock": qualified_name("clock", self.clock),
+            "clock": qualified_name("clock", self.core.clock),
             "time": self.time,
             "model": now.current,
             "state": now.state,
@@ -138,11 +133,7 @@ class ServerSnapshot(NamedTuple):
 
 
 class LoadedCheckpoint:
-    """Content of a checkpoint file.
-
-    Args:
-        path: the path of the file.
-        tree: the result of `ServerSnapshot.tree`, if the checkpoint is part of a larger file; `None` to read the file.
+    """Content of a checkpoint file. If `tree` is the result of `ServerSnapshot.tree`, the file is not read.
 
     Attributes:
         time: the time of the snapshot, in seconds of the clock.
@@ -206,9 +197,6 @@ class LoadedCheckpoint:
 
         Raises:
             CheckpointError: if a value differs. The message names the first difference.
-
-        Warns:
-            RuntimeWarning: if the machine differs, because results may then differ bitwise.
         """
         check_is_manifold(space)
         told = first_difference(label, self._tree["space"], fingerprint(label, space))
@@ -253,9 +241,6 @@ class LoadedCheckpoint:
             time: the current time, in seconds of the clock. Tickets keep their ages.
             weights: the `weights` argument of the server; `None` for the saved weights.
             on_free: a function that receives the memory of models without references.
-
-        Raises:
-            ArgumentError: if the buffered updates have other buffer policies.
         """
         tree = self._tree
         limits = fresh.limits
@@ -276,20 +261,21 @@ class LoadedCheckpoint:
             tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
-            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
-        rows = list(_decode_rows(tree["history"]))
+            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)), limits.receipt_cache_size)
+        heads, lines = tree["history"]["heads"], tree["history"]["lines"]
         # The rows keep their numbers. Older rows were discarded.
-        first = tree["updates"] - len(rows)
+        first = tree["updates"] - len(lines)
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
-        for row in rows:
-            history = history.set(history.next_index, row)
+        for head, *values in lines:
+            row = dict(zip(heads[head], values, strict=True))
+            history = history.set(history.next_index, row, limits.history_size)
         state = fresh._replace(
             model_state=now,
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
             tickets=tickets,
-            closed_tickets=closed.tail(limits.receipt_cache_size),
-            history=history.tail(limits.history_size),
+            closed_tickets=closed,
+            history=history,
             rejected=Map(tree["rejected"]),
             last_issued_at=time,
         )
@@ -333,18 +319,13 @@ class LoadedCheckpoint:
         return store
 
 
-def check_storable(space: Manifold, rule: Rule, weights: Any, clock: Callable[[], float]) -> None:
-    """Check that a file can store these arguments of a server, so that a later checkpoint does not fail.
-
-    Raises:
-        CheckpointError: if an argument contains a function without an importable name.
-        ArgumentError: if a client is neither a string nor an integer.
-    """
-    fingerprint("space", space)
-    fingerprint("rule", rule)
+def check_storable(core: ServerCore, weights: Any) -> None:
+    """Check the values that later checkpoints store; raise `CheckpointError` or `ArgumentError` for an invalid one."""
+    fingerprint("space", core.space)
+    fingerprint("rule", core.rule)
     for client in weights if isinstance(weights, Mapping) else ():
         check_storable_client(client)
-    qualified_name("clock", clock)
+    qualified_name("clock", core.clock)
 
 
 def check_storable_client(client: Any) -> None:
@@ -389,8 +370,3 @@ def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}
-
-
-def _decode_rows(table: Mapping[str, Any]) -> Iterator[HistoryRow]:
-    for head, *values in table["lines"]:
-        yield dict(zip(table["heads"][head], values, strict=True))

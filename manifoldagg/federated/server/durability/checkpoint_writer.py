@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from manifoldagg import tensor_file
 from manifoldagg._validation import KeywordHints, check_count, check_number
@@ -57,7 +57,6 @@ class CheckpointPolicy(KeywordHints):
         check_count("keep", self.keep)
 
 
-@runtime_checkable
 class Checkpointable(Protocol):
     """Protocol of the immutable content of a checkpoint."""
 
@@ -73,10 +72,6 @@ class CheckpointWriter:
     """Writer of checkpoints in a background thread, which ends when the queue is empty.
 
     An error is logged. `finish` raises the error, unless a later checkpoint was written.
-
-    Args:
-        policy: the path and the frequency of the checkpoints.
-        publish: a function that records and delivers an event.
     """
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
@@ -130,11 +125,7 @@ class CheckpointWriter:
         return self._write_lock.held_by_me()
 
     def finish(self) -> None:
-        """Wait until all started checkpoints are written.
-
-        Raises:
-            Exception: the error of the last checkpoint, such as a `CheckpointError`.
-        """
+        """Wait until all started checkpoints are written, and raise the error of the last checkpoint."""
         if self.held_by_me():
             return  # A signal handler or a finaliser interrupted the write, which continues after the handler.
         self._drain()

@@ -31,11 +31,7 @@ def fingerprint(name: str, value: Any) -> Tree:
     """Return the fingerprint of a value, as a tree of plain values.
 
     The fingerprint contains the names of functions and classes, the fields of objects, and digests of tensors. It does
-    not contain the code of functions and classes.
-
-    Args:
-        name: the name of the value in messages.
-        value: a rule, a space, a schedule, or a part of these.
+    not contain the code of functions and classes. `name` is the name of the value in messages.
 
     Raises:
         CheckpointError: if the value contains a lambda or a nested function, because their names are not unique.
@@ -44,10 +40,6 @@ def fingerprint(name: str, value: Any) -> Tree:
         >>> from manifoldagg.federated.schedules import Cosine
         >>> fingerprint("rate", Cosine(1.0, 0.0, 4))["fields"]
         {'start': 1.0, 'end': 0.0, 'period': 4, 'restarts': False}
-        >>> fingerprint("rate", lambda version: 0.5)
-        Traceback (most recent call last):
-            ...
-        manifoldagg.errors.CheckpointError: rate: expected a function of a module, as a file stores its name, got ...
     """
     try:
         return _fingerprint(name, value)
@@ -58,9 +50,7 @@ def fingerprint(name: str, value: Any) -> Tree:
 def qualified_name(name: str, function: Any) -> str | None:
     """Return the qualified name of a callable or `None`. The name of a method does not depend on the object.
 
-    Args:
-        name: the name of the callable in messages.
-        function: the callable.
+    `name` is the name of the callable in messages.
 
     Raises:
         CheckpointError: if the callable is a lambda or a nested function.
@@ -108,18 +98,8 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
     """Return the reason why a rule cannot use the state of a saved rule; `None` if there is no reason.
 
-    Args:
-        saved: the fingerprint of the saved rule.
-        current: the fingerprint of the rule.
-        replace: whether to accept another rule. The clip and the noise of `Private` cannot be replaced, because the
-            privacy loss so far depends on them.
-
-    Example:
-        >>> from manifoldagg.federated.rules import FedAsync
-        >>> saved, current = (fingerprint("rule", FedAsync(rate)) for rate in (0.5, 0.25))
-        >>> rule_difference(saved, current, replace=False)
-        'rule: rate: was 0.5, got 0.25; pass replace=True to replace it'
-        >>> rule_difference(saved, current, replace=True)
+    `replace` accepts another rule. The clip and the noise of `Private` cannot be replaced, because the privacy loss so
+    far depends on them.
     """
     privacy, given = _privacy_options(saved), _privacy_options(current)
     if privacy is not None and given is not None and privacy != given and replace:
@@ -165,14 +145,10 @@ def _fingerprint(name: str, value: Any) -> Tree:
         }
     if isinstance(value, functools.partial):
         return kind | _fingerprint_fields(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
-    if isinstance(value, Enum):
-        return kind | {"name": value.name}
-    if isinstance(value, torch.dtype | torch.device):
-        return kind | {"name": str(value)}
-    if isinstance(value, Tensor):
-        return kind | _tensor_digest(value)
-    if isinstance(value, np.ndarray):
-        return kind | _tensor_digest(torch.from_numpy(np.atleast_1d(value)))
+    if isinstance(value, Enum | torch.dtype | torch.device):
+        return kind | {"name": value.name if isinstance(value, Enum) else str(value)}
+    if isinstance(value, Tensor | np.ndarray):
+        return kind | _tensor_digest(value if isinstance(value, Tensor) else torch.from_numpy(np.atleast_1d(value)))
     if isinstance(value, nn.Module):
         return kind | _fingerprint_fields(name, value.state_dict())
     if is_dataclass(value):

@@ -81,9 +81,7 @@ class Journal(KeywordHints):
 
 
 class JournalLock(FileLock):
-    """Exclusive lock of the file `path.lock`, until `close`. A `with` block releases the lock only if the block raises.
-
-    A server holds the lock before it lists the segments. The file is never replaced.
+    """Exclusive lock of the file `path.lock` until `close`. A `with` block releases the lock only if the block raises.
 
     Raises:
         CheckpointError: if another server has locked the journal, or the file cannot be opened.
@@ -123,12 +121,8 @@ class JournalWriter:
     A change and its record are published atomically. The record is pending until it is written. If a write fails or is
     interrupted, the next call writes the records again at the same offset. One thread writes for all threads.
 
-    Args:
-        journal: the path and the sync policy.
-        state: the state of the server.
-        ancestors: the names of the journals and checkpoints that this journal continues. Each has the LSN of the first
-            record that it does not contain.
-        lock: the lock of the journal, which `close` releases.
+    `ancestors` contains the journals and checkpoints that this journal continues. For each name, it contains the LSN of
+    the first record that the ancestor does not contain. `close` releases `lock`.
     """
 
     def __init__(
@@ -146,11 +140,7 @@ class JournalWriter:
         self._close_segment: Callable[[], object] = int
 
     def start(self, first_lsn: int, snapshot: Tree) -> None:
-        """Start the journal with the state of the server, and delete older segments of the same path.
-
-        Raises:
-            CheckpointError: if a file cannot store a value, or after a system error.
-        """
+        """Start the journal with a snapshot of the server, and delete older segments of the same path."""
         self.open_segment(first_lsn, snapshot)
         self._delete_segments(first_lsn)
         records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
@@ -182,8 +172,7 @@ class JournalWriter:
     def write(self) -> None:
         """Write the pending records. A re-entrant call returns immediately; the outer call writes its records.
 
-        Raises:
-            CheckpointError: after a system error. The records stay pending, and the next call writes them.
+        After a `CheckpointError`, the records stay pending, and the next call writes them.
         """
         log = self._state.value.pending_log
         if log is not None and (log.records or self._has_failed) and not self.held_by_me():

@@ -93,12 +93,7 @@ def pack_payload(payload: Payload, free_list: deque[bytearray]) -> memoryview:
 
 
 def read_payload(record: StoredRecord) -> Payload:
-    """Read the payload of an accepted update.
-
-    Raises:
-        CheckpointError: if it is corrupted.
-        OSError: if it cannot be read.
-    """
+    """Read the payload of an update; raise `CheckpointError` if it is corrupted, or `OSError` if it is unreadable."""
     with open(record.path, "rb") as file:
         file.seek(record.payload_offset)
         return Payload(**tensor_file.load_from(file, "payload", record.payload_length))

@@ -56,11 +56,6 @@ class Durability(KeywordHints):
 class DurabilityManager:
     """Writer of the checkpoints and the journal of a server.
 
-    Args:
-        core: the state, the rule and the clock of the server.
-        options: the limits and other options that a checkpoint stores.
-        publish: a function that records and delivers an event.
-
     Attributes:
         journal: the writer of the journal; `None` without a journal.
         checkpoints: the writer of automatic checkpoints; `None` without automatic checkpoints.
@@ -75,20 +70,17 @@ class DurabilityManager:
         self.journal: JournalWriter | None = None
 
     def start(self, durability: Durability, weights: Any, *, is_resumed: bool = False) -> None:
-        """Start to write checkpoints and a new journal, before other threads can access the server.
+        """Create the writers of the files, before other threads can access the server.
 
-        Args:
-            durability: the files.
-            weights: the `weights` argument of the server.
-            is_resumed: whether the caller starts the journal, because it continues an existing one.
+        `weights` is the argument of the server. If `is_resumed`, the caller starts the journal.
 
         Raises:
-            CheckpointError: if a file cannot store the space, the rule or the clock, or the journal cannot be written.
+            CheckpointError: if a file cannot store a value, or the journal cannot be written.
             ArgumentError: if a client is neither a string nor an integer, or the journal exists.
         """
         if durability == Durability():
             return
-        check_storable(self._core.space, self._core.rule, weights, self._core.clock)
+        check_storable(self._core, weights)
         if durability.checkpoint is not None:
             self.checkpoints = CheckpointWriter(durability.checkpoint, self._publish)
         journal = durability.journal
@@ -101,31 +93,20 @@ class DurabilityManager:
     def start_journal(
         self, journal: Journal, first_lsn: int, ancestors: Mapping[str, int], journal_lock: JournalLock
     ) -> None:
-        """Start a new journal with the complete state, and delete the older files of its path.
-
-        The arguments are as in `JournalWriter`, with the number of the first record.
-
-        Raises:
-            CheckpointError: if the journal cannot be written.
-        """
+        """Start a new journal with the complete state. The arguments are as in `JournalWriter`."""
         writer = JournalWriter(journal, self._core.state, ancestors, journal_lock)
         writer.start(first_lsn, self.make_snapshot().tree())
         self.journal = writer
 
     def check_client(self, client: Any) -> None:
-        """Check that the files, if there are any, can store the name of a client.
-
-        Raises:
-            ArgumentError: if the name is neither a string nor an integer.
-        """
+        """Raise `ArgumentError` if there are files and they cannot store the name of a client."""
         if self.checkpoints is not None or self.journal is not None:
             check_storable_client(client)
 
     def check_idle(self) -> None:
-        """Reject calls from a handler within a journal write, because the lock owner may wait for that write.
+        """Raise `ArgumentError` if this thread is writing the journal.
 
-        Raises:
-            ArgumentError: if the calling thread is writing the journal.
+        A handler within the write must not wait for the update lock, because its owner may wait for the write.
         """
         if self.journal is not None and self.journal.held_by_me():
             raise ArgumentError("server: its journal is being written; call this after that has returned")
@@ -135,9 +116,7 @@ class DurabilityManager:
         core, averaging = self._core, self._core.averaging
         stored = None if averaging is None else (import_path(type(averaging)), averaging.state())
         rotate = None if self.journal is None else self.journal.rotate
-        return ServerSnapshot(
-            core.state.value, core.space, core.rule, self._options, core.clock, core.clock(), stored, rotate
-        )
+        return ServerSnapshot(core, core.state.value, self._options, core.clock(), stored, rotate)
 
     def maybe_write_checkpoint(self) -> None:
         """Start a checkpoint in the background if it is due.
@@ -153,16 +132,10 @@ class DurabilityManager:
         path: str | Path | None,
         take_snapshot: Callable[[Callable[[ServerSnapshot], None] | None], ServerSnapshot],
     ) -> None:
-        """Write a checkpoint now.
+        """Write a checkpoint to `path`, as `Server.save` does.
 
-        Args:
-            path: the path, as in `Server.save`.
-            take_snapshot: a function that returns a snapshot between two updates. If it receives a function, it calls
-                the function with the snapshot before the next update.
-
-        Raises:
-            ArgumentError: if `path` is missing.
-            CheckpointError: if the content cannot be stored, or the file cannot be written.
+        `take_snapshot` returns a snapshot between two updates. If it receives a function, the function receives the
+        snapshot before the next update.
         """
         writer = self.checkpoints
         if path is None and writer is None:

@@ -66,11 +66,7 @@ class JournalReplay:
         return self.time
 
     def read(self, segments: Sequence[Segment]) -> None:
-        """Read the records from `next_lsn` on.
-
-        Raises:
-            CheckpointError: if a record is missing or corrupted, or belongs to another copy of the server.
-        """
+        """Read the records from `next_lsn` on. A missing, corrupted or foreign record raises `CheckpointError`."""
         chains = {self.next_lsn: self.chain}
         for segment, after in zip(segments, [*segments[1:], None], strict=True):
             if after is not None and after.first_lsn <= self.next_lsn:
@@ -99,16 +95,10 @@ class JournalReplay:
     ) -> None:
         """Replay the records on a new server.
 
-        Args:
-            state: the state of the server.
-            apply_update: a function that applies an update with the recorded inputs.
-            round_base: a function that rounds a model as `dispatch` does.
+        `apply_update` applies an update with the recorded inputs, and `round_base` rounds a model as `dispatch` does.
 
         Raises:
-            CheckpointError: if a record is corrupted, or the rule rejects an update. The message contains its LSN.
-
-        Warns:
-            RuntimeWarning: if a receipt differs from the recorded one.
+            CheckpointError: if a record is corrupted, or the rule rejects an update. The message contains the LSN.
         """
         # A ticket may start from a version that another update replaced before the ticket was recorded.
         last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
