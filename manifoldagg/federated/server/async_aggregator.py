@@ -1,4 +1,4 @@
-"""The class `AsyncAggregator`: `aggregate` with versions and tasks, for a custom training loop."""
+"""The class `AsyncAggregator`, which adds versions and tasks to `aggregate` for custom training loops."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path

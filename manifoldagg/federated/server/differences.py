@@ -26,10 +26,10 @@ def check_flat(space: ParameterSpace) -> None:
 def apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
-    """Return the sum of the base, whose entries match the layout, and the difference.
+    """Add a difference to the base, entry by entry.
 
-    Raises:
-        StateDictError: if the difference does not match the layout. The message starts with `label`.
+    The entries of the base match the layout. If the entries of the difference do not match it, the function raises
+    `StateDictError`, whose message starts with `label`.
     """
     layout.check_entries(difference, label)
     return {name: _add(base[name], difference[name]) for name in difference}

@@ -26,10 +26,11 @@ class InitialModel(KeywordHints):
         point: the parameters $\Theta^0$ (P,).
         buffers: the initial buffers, as `space.buffers` returns them; `None` for a server without buffers. Clients
             return all buffers except those with the policy `"leave"`.
-        buffer_policy: a mapping from names or glob patterns to policies, or a sequence of patterns for `"average"`:
+        buffer_policy: a mapping from names or glob patterns to policies. A sequence of patterns has the policy
+            `"average"`. The policies are:
 
             - `"average"`: the rule's step averages the buffer. This is the default for floating-point buffers.
-            - `"latest"`: the client's buffer replaces the server's. This is the default for counters of batches.
+            - `"latest"`: the client's buffer replaces the server's buffer. This is the default for counters of batches.
             - `"leave"`: the buffer does not change. This is the default for other integers and for booleans.
 
     Example:
@@ -84,7 +85,7 @@ class ServerLimits(KeywordHints):
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":
-        """Return the limits of a `limits` argument. An `UpdateLimits` has the default limits of the server."""
+        """Convert a `limits` argument. For an `UpdateLimits`, the other limits have their default values."""
         if isinstance(limits, UpdateLimits):
             return cls(limits)
         return check_option("limits", limits, ServerLimits)

@@ -78,7 +78,8 @@ class Server:
     - Clients never share memory with the server: dispatched models are copies, and payloads are only read.
     - Every method is atomic and may be called from any thread, signal handler or finaliser. The state is one immutable
       record, so that an interrupted method has either completed or had no effect.
-    - Updates are applied one at a time. All other calls run concurrently with an update.
+    - Updates are applied one at a time. `save`, `snapshot`, `averaged` and `close` wait for a running update. Other
+      methods do not wait.
     - Rules and averages may read the server. They must not call methods that wait for the running update.
 
     Args:
@@ -242,7 +243,7 @@ class Server:
         After a restart, `orphaned_tickets` lists the interrupted tasks: dispatch them again, or `drop` their tickets.
 
         Args:
-            path: the checkpoint, as in `resume`. Pass the same path in the option `durability`.
+            path: the checkpoint, as in `resume`. To write checkpoints to this path, set the option `durability`.
             space: the space of the models.
             rule: the aggregation rule, as in `resume`.
             start: the initial model. A resumed server ignores it.

@@ -46,7 +46,7 @@ SERVER_CLOSED = "server: was closed"
 
 
 class StaleTicketError(ArgumentError):
-    """The version of a ticket is too old. The server rejects every update for this ticket."""
+    """Error for a ticket whose version is too old. The server rejects every update for this ticket."""
 
 
 class ServerState(NamedTuple):
@@ -286,7 +286,7 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Return the state without the written records, whose numbers are less than `lsn`."""
+        """Return the state without the pending records before `lsn`, because these records were written."""
         if self.pending_log is None:
             return self
         changes = self.pending_log.records

@@ -38,7 +38,7 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """The unchecked arguments of a call with an update, and the time of the call in seconds of the clock."""
+    """The arguments of a call with an update, before all checks, and the time of the call in seconds of the clock."""
 
     ticket_id: Any
     client: Hashable
@@ -161,7 +161,7 @@ class UpdateProcessor:
         self.deliver_events()
 
     def deliver_events(self) -> None:
-        """Deliver pending events to subscribers, except within an update, which delivers them at its end."""
+        """Deliver pending events to subscribers. Within an update, the events are delivered at its end."""
         if self._state.value.subscriptions and not self.lock.held_by_me():
             self._dispatcher.drain()
 
@@ -275,7 +275,7 @@ class UpdateProcessor:
                 self._after_update()
 
     def _after_update(self) -> None:
-        """Notify the average, evict stored trees, and start a checkpoint if one is due."""
+        """Notify the average, evict stored trees, and start a checkpoint if it is due."""
         try:
             if self._averaging is not None:
                 self.notify_average()

@@ -152,7 +152,10 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Return `tensor` if its values are finite and on the space. A self-checked field may be non-finite."""
+        """Check that the values of a tensor are finite and on the space, and return the tensor.
+
+        The finiteness of self-checked fields is not checked.
+        """
         if is_point and not self.space.flat:
             return check_point(self.space, tensor, name=field)
         return tensor if field in self.self_checked else check_finite(field, tensor)
@@ -395,7 +398,7 @@ def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str,
 
 
 def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
-    """Raise `ArgumentError` if an expected name is missing, or a name is unknown. The message contains such names."""
+    """Raise `ArgumentError` if an expected name is missing or a name is unknown. The message contains these names."""
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:

@@ -1,4 +1,4 @@
-"""Fingerprints of rules and spaces: plain values for a file, which a later process compares."""
+"""Fingerprints of rules and spaces, which a checkpoint stores and a resumed server compares."""
 
 import functools
 import hashlib

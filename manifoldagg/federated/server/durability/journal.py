@@ -38,9 +38,9 @@ class Journal(KeywordHints):
 
     Args:
         path: the path of the segments without `.N.journal`, in an existing folder.
-        fsync: when the records are synced to the disk.
+        fsync: when records are synced to the disk.
 
-            - `"always"`: before the call that caused them returns. Concurrent calls share a sync.
+            - `"always"`: before a call returns that has changed the server. Concurrent calls share a sync.
             - `"batch"`: after `fsync_every` records. The records survive the end of the process. If the machine stops,
               up to `fsync_every` of the latest records may be lost.
         fsync_every: the number of records per sync, with `"batch"`.
@@ -105,7 +105,7 @@ class JournalLock(FileLock):
 
 
 class _Position(NamedTuple):
-    """Position of a writer in its segment. `next_lsn` is not written, and `durable_lsn` may not be on the disk."""
+    """Position of a writer: the records from `next_lsn` on are not written, and from `durable_lsn` on not synced."""
 
     descriptor: int
     magic: bytes

@@ -60,9 +60,9 @@ class PersistentOrderedMap(Mapping[K, V]):
         return self._keys[self._first]
 
     def set(self, key: K, value: V, limit: int | None = None) -> "PersistentOrderedMap[K, V]":
-        """Return the map with a new or replaced value, without the first keys if the map has more than `limit` keys.
+        """Return the map with a new or replaced value. An existing key keeps its position.
 
-        An existing key keeps its position.
+        If the map then has more than `limit` keys, the first keys are removed.
         """
         entries, keys = self.entries.mutate(), self._keys.mutate()
         held = entries.get(key)

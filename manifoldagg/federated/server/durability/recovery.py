@@ -1,8 +1,8 @@
 """Recovery: the replay of the journal records after a checkpoint.
 
-The last record of a journal may be incomplete. Recovery truncates an invalid end of the journal, unless the durability
-mark of a later record proves that it was on the disk. Any other invalid record is corrupted, and the error contains its
-log sequence number (LSN).
+If the end of a journal is invalid, the last write may have been incomplete, and recovery truncates the journal there.
+If the durability mark of a later record proves that an invalid record was on the disk, the record is corrupted. The
+error then contains its log sequence number (LSN).
 """
 
 import logging

@@ -74,7 +74,7 @@ class Store(NamedTuple):
         return None if held is None else held[0]
 
     def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
-        """Load the tree of a key, as `SpilledTree.load` does; return `None` if the key does not exist."""
+        """Load the tree of a key, as in `SpilledTree.load`; return `None` if the key does not exist."""
         stored = None if key is None else self.find(key)
         return None if stored is None else stored.load(copy=copy)
 
@@ -129,7 +129,7 @@ class Store(NamedTuple):
         return Store(self.entries.set(key, (spilled, references)), self.evictable.remove(key), used.finish())
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
-        """Return the store with a tree that cannot be evicted."""
+        """Return the store after excluding a tree from eviction."""
         fits = key in self.evictable.entries and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
