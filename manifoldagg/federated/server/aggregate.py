@@ -173,18 +173,13 @@ def aggregate(
         [array([2.])]
     """
     if staleness is not None:
-        info = _with_staleness(info, staleness)
+        shortcut = UpdateInfo(staleness=staleness)
+        if info is not DEFAULT_INFO and isinstance(info, UpdateInfo) and info.staleness != staleness:
+            given = f"{short_repr(info.staleness)}, as in `info`, or no value, got {short_repr(staleness)}"
+            raise ArgumentError(f"staleness: expected {given}")
+        info = shortcut if info is DEFAULT_INFO else info
     model, state, metrics, _ = aggregate_step(rule, state, current, base, update, info, space, out)
     return model, state, metrics
-
-
-def _with_staleness(info: UpdateInfo, staleness: int) -> UpdateInfo:
-    shortcut = UpdateInfo(staleness=staleness)
-    if info is not DEFAULT_INFO and isinstance(info, UpdateInfo) and info.staleness != staleness:
-        raise ArgumentError(
-            f"staleness: expected {short_repr(info.staleness)}, as in `info`, or no value, got {short_repr(staleness)}"
-        )
-    return shortcut if info is DEFAULT_INFO else info
 
 
 def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:

@@ -45,11 +45,6 @@ class AggregatorState(NamedTuple):
     store: Store
     tasks: Map[TaskKey, TaskStart] = Map()
 
-    @property
-    def versions(self) -> list[int]:
-        """The current version and the versions of the tasks in flight."""
-        return sorted({self.version, *(begun.version for begun in self.tasks.values())})
-
     def model(self, version: int) -> Model:
         """Return the model of a stored version."""
         found: Model = self.store.load(version_key(version))

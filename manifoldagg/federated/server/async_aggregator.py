@@ -269,10 +269,11 @@ class AsyncAggregator:
         now = self._state.value
         held = AggregateState.of(now.state)
         waiting = held.pending_buffers
+        versions = sorted({now.version, *(begun.version for begun in now.tasks.values())})
         tree = {
             "rule": fingerprint("rule", self._rule),
             "version": now.version,
-            "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
+            "models": {version: as_tensors("model", now.model(version)) for version in versions},
             "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
@@ -369,10 +370,9 @@ class AsyncAggregator:
         tree = tree_map(dict(state), copy_tensor)
         with self._update_lock.lock:
             weights = self._state.value.weights
+            shares = dict(weights.sample_counts) if weights.kind == "given" else weights.kind
             try:
-                fresh = self._parse_state(
-                    tree, Weights.of_state(tree["weights"], _weights_spec(weights), weights.cap_factor)
-                )
+                fresh = self._parse_state(tree, Weights.of_state(tree["weights"], shares, weights.cap_factor))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
@@ -437,7 +437,3 @@ class AsyncAggregator:
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
-
-
-def _weights_spec(weights: Weights) -> str | dict[Any, int]:
-    return dict(weights.sample_counts) if weights.kind == "given" else weights.kind

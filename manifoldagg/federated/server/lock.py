@@ -68,8 +68,8 @@ class UpdateLock(OwnedLock):
         >>> with update.alive_lock:
         ...     lock.register(update)
         ...     lock.enqueue(update)
-        ...     lock.tickets, lock.num_queued
-        (['ticket'], 1)
+        ...     lock.tickets
+        ['ticket']
     """
 
     def __init__(self, max_queued: int | None) -> None:
@@ -84,11 +84,6 @@ class UpdateLock(OwnedLock):
     def tickets(self) -> list[str]:
         """The ticket ids of the pending updates."""
         return [update.ticket for update in self._alive()]
-
-    @property
-    def num_queued(self) -> int:
-        """The number of updates that hold or wait for the lock."""
-        return sum(update.position is not None for update in self._alive())
 
     def register(self, update: PendingUpdate) -> None:
         """Register an update. The update is pending until its `alive_lock` is released."""

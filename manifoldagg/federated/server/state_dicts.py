@@ -167,7 +167,12 @@ def _payload(
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
-    given = {"model": model} if isinstance(model, Mapping) else _label_sequence(model)
+    if isinstance(model, Mapping):
+        given = {"model": model}
+    elif type(model) in (list, tuple):
+        given = {f"model[{i}]": part for i, part in enumerate(model)}
+    else:  # Other sequences may return different items in each iteration.
+        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(model).__name__}")
     most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
         raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
@@ -187,7 +192,9 @@ def _payload(
     start = load_base() if narrow else None
     if start is not None:
         points = _restore_rounding(space, points, start.to(points[0]))
-    pieces = [space.gauge_free_norms(_split_by_leaf(space, point)) for point in (points[-1], current)]
+    names = [leaf.name for leaf in space.layout.leaves]
+    split = (dict(zip(names, x.split(space.layout.sizes), strict=True)) for x in (points[-1], current))
+    pieces = map(space.gauge_free_norms, split)
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     hint = "return the model, which is the base plus the difference"
     warn_if_difference(label, space.layout, *pieces, buffers=buffers.items(), hint=hint)
@@ -212,17 +219,6 @@ def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor
                 place.copy_(whole.flatten())
         found.append(back)
     return found
-
-
-def _split_by_leaf(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
-    pieces = point.split(space.layout.sizes)
-    return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
-
-
-def _label_sequence(models: Any) -> dict[str, Any]:
-    if type(models) not in (list, tuple):  # Other sequences may return different items in each iteration.
-        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(models).__name__}")
-    return {f"model[{i}]": model for i, model in enumerate(models)}
 
 
 def _require_tensor(name: str, value: Any) -> Tensor:
