@@ -195,13 +195,8 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 class _Inputs(NamedTuple):
     """Checked models of a call.
 
-    Attributes:
-        plan: the plan of the step.
-        space: the space of the models.
-        given: the named tensors of each model, as the caller passed them.
-        models: the named tensors of each model in the leaves of the layout.
-        points: the point of each model: a tensor list or a vector.
-        name: the argument that contains the client's model, which is the last model.
+    `given` contains the named tensors as the caller passed them, and `models` the tensors in the leaves of the layout.
+    `name` is the argument that contains the client's model, which is the last model.
     """
 
     plan: StepPlan

@@ -83,8 +83,6 @@ def warn_if_difference(
 
     Raises:
         ArgumentError: if such an update also has a negative variance, which is impossible for a model.
-
-    Cost: for most models, the function reads a few entries of one tensor.
     """
     if layout.size < MIN_PARAMETERS:
         return

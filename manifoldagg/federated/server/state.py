@@ -322,13 +322,8 @@ class ServerState(NamedTuple):
     ) -> tuple["ServerState", Receipt]:
         """Return the state after a rejection, which is counted by the first field of its reason, and the receipt.
 
-        Args:
-            ticket_id: the ticket id of the update, which may be invalid.
-            reason: the reason in the receipt.
-            received_at: the time of arrival, in seconds of the clock.
-            is_final: whether the rejection closes the ticket. If the ticket is already closed, the state is unchanged,
-                and the existing receipt is returned.
-            norms: the next norms of the clients, if the rejection changes them.
+        A final rejection closes the ticket. If the ticket is already closed, the state is unchanged, and the existing
+        receipt is returned. `norms` are the next norms of the clients, if the rejection changes them.
         """
         receipt = Receipt(False, reason, self.model_state.version)
         if is_final and ticket_id not in self.tickets:

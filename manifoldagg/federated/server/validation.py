@@ -175,11 +175,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
     """Validate a payload, and return it with plain numbers and plain tensors on the server's device.
 
     The classes in an untrusted payload may have code that raises exceptions or returns a new value in each call.
-
-    Args:
-        schema: the schema of the server.
-        payload: the payload of the client. Tensors that need no conversion are not copied.
-        requires_base: whether the payload must contain the base.
+    Tensors that need no conversion are not copied.
 
     Raises:
         ArgumentError: if a field is invalid. The message names the first invalid field.

@@ -179,11 +179,9 @@ def recover(
         CheckpointError: if the checkpoint or the journal cannot be read, or they do not belong together.
     """
     firsts = [] if journal is None else journal.segments()
-    saved: LoadedCheckpoint | None = None
-    if isinstance(path, LoadedCheckpoint):
-        saved = path
-    elif not (firsts and isinstance(path, str | Path) and not os.path.lexists(path)):
-        saved = LoadedCheckpoint(path)
+    saved = path if isinstance(path, LoadedCheckpoint) else None
+    if saved is None and not (firsts and isinstance(path, str | Path) and not os.path.lexists(path)):
+        saved = LoadedCheckpoint(path)  # type: ignore[arg-type]
     if saved is not None and (journal is None or not firsts):
         if saved.position[2] and journal is not None:
             raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")

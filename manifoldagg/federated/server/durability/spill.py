@@ -29,13 +29,11 @@ MAX_TREES = 2**15
 
 
 class Spill:
-    """Writer of trees to unlinked temporary files, which have no name in any folder.
+    """Writer of trees to unlinked temporary files in the file system of `folder`.
 
-    The system frees a file when the last reference to the tree is deleted, or when the process ends, even if it is
-    killed. A child of `os.fork` can load the trees of the parent. Their files exist until both processes release them.
-
-    Args:
-        folder: a folder in the file system for the files; `None` for the system's temporary folder.
+    The default is the system's temporary folder. The system frees a file when the last reference to the tree is
+    deleted, or when the process ends, even if it is killed. A child of `os.fork` can load the trees of the parent.
+    Their files exist until both processes release them.
 
     Example:
         >>> spilled = Spill().write({"m": torch.ones(2), "count": 3})
