@@ -196,10 +196,10 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler that dispatches to every client once, and then to a cohort that the rule draws after each cohort.
+    """Sampler that dispatches to every client once, and then lets the rule draw cohorts of clients.
 
-    The rule draws a cohort when the server has accepted as many updates as a cohort has clients, or when no task is in
-    flight. It may draw busy clients. If too few clients are available for a cohort, all of them receive a task.
+    The rule draws the next cohort when the server has accepted as many updates as a cohort has clients, or when no task
+    is in flight. It may draw busy clients. If too few clients are available, all of them receive a task.
 
     Args:
         draw: the method of the rule, which draws a cohort from the given clients.

@@ -93,8 +93,8 @@ class Server:
             - `"uniform"`: $w_i = 1 / N$
             - `"observed"`: $w_i = |D_i| / (N \cdot m)$, where m is the mean of the reported sample counts
 
-            N is the number of clients that have a ticket or have returned an update. Means over several updates weigh
-            by sample counts.
+            N is the number of clients that have a ticket or have returned an update. Means over several updates use
+            sample counts as weights.
         limits: the limits on updates, tickets, the queue and stored records. An `UpdateLimits` limits only updates.
         durability: the checkpoints and the journal. An existing journal is not modified.
         memory: the memory for older versions and client states.

@@ -175,7 +175,7 @@ def _fingerprint_fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def import_path(value: Any) -> str:
-    """Return the qualified name of a class or a function."""
+    """Return the module and the qualified name of a class or a function, such as `time.monotonic`."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
