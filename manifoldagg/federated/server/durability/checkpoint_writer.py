@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from manifoldagg import tensor_file
 from manifoldagg._validation import KeywordHints, check_count, check_number
@@ -57,6 +57,7 @@ class CheckpointPolicy(KeywordHints):
         check_count("keep", self.keep)
 
 
+@runtime_checkable  # The tests check annotations at run time.
 class Checkpointable(Protocol):
     """Protocol of the immutable content of a checkpoint."""
 
