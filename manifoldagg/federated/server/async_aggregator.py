@@ -195,7 +195,7 @@ class AsyncAggregator:
         check_choice("difference", difference, (True, False))
         if self._update_lock.held_by_me():
             raise ArgumentError(
-                "async_aggregator: an update cannot wait for itself; submit this one after the other was applied"
+                "async_aggregator: expected a call outside of an update; call this after `submit` has returned"
             )
         with self._update_lock.lock:
             now = self._state.value
@@ -203,8 +203,8 @@ class AsyncAggregator:
             if difference and apart:
                 name = type(self._rule).__name__
                 raise ArgumentError(
-                    f"difference: expected False, as {name} lets client {short_repr(client)} start from another model "
-                    "than the version's, got True"
+                    f"difference: expected False, because {name} chose another start model for client "
+                    f"{short_repr(client)}, got True"
                 )
             believed = now.weights.capped(client, samples)
             known = UpdateInfo(

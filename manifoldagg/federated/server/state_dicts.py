@@ -175,7 +175,7 @@ def _payload(
         raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(model).__name__}")
     most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
-        raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
+        raise ArgumentError(f"model: expected from 1 to {most} state dicts, got {len(given)}")
     leaves = space.entries
     models = {}
     for label, state in given.items():

@@ -108,7 +108,7 @@ class UpdateProcessor:
         try:
             self._after_update()
         except Exception:  # The update stays applied, as in the original run.
-            LOG.exception("averaging: raised for version %d", receipt.version)
+            LOG.exception("averaging: the average raised an exception for version %d", receipt.version)
         return receipt
 
     def expire(self) -> list[str]:

@@ -275,7 +275,7 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             tensor = Tensor.as_subclass(tensor, Tensor)
     if IS_FUNCTORCH_WRAPPED(tensor):
-        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+        raise ArgumentError(f"{name}: expected a tensor with values, got a tensor of a functorch transform")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -356,7 +356,7 @@ def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tenso
     is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
     tensor = value if is_plain else _plain_tensor(name, value)
     if not untracked and needs_autograd_path([tensor]):
-        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+        raise ArgumentError(f"{name}: expected a tensor with values, got a tensor of a functorch transform")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested tensor")
     if tensor.layout is not torch.strided or tensor.is_meta:

@@ -189,9 +189,7 @@ def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
     base = versions.checkout("a")
     assert not torch.equal(base["w"], versions.model["w"])
     step = {"w": torch.ones(3)}
-    words = (
-        "difference: expected False, as OrthoFL lets client 'a' start from another model than the version's, got True"
-    )
+    words = "difference: expected False, because OrthoFL chose another start model for client 'a', got True"
     unchanged(versions, words, versions.submit, "a", step, samples=1, difference=True)
     again = made(OrthoFL(0.5))
     again.load(through_a_file(versions.state()))

@@ -289,7 +289,7 @@ class LoadedCheckpoint:
         name, state = saved
         if averaging is None or import_path(type(averaging)) != name:
             given = None if averaging is None else import_path(type(averaging))
-            raise ArgumentError(f"averaging: expected a {name}, whose state was saved, got {given}")
+            raise ArgumentError(f"averaging: expected an instance of {name}, as in the checkpoint, got {given}")
         averaging.load(state)
 
     def _pending_buffers(self, buffers: PackedBuffers) -> PendingBuffers | None:
@@ -298,7 +298,9 @@ class LoadedCheckpoint:
             return None
         latest = buffers_from_tree(waiting["latest"])
         if latest.groups != buffers.groups:
-            raise ArgumentError("buffer_policy: expected the policies of the buffered updates")
+            raise ArgumentError(
+                "buffer_policy: expected the saved policies, because the buffered updates depend on them"
+            )
         return PendingBuffers(**{**waiting, "latest": latest})
 
     def _restore_store(
@@ -360,7 +362,7 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
             if error.temporary or key[0] == "client":
                 raise
             # The tickets with this base can accept no update.
-            LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
+            LOG.warning("checkpoint: omits the tickets whose base is %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost
 

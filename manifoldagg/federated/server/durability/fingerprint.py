@@ -104,8 +104,8 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
     privacy, given = _privacy_options(saved), _privacy_options(current)
     if privacy is not None and given is not None and privacy != given and replace:
         return (
-            f"rule: (clip, noise) was {privacy}, got {given}: its participations so far were counted with the former "
-            "and cannot be replaced; start a new server from the model"
+            f"rule: (clip, noise) was {privacy}, got {given}: the privacy loss so far depends on the saved "
+            "values, so they cannot be replaced; start a new server from the model"
         )
     difference = first_difference("rule", saved, current)
     return None if difference is None or replace else f"{difference}; pass replace=True to replace it"

@@ -238,7 +238,7 @@ class JournalWriter:
         if at is None or log is None:
             return
         if self._needs_checkpoint:
-            raise OSError("written records may be lost; a checkpoint begins a new segment")
+            raise OSError("earlier records may be lost; write a checkpoint to start a new segment")
         records = [log.records[lsn] for lsn in log.records if lsn >= at.next_lsn]
         end = os.lseek(at.descriptor, at.end_offset, os.SEEK_SET)
         for lsn, record in enumerate(records, at.next_lsn):

@@ -70,7 +70,7 @@ class Segment(NamedTuple):
                     told = f"has version {header['version']} of the journal format"
                     raise CheckpointError(f"{told}, and this version of the package reads {VERSION}")
                 if header["first_lsn"] != first_lsn:
-                    raise CheckpointError(f"begins with record {header['first_lsn']}: the file was renamed")
+                    raise CheckpointError(f"starts with record {header['first_lsn']}: the file was renamed")
                 return cls(path, header, file.tell())
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error

@@ -109,7 +109,9 @@ class DurabilityManager:
         A handler within the write must not wait for the update lock, because its owner may wait for the write.
         """
         if self.journal is not None and self.journal.held_by_me():
-            raise ArgumentError("server: its journal is being written; call this after that has returned")
+            raise ArgumentError(
+                "server: expected a call outside of a journal write; call this after the write has returned"
+            )
 
     def make_snapshot(self) -> ServerSnapshot:
         """Return the content of a checkpoint. The caller holds the update lock and has notified the average."""

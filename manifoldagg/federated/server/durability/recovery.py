@@ -72,8 +72,8 @@ class JournalReplay:
             if after is not None and after.first_lsn <= self.next_lsn:
                 continue
             if segment is segments[0] and segment.first_lsn > self.next_lsn:
-                told = f"the checkpoint holds what was before {self.next_lsn}: it is an older one"
-                raise CheckpointError(f"{segment.path}: begins with record {segment.first_lsn}, and {told}")
+                told = f"the checkpoint ends before record {self.next_lsn}; pass a newer checkpoint"
+                raise CheckpointError(f"{segment.path}: starts with record {segment.first_lsn}, but {told}")
             found, durable_lsn, num_trailing = scan(segment)
             self.durable_lsn = durable_lsn if after is None else after.first_lsn
             end = segment.first_lsn + len(found)
@@ -82,7 +82,7 @@ class JournalReplay:
             for record in found:
                 for lsn, chain in enumerate(record.content["chain"], record.lsn):
                     if chains.setdefault(lsn, chain) != chain:
-                        raise CheckpointError(f"{segment.path}: record {lsn} is of another copy of this server")
+                        raise CheckpointError(f"{segment.path}: record {lsn} belongs to another copy of this server")
             self.records += [record for record in found if record.lsn >= self.next_lsn + len(self.records)]
             if end < self.durable_lsn and self.durable_lsn > self.next_lsn:
                 raise _corruption_error(segment.path, end)
@@ -161,7 +161,7 @@ class JournalReplay:
             raise CheckpointError(f"{place}: {error}") from error
         if self.is_deterministic and repr(dict(vars(receipt))) != repr(recorded):
             self.is_deterministic = False
-            told = f"its receipt was {Receipt(**recorded)}, and is {receipt} now"
+            told = f"the receipt was {Receipt(**recorded)}, and is {receipt} in the replay"
             warn_caller(f"{place}: {told}: the rule is not deterministic", RuntimeWarning)
 
 
@@ -184,11 +184,11 @@ def recover(
         saved = LoadedCheckpoint(path)  # type: ignore[arg-type]
     if saved is not None and (journal is None or not firsts):
         if saved.position[2] and journal is not None:
-            raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
+            raise CheckpointError(f"{journal.path}: the journal does not exist, but {saved.path} requires it")
         if saved.position[2] and not ignore_journal:
             raise CheckpointError(
-                f"{saved.path}: it has a journal: pass durability=Durability(journal=...), or ignore_journal=True to "
-                "resume without the updates since"
+                f"{saved.path}: expected the journal of this checkpoint; pass durability=Durability(journal=...), or "
+                "ignore_journal=True to resume without the updates after the checkpoint"
             )
         return saved, None if journal is None else JournalReplay(*saved.position, saved.time, {})
     assert journal is not None
@@ -198,18 +198,18 @@ def recover(
     _, lsn, chain = (name, 0, name) if saved is None else saved.position
     lineage += [] if saved is None else [saved.position[:2]]
     if any(part != name and first > ancestors.get(part, -1) for part, first in lineage):
-        told = f"is the journal of another server than {path if saved is None else saved.path}"
-        raise CheckpointError(f"{journal.path}: {told}, or of another copy of it")
+        told = f"belongs to another server than {path if saved is None else saved.path}"
+        raise CheckpointError(f"{journal.path}: {told}, or to another copy of this server")
     for segment in segments:
         if segment.header["snapshot"] is not None and segment.first_lsn >= lsn:
             lsn, chain = segment.first_lsn, segment.header["name"]
             saved = LoadedCheckpoint(segment.path, segment.header["snapshot"])
     if saved is None:
-        raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with a snapshot")
+        raise CheckpointError(f"{path}: does not exist, and the journal {journal.path} does not start with a snapshot")
     replay = JournalReplay(name, lsn, chain, saved.time, ancestors)
     replay.read(segments)
     return saved, replay
 
 
 def _corruption_error(path: Path, lsn: int) -> CheckpointError:
-    return CheckpointError(f"{path}: record {lsn} is corrupted: it was on the disk when a later one was written")
+    return CheckpointError(f"{path}: record {lsn} is corrupted: a later record states that it was on the disk")

@@ -119,7 +119,7 @@ class SpilledTree:
         return f"SpilledTree(size={self.size})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store what it loads")
+        raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store the loaded tree")
 
 
 _SPILLED: WeakSet[SpilledTree] = WeakSet()

@@ -88,7 +88,7 @@ class EventDispatcher:
             try:
                 one.callback(event)
             except Exception:
-                LOG.exception("on_event: %r raised on %s", one.callback, event)
+                LOG.exception("on_event: the callback %r raised an exception for %s", one.callback, event)
             self._delivered = (index, (*heard, one))
         self._state.update(lambda now: (now._replace(pending_events=now.pending_events.remove(index)), None))
         self._delivered = (-1, ())
