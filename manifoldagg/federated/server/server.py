@@ -612,7 +612,9 @@ class Server:
         return weights.sample_counts.get(client) or observed.capped(client, samples)
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """Return a copy of the average (P,), or of the current model without an average, after a running update.
+        """Return a copy of the average (P,), or of the current model if the server has no average.
+
+        The method waits for a running update.
 
         Raises:
             ArgumentError: if the method is called from within an update or a journal write.

@@ -254,7 +254,7 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Count a rejection, and return the receipt with the caller's name of the argument.
+        """Count a rejection, and return the receipt. The reason contains the caller's name of the invalid argument.
 
         The ticket is closed if its version is too old, or the file of its base was lost.
         """

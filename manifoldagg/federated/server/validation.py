@@ -167,7 +167,7 @@ class PayloadSchema:
 
     @cached_property
     def buffer_labels(self) -> dict[str, str]:
-        """The field name of each buffer in messages, by the name of the buffer."""
+        """The label of each buffer in error messages, by name."""
         return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 

@@ -112,7 +112,7 @@ class CheckpointWriter:
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint now. A running write ends first. Raises the same errors as `finish`."""
+        """Write a checkpoint now, after a running write. The errors are as in `finish`."""
         self.enqueue(snapshot)
         self.finish()
 
