@@ -238,8 +238,8 @@ class RuleSampler(ClientSampler):
         if self._num_missing and self._num_in_flight:
             return []
         self._num_missing = self._num_missing or self._cohort
-        everybody = list(available)
-        drawn = everybody if len(available) < self._cohort else list(self._draw_from_rule(everybody, self._generator))
+        present = list(available)
+        drawn = present if len(present) < self._cohort else list(self._draw_from_rule(present, self._generator))
         self._num_in_flight += len(drawn)
         return drawn
 

@@ -88,7 +88,7 @@ def warn_if_difference(
         return
     longest = 0.0
     where = ""
-    telling = 0
+    num_nonzero = 0
     for looked in (SAMPLE_SIZE, None):
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
@@ -97,17 +97,17 @@ def warn_if_difference(
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
-            telling += before > 0
+            num_nonzero += before > 0
             if part >= longest and before:
                 longest = part
                 where = leaf.name
     # Each tensor was counted in both passes, so a count of 2 means one tensor.
-    if where and longest < (MAX_NORM_RATIO if telling > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
+    if where and longest < (MAX_NORM_RATIO if num_nonzero > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
         given = f"what looks like a difference of models: {where} has {longest:.2g} x the norm of its base"
-        told = f"{name}: expected the model itself, got {given}; {hint}"
+        message = f"{name}: expected the model itself, got {given}; {hint}"
         if any(key.endswith(VARIANCE_SUFFIX) and _has_negative(tensor) for key, tensor in buffers):
-            raise ArgumentError(told)
-        warn_caller(told)
+            raise ArgumentError(message)
+        warn_caller(message)
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:

@@ -201,9 +201,9 @@ class ServerState(NamedTuple):
         receipt = make_receipt(applied)
         row = history_row(client, applied.reported_samples, receipt, applied.outcome.numbers)
         closed = ClosedTicket(client, receipt)
-        untold = self.pending_notifications
+        notifications = self.pending_notifications
         if applied.model is not None and self.has_averaging:
-            untold = (*untold, PendingNotification(receipt.version, applied.model))
+            notifications = (*notifications, PendingNotification(receipt.version, applied.model))
         state = self._replace(
             model_state=applied.after,
             store=self._store_after(applied),
@@ -211,7 +211,7 @@ class ServerState(NamedTuple):
             closed_tickets=self.closed_tickets.set(ticket_id, closed, self.limits.receipt_cache_size),
             history=self.history.set(self.history.next_index, row, self.limits.history_size),
             weights=self.weights.with_report(client, applied.update.samples),
-            pending_notifications=untold,
+            pending_notifications=notifications,
         )
         if self.limits.update.max_staleness is not None and applied.model is not None:
             oldest = applied.after.version - self.limits.update.max_staleness - 1

@@ -30,8 +30,6 @@ __all__ = ["UpdateProcessor"]
 
 Load = Callable[[PendingTicket], Any]
 """A function that returns the payload of a ticket."""
-Packed = bytes | memoryview
-"""A payload, packed for the journal; empty without a journal."""
 Names = Mapping[str, str]
 """The fields of a payload, and the arguments of the caller that contain them."""
 LOG = logging.getLogger("manifoldagg")
@@ -196,7 +194,7 @@ class UpdateProcessor:
             with self.lock.lock:
                 return self._apply_or_reject(request, payload, packed)
 
-    def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
+    def _apply_or_reject(self, request: Request, payload: Payload, packed: bytes | memoryview) -> Receipt:
         """Apply or reject an update. The caller owns the update lock."""
         if self._averaging is not None:  # An interrupt may have withheld older versions from the average.
             self.notify_average()
@@ -212,7 +210,7 @@ class UpdateProcessor:
         return receipt
 
     def _apply(
-        self, request: Request, payload: Payload, packed: Packed, recorded: Mapping[str, Any] | None = None
+        self, request: Request, payload: Payload, packed: bytes | memoryview, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
         """Apply the step of an update and publish the result. A journal replay passes the recorded weights."""
         state = self._state.value

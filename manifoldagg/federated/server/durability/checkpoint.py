@@ -199,9 +199,9 @@ class LoadedCheckpoint:
             CheckpointError: if a value differs. The message names the first difference.
         """
         check_is_manifold(space)
-        told = first_difference(label, self._tree["space"], fingerprint(label, space))
-        if told is not None:
-            raise CheckpointError(f"{self.path}: {told}")
+        difference = first_difference(label, self._tree["space"], fingerprint(label, space))
+        if difference is not None:
+            raise CheckpointError(f"{self.path}: {difference}")
         saved, given = self._tree["rule"], fingerprint("rule", rule)
         difference = rule_difference(saved, given, replace=replace)
         if difference is None and not replace:

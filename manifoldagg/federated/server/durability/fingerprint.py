@@ -81,12 +81,12 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
     """
     if isinstance(saved, dict) and isinstance(current, dict) and saved.keys() == current.keys():
         found = (_entry_difference(name, key, saved[key], current[key]) for key in saved)
-        return next((told for told in found if told is not None), None)
+        return next(filter(None, found), None)
     if isinstance(saved, list) and isinstance(current, list) and saved and current:
         pairs = enumerate(zip(saved, current, strict=False))
         found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
         longer = None if len(saved) == len(current) else f"{name}: was {len(saved)} entries, got {len(current)}"
-        return next((told for told in found if told is not None), longer)
+        return next(filter(None, found), longer)
     # NaN does not equal itself, but its representation does.
     return (
         None
@@ -123,7 +123,7 @@ def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | 
     """Return the first difference of two entries with the same key. The message contains the names of fields."""
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
-        return next((told for told in found if told is not None), None)
+        return next(filter(None, found), None)
     return first_difference(name, saved, current)
 
 

@@ -89,8 +89,8 @@ class JournalLock(FileLock):
             try:
                 super().__init__(path)
             except BlockingIOError:
-                told = "is locked by another process, or by another server of this process"
-                raise CheckpointError(f"{journal.path}: {told}") from None
+                problem = "is locked by another process, or by another server of this process"
+                raise CheckpointError(f"{journal.path}: {problem}") from None
 
     def __enter__(self) -> "JournalLock":
         return self

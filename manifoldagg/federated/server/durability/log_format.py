@@ -67,8 +67,8 @@ class Segment(NamedTuple):
                 size = os.fstat(file.fileno()).st_size
                 header: dict[str, Any] = tensor_file.load_from(file, KIND, size, allow_trailing=True)
                 if header["version"] != VERSION:
-                    told = f"has version {header['version']} of the journal format"
-                    raise CheckpointError(f"{told}, and this version of the package reads {VERSION}")
+                    problem = f"has version {header['version']} of the journal format"
+                    raise CheckpointError(f"{problem}, and this version of the package reads {VERSION}")
                 if header["first_lsn"] != first_lsn:
                     raise CheckpointError(f"starts with record {header['first_lsn']}: the file was renamed")
                 return cls(path, header, file.tell())

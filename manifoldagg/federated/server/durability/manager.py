@@ -104,10 +104,7 @@ class DurabilityManager:
             check_storable_client(client)
 
     def check_idle(self) -> None:
-        """Raise `ArgumentError` if this thread is writing the journal.
-
-        A handler within the write must not wait for the update lock, because its owner may wait for the write.
-        """
+        """Raise `ArgumentError` within a journal write, because the owner of the update lock may wait for the write."""
         if self.journal is not None and self.journal.held_by_me():
             raise ArgumentError(
                 "server: expected a call outside of a journal write; call this after the write has returned"

@@ -72,8 +72,8 @@ class JournalReplay:
             if after is not None and after.first_lsn <= self.next_lsn:
                 continue
             if segment is segments[0] and segment.first_lsn > self.next_lsn:
-                told = f"the checkpoint ends before record {self.next_lsn}; pass a newer checkpoint"
-                raise CheckpointError(f"{segment.path}: starts with record {segment.first_lsn}, but {told}")
+                problem = f"the checkpoint ends before record {self.next_lsn}; pass a newer checkpoint"
+                raise CheckpointError(f"{segment.path}: starts with record {segment.first_lsn}, but {problem}")
             found, durable_lsn, num_trailing = scan(segment)
             self.durable_lsn = durable_lsn if after is None else after.first_lsn
             end = segment.first_lsn + len(found)
@@ -161,8 +161,8 @@ class JournalReplay:
             raise CheckpointError(f"{place}: {error}") from error
         if self.is_deterministic and repr(dict(vars(receipt))) != repr(recorded):
             self.is_deterministic = False
-            told = f"the receipt was {Receipt(**recorded)}, and is {receipt} in the replay"
-            warn_caller(f"{place}: {told}: the rule is not deterministic", RuntimeWarning)
+            problem = f"the receipt was {Receipt(**recorded)}, and is {receipt} in the replay"
+            warn_caller(f"{place}: {problem}: the rule is not deterministic", RuntimeWarning)
 
 
 def recover(
@@ -198,8 +198,8 @@ def recover(
     _, lsn, chain = (name, 0, name) if saved is None else saved.position
     lineage += [] if saved is None else [saved.position[:2]]
     if any(part != name and first > ancestors.get(part, -1) for part, first in lineage):
-        told = f"belongs to another server than {path if saved is None else saved.path}"
-        raise CheckpointError(f"{journal.path}: {told}, or to another copy of this server")
+        problem = f"belongs to another server than {path if saved is None else saved.path}"
+        raise CheckpointError(f"{journal.path}: {problem}, or to another copy of this server")
     for segment in segments:
         if segment.header["snapshot"] is not None and segment.first_lsn >= lsn:
             lsn, chain = segment.first_lsn, segment.header["name"]

@@ -50,7 +50,7 @@ class EventDispatcher:
 
         def remove() -> None:
             def removed(now: ServerState) -> tuple[ServerState, None]:
-                return now._replace(subscriptions=tuple(one for one in now.subscriptions if one is not mine)), None
+                return now._replace(subscriptions=tuple(each for each in now.subscriptions if each is not mine)), None
 
             self._state.update(removed)
             self.drain()  # This removes events without subscribers.
@@ -80,15 +80,15 @@ class EventDispatcher:
     def _deliver(self, index: int, event: Event) -> None:
         if self._delivered[0] != index:
             self._delivered = (index, ())
-        for one in self._state.value.subscriptions:
-            heard = self._delivered[1]
-            # An earlier callback may have unsubscribed this one.
-            if one.first_event > index or one in heard or one not in self._state.value.subscriptions:
+        for each in self._state.value.subscriptions:
+            delivered = self._delivered[1]
+            # An earlier callback may have unsubscribed this callback.
+            if each.first_event > index or each in delivered or each not in self._state.value.subscriptions:
                 continue
             try:
-                one.callback(event)
+                each.callback(event)
             except Exception:
-                LOG.exception("on_event: the callback %r raised an exception for %s", one.callback, event)
-            self._delivered = (index, (*heard, one))
+                LOG.exception("on_event: the callback %r raised an exception for %s", each.callback, event)
+            self._delivered = (index, (*delivered, each))
         self._state.update(lambda now: (now._replace(pending_events=now.pending_events.remove(index)), None))
         self._delivered = (-1, ())
