@@ -251,7 +251,7 @@ BAD = {
     "a fake buffer": (lambda: buffers(running_mean=fake(2)), "buffers: 1.running_mean: expected a plain tensor with values, got a FakeTensor"),
     "points out of a gradient": (lambda: good(points=escaped(torch.func.grad, torch.ones(1, P))), "points: expected a tensor with values, got a tensor of a functorch transform"),
     "points out of a batch": (lambda: good(points=escaped(torch.func.vmap, torch.ones(2, 1, P))), "points: expected a tensor with values, got a tensor of a functorch transform"),
-    "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected values; a server step"),
+    "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected a tensor with values, got a tensor of a functorch transform"),
     "a payload that raises": (lambda: Halved.__new__(Halved), "payload: expected a readable value; its code raised RuntimeError"),
     "a payload of nothing": (lambda: Payload.__new__(Payload), "payload: expected a readable value; its code raised AttributeError"),
     "tensors that raise": (lambda: good(tensors=Listed(good().tensors)), "tensors: expected a readable value"),
