@@ -57,6 +57,8 @@ The checksum follows. It has eight hexadecimal digits, which are zeros while the
 """
 BLANK_CHECKSUM = b"00000000"
 CHECKSUM = slice(len(HEADER_PREFIX), len(HEADER_PREFIX) + len(BLANK_CHECKSUM))
+COPY_BYTES = 2**18
+"""The number of bytes that `dumps` copies before it computes their checksum, so that they are still in the cache."""
 DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes that every safetensors reader supports. Other dtypes are stored as bytes."""
@@ -120,10 +122,26 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
         raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
 
 
-def dumps(kind: str, tree: Any) -> bytearray:
-    """Return the bytes of the file that `save` would write. Errors are the same as those of `save`."""
-    data = bytearray().join(_serialize(kind, tree))
-    data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % zlib.crc32(data)
+def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
+    """Return the bytes of the file that `save` would write, for `load_from`. Raises the same errors as `save`.
+
+    The bytes are a copy. Later writes to the tensors do not change them.
+
+    Args:
+        kind: the kind of the tree, which `load_from` checks.
+        tree: the tree, as in `save`.
+        buffer: memory for the bytes. Reuse a buffer, because the first write to new memory is slow. If the buffer is
+            too short, the function allocates a new one.
+    """
+    parts = [*_serialize(kind, tree)]
+    size = sum(map(len, parts))
+    data = memoryview(bytearray(size) if buffer is None or len(buffer) < size else buffer)[:size]
+    end = checksum = 0
+    for chunk in (part[i : i + COPY_BYTES] for part in parts for i in range(0, len(part), COPY_BYTES)):
+        start, end = end, end + len(chunk)
+        data[start:end] = chunk
+        checksum = zlib.crc32(data[start:end], checksum)  # Other threads may write the source, but not the copy.
+    data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % checksum
     return data
 
 

@@ -19,6 +19,7 @@ from manifoldagg.federated.pytrees import Tree, copy_tensor
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
 from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointWriter
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.server.options import check_option
 from manifoldagg.federated.types import ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.client_task import bitwise_equal
@@ -297,7 +298,11 @@ class RunCheckpointer:
 
     def __init__(self, policy: CheckpointPolicy | None, num_updates: int) -> None:
         self._policy = policy
-        self._writer = None if policy is None else CheckpointWriter(policy, self._on_written)
+        self._writer = (
+            None
+            if policy is None
+            else CheckpointWriter(check_option("checkpoint", policy, CheckpointPolicy), self._on_written)
+        )
         self._write_seconds = 0.0
         self._last_write = time.monotonic()
         self._snapshot: RunSnapshot | None = None

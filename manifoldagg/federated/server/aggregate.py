@@ -1,4 +1,4 @@
-"""The function `aggregate`: one server step on plain state dicts or lists of arrays, read in place."""
+"""The function `aggregate`: one server step on plain state dicts or lists of arrays."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,7 @@ from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import has_structure
 from manifoldagg.federated.server.differences import apply_difference, check_flat
-from manifoldagg.federated.server.input_warnings import (
-    warn_about_update,
-    warn_if_adapter_factors,
-)
+from manifoldagg.federated.server.input_warnings import warn_about_update, warn_if_adapter_factors
 from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.step import StepPlan, step
@@ -50,7 +47,7 @@ __all__ = [
 CURRENT, BASE = "current: ", "base: "
 INIT_NAMES = {"space": "current", "start": "current"}
 STEP_NAMES = {"points": "update", "space": "current"}
-"""The arguments of `aggregate` that correspond to the arguments of a rule's methods."""
+"""The arguments of `aggregate` in error messages, for the arguments of a rule's methods."""
 USAGE = "aggregate(rule, state, current, base, update)"
 ADAPTERS_HINT = (
     "pass space=ParameterSpace.of_state_dict(model, adapters=True) for their products, or the same with adapters=False"
@@ -64,26 +61,31 @@ SPACE_KEYWORDS = {
 INFO_KEYWORDS = {
     name: f"pass info=UpdateInfo({name}=...)" for name in ("client", "weight", "samples", "difference", "share")
 }
-"""The options of an update or a space, and how to pass them."""
+"""Options of an update or a space that are not keywords of `aggregate`, and how to pass them."""
 
 
 @dataclass(frozen=True)
 class AggregateState:
-    """State of a rule with the pending buffers and the client states, which a server would store.
+    """State that `aggregate` returns if the state of the rule is not sufficient for the next call.
 
     Attributes:
         state: the state of the rule.
         pending_buffers: the buffers of the updates since the last move of the model.
-        client_states: the stored state of each client.
+        client_states: the state of each client.
     """
 
     state: State
     pending_buffers: PendingBuffers | None = None
     client_states: Mapping[Hashable, ClientState] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, state: State) -> "AggregateState":
+        """Return the state that `aggregate` returned as an `AggregateState`."""
+        return state if isinstance(state, AggregateState) else cls(state)
+
 
 class StepResult(NamedTuple):
-    """The result of a step: the new model, the next state, the metrics, and whether the model has moved."""
+    """The result of a step: the new model, the next state, the metrics, and whether the model moved."""
 
     model: Any
     state: State
@@ -104,34 +106,34 @@ def aggregate(
     space: ParameterSpace | None = None,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
-    r"""Apply one step of `rule`: aggregate a client's (stale) model into the server's model.
+    r"""Aggregate a client's model into the server's model with one step of `rule`. The client's model may be stale.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The new model has the same type, order, dtypes and
-    devices. The function modifies only `out`. For models in float32 or float64, the result is bit-identical to that of
-    a [`Server`][manifoldagg.Server]. The caller stores the versions. Narrower models are rounded in every call, whereas
-    a server stores a float32 master model. Tensors that share storage are tied and count once.
+    A model is a state dict, or a list of tensors or NumPy arrays. The new model has the type, order, dtypes and devices
+    of `current`. The function modifies only `out`.
+
+    For models in float32 or float64, the result is bit-identical to the result of a [`Server`][manifoldagg.Server].
+    Narrower models are rounded in every call, whereas a server stores a float32 master model. Tensors that share
+    storage are tied and count once.
 
     Args:
         rule: the rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
-        state: the state that the previous call returned, which includes the client states. `None` in the first call.
+        state: the state that the previous call returned, including the client states; `None` in the first call.
         current: the server's current model $\Theta^\tau$.
         base: the model $\Theta^t$ that the client started from.
         update: the client's model. For a curve, a sequence of models: the control points
             $\varphi_1, \dots, \varphi_n$, of which the last is the client's model.
-        info: the information about the update besides the models, such as the client's name and its share of the data:
-            [`UpdateInfo`][manifoldagg.UpdateInfo].
+        info: further information about the update, such as the client's name and its share of the data.
         staleness: the staleness $\tau - t$ in versions, a shortcut for `info=UpdateInfo(staleness=...)`.
-        space: the space of the models, with buffer policies, manifolds and adapters:
-            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. Without it, the
-            function infers `ParameterSpace.of_state_dict(current)`: entries named `running_mean`, `running_var` or
-            `num_batches_tracked` are buffers, and all other floating entries are parameters of a flat space.
-        out: a model in the format of `current`, to which the function writes the new model. It may be `current` or
-            another argument. Its entries must not share memory. The function writes after all checks, so a rejected
-            update leaves `out` unchanged.
+        space: the space of the models, with buffer policies, manifolds and adapters. The default is
+            [`ParameterSpace.of_state_dict(current)`][manifoldagg.manifolds.ParameterSpace.of_state_dict]: entries named
+            `running_mean`, `running_var` or `num_batches_tracked` are buffers, and all other floating-point entries are
+            parameters of a flat space.
+        out: a model in the format of `current`, to which the function writes the new model. It may be another argument,
+            such as `current`. The entries of `out` must not share memory. A rejected update leaves `out` unchanged.
 
     Returns:
-        The new model (`out` if it is given), the next state, and the metrics of the step as a dictionary of floats. A
-        buffered rule returns a copy of `current` until its buffer is full. The common metrics are:
+        The new model (`out` if it is given), the next state, and the metrics of the step as a dictionary of floats.
+        Until its buffer is full, a buffered rule returns a copy of `current`. The common metrics are:
 
         - `cosine`: the cosine of the update and the drift; NaN if one of them is zero.
         - `step`: the parameter of the new model on the curve of the update.
@@ -144,19 +146,20 @@ def aggregate(
         lists all metrics and their rules.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names the argument and its tensor. A server returns a
+        ArgumentError: if an argument is invalid. The message names the argument and the tensor. A server returns a
             receipt instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
         RuleError: if the rule, or a schedule in it, returns an invalid result.
 
     Warns:
-        UserWarning: if the update is probably a difference of models, if an integer tensor with several entries changes
-            and the space has no policy for it, or if the model has factors of adapters and `space` is not given. If the
-            warning is raised as an error, the call has changed nothing.
+        UserWarning: in any of these cases. If the warning is raised as an error, the call has changed nothing.
 
-    Cost: a rule that supports `plan` reads and writes the tensors in place, as often as its docstring states, and only
-    the result needs memory. Three kinds of tensors are copied: arrays in foreign byte order, 8-bit tensors, and tensors
-    that are not contiguous or are on another device than the first tensor. Other rules, and curved spaces, copy every
-    model into a vector. If the update is a difference, the function computes the models first.
+            - The update is probably a difference of models.
+            - An integer tensor with several entries changes, and the space has no policy for it.
+            - The model has adapter factors, and `space` is not given.
+
+    Cost: on flat spaces, most rules read and write the tensors in place, and only the result needs memory. The
+    docstring of the rule states how often. 8-bit tensors, tensors that are not contiguous, and arrays in foreign byte
+    order are copied. Other rules, and curved spaces, copy every model into a vector.
 
     Example:
         >>> import numpy as np
@@ -170,34 +173,19 @@ def aggregate(
         [array([2.])]
     """
     if staleness is not None:
-        info = _with_staleness(info, staleness)
+        shortcut = UpdateInfo(staleness=staleness)
+        if info is not DEFAULT_INFO and isinstance(info, UpdateInfo) and info.staleness != staleness:
+            given = f"{short_repr(info.staleness)}, as in `info`, or no value, got {short_repr(staleness)}"
+            raise ArgumentError(f"staleness: expected {given}")
+        info = shortcut if info is DEFAULT_INFO else info
     model, state, metrics, _ = aggregate_step(rule, state, current, base, update, info, space, out)
     return model, state, metrics
 
 
-def _with_staleness(info: UpdateInfo, staleness: int) -> UpdateInfo:
-    """Return the information about an update for the shortcut `staleness=`.
-
-    Raises:
-        ArgumentError: if `staleness` is invalid, or differs from that of another `info`.
-    """
-    shortcut = UpdateInfo(staleness=staleness)
-    if info is not DEFAULT_INFO and isinstance(info, UpdateInfo) and info.staleness != staleness:
-        raise ArgumentError(
-            f"staleness: expected {short_repr(info.staleness)}, as in `info`, or no value, got {short_repr(staleness)}"
-        )
-    return shortcut if info is DEFAULT_INFO else info
-
-
 def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
-    """Check that a rule needs only models from clients.
+    """Return `rule`, and raise `ArgumentError` if it is not a rule or requires more than models from clients.
 
-    Args:
-        rule: the rule to check.
-        usage: the call for messages, as in `check_rule`.
-
-    Raises:
-        ArgumentError: if the rule needs further data from clients, or is not a rule.
+    `usage` is the call with the arguments in the right order, as in `check_rule`.
     """
     if any(extra_fields(check_rule(rule, usage))):
         raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
@@ -207,13 +195,8 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 class _Inputs(NamedTuple):
     """Checked models of a call.
 
-    Attributes:
-        plan: the plan of the step.
-        space: the space of the models.
-        given: the named tensors of each model, as passed by the caller.
-        models: the named tensors in the leaves of the layout: stacks of adapters, and models instead of differences.
-        points: the point of each model: a tensor list or a vector.
-        name: the argument that contains the client's model, which is the last model.
+    `given` contains the named tensors as the caller passed them, and `models` the tensors in the leaves of the layout.
+    `name` is the argument that contains the client's model, which is the last model.
     """
 
     plan: StepPlan
@@ -236,10 +219,7 @@ def aggregate_step(
     *,
     difference_option: str = "info=UpdateInfo(difference=True)",
 ) -> StepResult:
-    """Apply one step like `aggregate`, and return whether it has moved the model.
-
-    A warning contains `difference_option`, the caller's argument for passing a difference.
-    """
+    """Apply one step like `aggregate`. A warning mentions `difference_option`, the argument for a difference."""
     with torch.no_grad():
         inputs = _read_inputs(rule, current, base, update, info, space)
         plan, space, here = inputs.plan, inputs.space, inputs.points[0]
@@ -247,7 +227,7 @@ def aggregate_step(
         memory = None if plan.uses_tensor_lists else empty_like(here)
         if out is not None:
             target, memory = _open_target(inputs, out, memory)
-        kept = state if isinstance(state, AggregateState) else AggregateState(state)
+        kept = AggregateState.of(state)
         before, received = _step_inputs(inputs, info, kept)
         newest, start, now = inputs.models[f"{inputs.name}: "], inputs.models[BASE], inputs.models[CURRENT]
         hint = None if info.difference else f"pass {difference_option} for a difference"
@@ -269,11 +249,7 @@ def aggregate_step(
 def _read_inputs(
     rule: Any, current: Model, base: Model, update: Model | Sequence[Model], info: UpdateInfo, space: Any
 ) -> _Inputs:
-    """Check the arguments and read the models in place.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names the argument and its tensor.
-    """
+    """Check the arguments, and represent the models in the format that the rule reads."""
     if not isinstance(info, UpdateInfo):
         raise ArgumentError(f"info: expected an UpdateInfo, got {short_repr(info)}")
     if space is not None:
@@ -292,7 +268,7 @@ def _read_inputs(
         plan = _cached_plan(rule, space, space.buffer_policies)
     except TypeError:  # The rule cannot be hashed.
         plan = _make_plan(rule, space, space.buffer_policies)
-    if plan.rule is not rule:  # an equal rule
+    if plan.rule is not rule:  # The cache contains the plan of an equal rule.
         plan = replace(plan, rule=rule)
     models = given
     if space.adapters is not None or info.difference or info.scaling is not None:
@@ -304,15 +280,12 @@ def _read_inputs(
 
 @lru_cache(maxsize=64)
 def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
-    """Return the default space of the models with a signature, and whether they have factors of adapters."""
+    """Return the default space of models with this signature, and whether the models have adapter factors."""
     return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
 
 
 def _make_plan(rule: Rule, space: ParameterSpace, buffer_policies: tuple[tuple[str, str], ...]) -> StepPlan:
-    """Check a rule and the layout of a space.
-
-    The policies are an argument for caching, because equal spaces may have different policies.
-    """
+    # The policies are a key of the cache, because equal spaces may have different policies.
     check_rule_needs_models_only(rule)
     space.layout.check_parameters("current")
     return StepPlan(space, rule, space.policies, buffers_label="update")
@@ -322,7 +295,6 @@ _cached_plan = lru_cache(maxsize=16)(_make_plan)
 
 
 def _named_models(current: Model, base: Model, update: Any) -> ModelsByPrefix:
-    """Return the named tensors of each model. The last model is the client's."""
     points = [update] if isinstance(update, Mapping) or not _is_curve(current, update) else list(update)
     if not points:
         raise ArgumentError("update: expected a model or a sequence of models, got an empty sequence")
@@ -342,11 +314,7 @@ def _is_curve(current: Model, update: Any) -> bool:
 
 
 def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: UpdateInfo) -> ModelsByPrefix:
-    """Return the models in the leaves of the layout: stacks of adapter factors, and models instead of differences.
-
-    Raises:
-        ArgumentError: if an argument or a tensor is invalid. The message names it.
-    """
+    """Stack the adapter factors of each model, and convert differences to models."""
     if info.scaling is not None and space.adapters is None:
         given = f"got {short_repr(info.scaling)}; {ADAPTERS_HINT}"
         raise ArgumentError(f"scaling: expected None, as the space has no adapters, {given}")
@@ -364,11 +332,7 @@ def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: Update
 
 
 def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the writable tensors of `out` by name, and the memory for the point of the new model.
-
-    Raises:
-        ArgumentError: if `out` does not match the models, or a tensor shares memory with another entry.
-    """
+    """Return the writable tensors of `out` by name, and the memory for the point of the new model."""
     plan, space, given, _, points, _ = inputs
     written = space.state_layout(given[CURRENT])
     target = open_for_write(written, out, given[CURRENT])
@@ -381,16 +345,11 @@ def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Te
     else:
         check_no_overlap(written, target, given)
     if in_place:
-        memory.disjoint_from = tuple(points)  # The step skips a second check.
+        memory.disjoint_from = tuple(points)  # The step does not check this again.
     return target, memory
 
 
 def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tuple[ModelState, Update]:
-    """Return the model state before the step, and the update in the format that the rule reads.
-
-    Raises:
-        ArgumentError: if the rule does not support the space.
-    """
     plan, space, _, models, (here, base, *points), _ = inputs
     state = kept.state
     if state is None:
@@ -416,9 +375,9 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
-    """Raise the error of a step again, with the name of the argument of `aggregate` that caused it."""
+    """Raise the error of a step with the name of the argument of `aggregate` that caused it."""
     plan, space, _, models, (here, _, *points), _ = inputs
-    own = state.state if isinstance(state, AggregateState) else state
+    own = AggregateState.of(state).state
     # The models have been checked, so a row that does not match is part of the state.
     if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
         expected = f"a state that {type(plan.rule).__name__} returned for such models, or None"

@@ -16,25 +16,27 @@ from manifoldagg.manifolds.model_io import Model
 __all__ = ["AggregatorState", "TaskKey", "TaskStart", "version_key"]
 
 TaskKey = tuple[Hashable, Hashable]
-"""A client, and the name of its task."""
+"""A client and the name of a task."""
 
 
 class TaskStart(NamedTuple):
-    """The start of a task: its version, and whether the rule let the client start from another model."""
+    """The start of a task: the version, and whether the rule chose another start model for the client."""
 
     version: int
     custom_start: bool
 
 
 class AggregatorState(NamedTuple):
-    """The complete immutable state. Every method returns a new state, or raises an error and changes nothing.
+    """The state of an asynchronous aggregator.
+
+    Every change returns a new state, or raises an error and changes nothing.
 
     Attributes:
         version: the version of the model.
         state: the state of the rule, as `aggregate` returns it.
         weights: the participating clients and their weights.
         store: the current model, and the older versions with a task in flight.
-        tasks: the starts of the tasks in flight.
+        tasks: the start of each task in flight.
     """
 
     version: int
@@ -43,22 +45,13 @@ class AggregatorState(NamedTuple):
     store: Store
     tasks: Map[TaskKey, TaskStart] = Map()
 
-    @property
-    def versions(self) -> list[int]:
-        """The versions in use by tasks, and the current one."""
-        return sorted({self.version, *(begun.version for begun in self.tasks.values())})
-
     def model(self, version: int) -> Model:
-        """Return the model of a version in use."""
+        """Return the model of a stored version."""
         found: Model = self.store.load(version_key(version))
         return found
 
     def task_start(self, task: TaskKey) -> TaskStart:
-        """Return the start of a task.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
+        """Return the start of a task; raise `ArgumentError` if the task is not in flight."""
         if task not in self.tasks:
             client, name = task
             mine = [other for owner, other in self.tasks if owner == client]
@@ -71,10 +64,9 @@ class AggregatorState(NamedTuple):
         return self.tasks[task]
 
     def with_task(self, task: TaskKey, start: TaskStart, stored: StoredTree, restart: bool) -> "AggregatorState":
-        """Return the state with a new task of a version, which is `stored`; `restart` replaces an existing task.
+        """Return the state with a new task, whose version has the model `stored`.
 
-        Raises:
-            ArgumentError: if there is such a task.
+        If the task is already in flight, `restart` replaces it. Otherwise, the method raises `ArgumentError`.
         """
         client, name = task
         state = self
@@ -89,36 +81,24 @@ class AggregatorState(NamedTuple):
         return state._replace(weights=state.weights.with_client(client)).with_known_task(task, start, stored)
 
     def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
-        """Return the state without a task whose update will not arrive.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
+        """Return the state without a task that was cancelled."""
         state = self.without_task(task)
         return state._replace(weights=state.weights.without_ticket(task[0]))
 
     def with_known_task(self, task: TaskKey, start: TaskStart, stored: StoredTree) -> "AggregatorState":
-        """Return the state with a task that began with a version, which is `stored` if it is not retained yet."""
+        """Return the state with a task of a known client, whose version has the model `stored`."""
         return self._replace(
             store=self.store.retain(version_key(start.version), stored), tasks=self.tasks.set(task, start)
         )
 
     def without_task(self, task: TaskKey) -> "AggregatorState":
-        """Return the state without a task.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
+        """Return the state without a task; raise `ArgumentError` if the task is not in flight."""
         return self._replace(
             store=self.store.release(version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
         )
 
     def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
-        """Return the state with the update of a task, and the version of the model.
-
-        Raises:
-            ArgumentError: if the task was dropped meanwhile.
-        """
+        """Return the state after an update, and the version; raise `ArgumentError` if the task was cancelled."""
         after = self.without_task(task)
         after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
         if not result.has_moved:

@@ -1,4 +1,4 @@
-"""The asynchronous aggregator: the versions, tasks and rule state of a custom training loop."""
+"""The class `AsyncAggregator`, which adds versions and tasks to `aggregate` for custom training loops."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
-from manifoldagg.federated.types import ClientState, Message, Rule, State, check_parameter_space
+from manifoldagg.federated.types import ClientState, Message, Rule, check_parameter_space
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds import ParameterSpace
@@ -42,30 +42,34 @@ from manifoldagg.manifolds.model_io import Model, as_tensors, convert_like
 __all__ = ["AsyncAggregator"]
 
 FILE_KIND = "async aggregator"
-"""The kind of the file of `save`."""
+STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
 
 
 class AsyncAggregator:
-    r"""Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops: `checkout` and `submit`.
+    """Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops.
 
-    It stores the model, one copy of each older version with a task in flight, the rule's state, the buffered updates
-    and the client states. It computes the base, the staleness and the weight of each update. For models in float32 or
-    float64 its results equal those of a [`Server`][manifoldagg.Server] bit for bit. A rejected update changes nothing:
-    the task stays in flight until the client returns a valid update or `cancel` ends it. All methods may be called from
-    any thread.
+    A client starts a task with `checkout` and ends the task with `submit`. It has one task at a time, or several tasks
+    with names.
 
-    A client has one task at a time, or several tasks with names.
+    - The aggregator stores the model, a copy of each older version with a task in flight, the rule's state, the
+      buffered updates and the client states.
+    - It computes the base, the staleness and the weight of each update.
+    - For models in float32 or float64, the results are bit-identical to the results of a
+      [`Server`][manifoldagg.Server].
+    - A rejected update changes nothing. The task stays in flight until the client submits a valid update, or `cancel`
+      ends the task.
+    - All methods may be called from any thread.
 
     Args:
-        rule: such as `FedAsync(0.6)`. A rule whose clients receive or return more than models needs a server.
+        rule: the rule, such as `FedAsync(0.6)`. Rules whose clients receive or return more than models require a
+            server.
         model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
-        weights: as in a server: `"observed"`, `"uniform"`, or a mapping from clients to samples. An observed sample
-            count is capped at 100 times the median of the other clients' reports.
-        space: as in `aggregate`: the space of the models, with buffer policies, manifolds and adapters. Its scaling is
-            that of the models that are sent.
+        weights: the weights of the clients, as in a server: `"observed"`, `"uniform"`, or a mapping from clients to
+            sample counts. An observed count is capped at 100 times the median of the other clients' reports.
+        space: the space of the models, with buffer policies, manifolds and adapters, as in `aggregate`.
 
     Raises:
-        ArgumentError: naming the argument, and the tensor in it, that does not fit.
+        ArgumentError: if an argument is invalid. The message names the argument and the tensor.
 
     Example:
         >>> import numpy as np
@@ -116,21 +120,21 @@ class AsyncAggregator:
     def checkout(
         self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
     ) -> Any:
-        """Register that a client starts from the current model.
+        """Start a task of a client, and return the model that the client trains.
 
         Args:
-            client: any hashable name that equals itself, but not a tensor.
+            client: the name of the client: any hashable value that equals itself, but not a tensor.
             task: the name of the task, if the client has several tasks at a time.
-            version: the version that it started from, if the host learns that late; `None` for the current one. A
-                version is retained while a task of any name has it.
-            restart: cancel an existing task of this client and name.
+            version: the version of a task that has already started; `None` for the current version. Another task in
+                flight must have the same version, because only such versions are stored.
+            restart: whether to cancel an existing task with this client and name.
 
         Returns:
-            The model, in memory of its own: the server's, or another start model that the rule chooses for this client.
+            A copy of the model, or of another start model that the rule chooses for this client.
 
         Raises:
-            ArgumentError: if the client already has such a task, has an invalid name or is missing from the given
-                weights, if the version is no longer retained, or if the rule sends this client more than a model.
+            ArgumentError: if the client already has such a task, its name is invalid or missing in a mapping `weights`,
+                the version is no longer stored, or the rule sends more than a model.
 
         Cost: three copies of the model.
         """
@@ -162,38 +166,36 @@ class AsyncAggregator:
         difference: bool = False,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        r"""Apply a client's update to the model. The update is only read.
+        """End a task of a client, and apply its update to the model.
 
         Args:
-            client: the client, which has a task in flight.
-            update: as in `aggregate`: the client's model, or for a curve a sequence of them.
-            samples: the number of samples that it trained on, at most a billion.
-            task: the name of its task; `None` for a task without a name.
-            difference: whether `update` is new minus old. It must be false if the rule let the client start from
-                another model than the version's.
-            scaling: the scaling of the client's adapters, if it differs from that of the models that are sent.
+            client: the name of the client.
+            update: the client's model, or a sequence of models for a curve, as in `aggregate`. It is not modified.
+            samples: the number of samples that the client trained on, at most 10⁹.
+            task: the name of the task; `None` for a task without a name.
+            difference: whether `update` is the trained model minus the start model. This is not possible if the rule
+                chose another start model for the client.
+            scaling: the scaling of the client's adapters, if it differs from the scaling of the space.
 
         Returns:
             The metrics of the step (such as `cosine`, `step`, `norm`), the new `version` of the model, and the
             `staleness` and `weight` of the update.
 
         Raises:
-            ArgumentError: if the client has no such task, or an argument is invalid; why a server returns a receipt
-                instead: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
-            RuleError: as `aggregate`.
+            ArgumentError: if the client has no such task, or an argument is invalid. A server returns a receipt
+                instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
+            RuleError: if the rule, or a schedule in it, returns an invalid result.
 
         Warns:
-            UserWarning: as `aggregate`.
-            StabilityWarning: once, if the step is above the stability limit of the concurrency.
-
-        Cost: that of `aggregate`.
+            UserWarning: for the same reasons as in `aggregate`.
+            StabilityWarning: once, if the step exceeds the stability limit for the number of tasks in flight.
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         check_choice("difference", difference, (True, False))
         if self._update_lock.held_by_me():
             raise ArgumentError(
-                "async_aggregator: an update cannot wait for itself; submit this one after the other was applied"
+                "async_aggregator: expected a call outside of an update; call this after `submit` has returned"
             )
         with self._update_lock.lock:
             now = self._state.value
@@ -201,8 +203,8 @@ class AsyncAggregator:
             if difference and apart:
                 name = type(self._rule).__name__
                 raise ArgumentError(
-                    f"difference: expected False, as {name} lets client {short_repr(client)} start from another model "
-                    "than the version's, got True"
+                    f"difference: expected False, because {name} chose another start model for client "
+                    f"{short_repr(client)}, got True"
                 )
             believed = now.weights.capped(client, samples)
             known = UpdateInfo(
@@ -237,11 +239,7 @@ class AsyncAggregator:
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 
     def cancel(self, client: Hashable, task: Hashable = None) -> None:
-        """Cancel a task, whose update will not arrive.
-
-        Raises:
-            ArgumentError: if there is no such task.
-        """
+        """Cancel a task whose update will not arrive; raise `ArgumentError` if the task is not in flight."""
         place = (check_client(client), check_client(task, "task"))
         self._state.update(lambda now: (now.with_cancelled_task(place), None))
 
@@ -253,39 +251,29 @@ class AsyncAggregator:
 
     @property
     def version(self) -> int:
-        """The number of times that the model has moved."""
+        """The version of the model, which is the number of times that the model has moved."""
         return self._state.value.version
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The tasks in flight, by client and task name (`None` without one), and their current staleness.
-
-        Example:
-            >>> import torch
-            >>> from manifoldagg.federated.rules import FedAsync
-            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
-            >>> _ = aggregator.checkout("ward-7")
-            >>> aggregator.in_flight
-            {('ward-7', None): 0}
-        """
+        """The current staleness of each task in flight, by client and task name. The name may be `None`."""
         now = self._state.value
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load`: a tree of tensors and plain values, for `torch.save`.
+        """Return a copy of the complete state for `load`: a tree of tensors and plain values, for `torch.save`.
 
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
-
-        Cost: one copy of the complete state.
         """
         now = self._state.value
-        held = _as_aggregate_state(now.state)
+        held = AggregateState.of(now.state)
         waiting = held.pending_buffers
+        versions = sorted({now.version, *(begun.version for begun in now.tasks.values())})
         tree = {
             "rule": fingerprint("rule", self._rule),
             "version": now.version,
-            "models": {version: as_tensors("model", now.model(version)) for version in now.versions},
+            "models": {version: as_tensors("model", now.model(version)) for version in versions},
             "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
@@ -301,8 +289,8 @@ class AsyncAggregator:
 
         Raises:
             ArgumentError: if the folder of `path` does not exist.
-            CheckpointError: if the state cannot be stored, for example a client that is neither a string nor an
-                integer, or the file cannot be written. The older file is then unchanged.
+            CheckpointError: if a value cannot be stored, such as a client that is neither a string nor an integer, or
+                the file cannot be written. The older file is then unchanged.
         """
         tensor_file.save(path, FILE_KIND, self.state())
 
@@ -317,22 +305,17 @@ class AsyncAggregator:
         space: ParameterSpace | None = None,
         replace: bool = False,
     ) -> "AsyncAggregator":
-        """Start an aggregator, or resume it from the file of `save` if that exists.
+        """Resume an aggregator if the file at `path` exists. Otherwise, start a new aggregator.
 
-        The tasks in flight of a resumed aggregator are those of the file. Submit their updates, `cancel` them, or check
-        them out again with `restart=True`.
+        A resumed aggregator has the tasks of the saved aggregator in flight. Submit their updates, `cancel` them, or
+        check them out again with `restart=True`.
 
-        Args:
-            path: the file of `save`.
-            rule: as in the constructor.
-            model: the initial model, as in the constructor. A resumed aggregator uses only its kind.
-            weights: as in the constructor.
-            space: as in the constructor.
-            replace: as in `load`.
+        `path` is the file that `save` wrote, and `replace` is as in `load`. The other arguments are as in the
+        constructor. A resumed aggregator ignores the values of `model`.
 
         Raises:
-            ArgumentError: if an argument is invalid, or the file is that of another rule or model.
-            CheckpointError: if the file is truncated, altered, or not from `save`.
+            ArgumentError: if an argument is invalid, or the file contains another rule or model.
+            CheckpointError: if the file is truncated, altered, or was not written by `save`.
 
         Example:
             >>> import tempfile, torch
@@ -352,17 +335,17 @@ class AsyncAggregator:
         return aggregator
 
     def load(self, state: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Resume from a state that `state` returned, in place of the current one.
+        """Replace the state by a state that `state` returned.
 
-        The constructor's `model` determines the kind of the models, and its `weights` the weights of the clients. The
-        reported sample counts are restored.
+        The format of the models and the option `weights` stay as in the constructor.
 
         Args:
             state: the result of `state`.
-            replace: accept other options of the rule, but not another class, nor another clip or noise of `Private`.
+            replace: whether to accept other options of the rule. The class of the rule, and the clip and the noise of
+                `Private`, cannot be replaced.
 
         Raises:
-            ArgumentError: if it is not such a tree, or one of another rule or model. Nothing has changed then.
+            ArgumentError: if `state` is not such a result, or has another rule or model. Nothing has changed then.
 
         Example:
             >>> import torch
@@ -387,10 +370,9 @@ class AsyncAggregator:
         tree = tree_map(dict(state), copy_tensor)
         with self._update_lock.lock:
             weights = self._state.value.weights
+            shares = dict(weights.sample_counts) if weights.kind == "given" else weights.kind
             try:
-                fresh = self._parse_state(
-                    tree, Weights.of_state(tree["weights"], _weights_spec(weights), weights.cap_factor)
-                )
+                fresh = self._parse_state(tree, Weights.of_state(tree["weights"], shares, weights.cap_factor))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
@@ -398,7 +380,6 @@ class AsyncAggregator:
             self._state.update(lambda _: (fresh, None))
 
     def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "AggregatorState":
-        """Build the state from a tree."""
         models = tree["models"]
         for version, model in models.items():
             self._layout.check(model, f"state: models: {version}: ")
@@ -409,7 +390,7 @@ class AsyncAggregator:
         current = check_count("state: version", tree["version"], at_least=0)
         point = self._point(models[current])
         if not has_structure(tree["state"], self._rule.init(self._space, point)):
-            raise ArgumentError(f"state: state: expected one of {type(self._rule).__name__} for this model")
+            raise ArgumentError(f"state: state: expected the state of {type(self._rule).__name__} for this model")
         state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
         kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
         record = AggregatorState(current, state, weights, Store().retain(version_key(current), kept[current]))
@@ -418,27 +399,23 @@ class AsyncAggregator:
             place = (client, check_client(task, "task"))
             if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
-                    f"state: in_flight: expected one of {short_repr(client)} by each name, of a version up to {current}"
+                    f"state: in_flight: expected one task of {short_repr(client)} with each name, and a version up to "
+                    f"{current}"
                 )
             record = record.with_known_task(place, TaskStart(began, apart), kept[began])
         return record
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
-        """Return the start model of a client under the rule, and whether it differs from the current model."""
+        """Return the start model of a client, and whether the rule chose another model than the current one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
-        held = _as_aggregate_state(now.state)
+        held = AggregateState.of(now.state)
         sent, apart = self._make_message(
             ModelState(point, held.state, version=now.version), held.client_states.get(client)
         )
         return self._build_model(model | self._space.state_dict(sent.start) if apart else model), apart
 
     def _make_message(self, now: ModelState, client_state: ClientState) -> tuple[Message, bool]:
-        """Return the rule's message for a client with this client state.
-
-        Raises:
-            ArgumentError: if that is more than a model.
-        """
         sent, apart = make_message(self._space, self._rule, now, client_state, None)
         if sent.tensors or sent.numbers:
             more = ", ".join([*sent.tensors, *sent.numbers])
@@ -455,19 +432,8 @@ class AsyncAggregator:
         return self._build_model(as_tensors("model", model))
 
     def _build_model(self, named: Mapping[str, Tensor]) -> Any:
-        """Build a model from these tensors, in memory of its own and of the kind of the first model."""
+        """Copy these tensors to a model in the format of the initial model."""
         layout = self._layout
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
-
-
-STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
-
-
-def _as_aggregate_state(state: State) -> AggregateState:
-    return state if isinstance(state, AggregateState) else AggregateState(state)
-
-
-def _weights_spec(weights: Weights) -> str | dict[Any, int]:
-    return dict(weights.sample_counts) if weights.kind == "given" else weights.kind

@@ -1,4 +1,4 @@
-"""Client samplers: the choice of the clients that the server dispatches tasks to, as declared by the rule."""
+"""Client samplers, which choose the clients that receive the next tasks, as the rule declares."""
 
 import abc
 import bisect
@@ -84,40 +84,44 @@ class AvailableClients(Sequence[int]):
 class ClientSampler(abc.ABC):
     """Base class of samplers, which return the clients to dispatch to after each event.
 
-    The caller reports each event once and in order. A client is available if it accepts tasks. A client that has left
-    and finishes its last task is not available. Every method returns a list of available clients, with one entry for
-    each task to dispatch.
+    The caller reports each event once, in order. Every method returns a list of available clients, with one entry for
+    each task to dispatch. A client is available if it accepts tasks.
     """
 
-    @abc.abstractmethod
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self._num_in_flight = 0
+
     def start(self, available: AvailableClients) -> list[int]:
         """Return the clients to dispatch to at time 0."""
+        return self._draw(available)
 
-    @abc.abstractmethod
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        """Handle a finished task of a client."""
+        """Handle a finished task of a client. The server may have accepted or rejected the update."""
+        return self.on_dropout(client, 1, available)
 
-    @abc.abstractmethod
     def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        """Handle the departure of a client, with its number of lost tasks."""
+        """Handle a client that leaves and loses `count` tasks."""
+        self._num_in_flight -= count
+        return self._draw(available)
 
-    @abc.abstractmethod
     def on_join(self, client: int, available: AvailableClients) -> list[int]:
         """Handle a client that becomes available."""
+        return self._draw(available)
+
+    @abc.abstractmethod
+    def _draw(self, available: AvailableClients) -> list[int]: ...
 
 
 class AsyncSampler(ClientSampler):
-    """Sampler that dispatches to all clients, or to `concurrency` of them, and again after each returned update.
+    """Sampler that keeps `concurrency` tasks in flight, or one task for every client if `concurrency` is `None`.
 
-    Args:
-        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle clients. With
-            `None`, every client has one task in flight, and no client is drawn.
-        generator: the random generator.
+    After each task, the sampler draws a client uniformly from the idle clients.
     """
 
     def __init__(self, concurrency: int | None, generator: np.random.Generator) -> None:
+        super().__init__(generator)
         self._concurrency = concurrency
-        self._generator = generator
         self._busy: set[int] = set()
         # The clients to draw from, some of which may have left.
         self._idle = AvailableClients()
@@ -159,40 +163,24 @@ class AsyncSampler(ClientSampler):
 
 
 class CohortSampler(ClientSampler):
-    """Sampler that draws k clients, and draws the next k clients after k updates were accepted.
+    """Sampler that draws a cohort of clients, uniformly and without replacement, after each completed cohort.
 
-    Clients are drawn uniformly and without replacement. Rejected and lost updates are replaced when no task is in
-    flight. Clients without a task since the last move of the model are drawn first.
-
-    Args:
-        cohort: the number k of clients.
-        generator: the random generator.
+    A cohort is complete when the server has accepted as many updates as the cohort has clients. When no task is in
+    flight, the sampler replaces rejected and lost updates by further clients, if possible by new ones.
     """
 
     def __init__(self, cohort: int, generator: np.random.Generator) -> None:
+        super().__init__(generator)
         self._cohort = cohort
-        self._generator = generator
         self._num_missing = cohort
-        self._num_in_flight = 0
         self._sampled: set[int] = set()
 
-    def start(self, available: AvailableClients) -> list[int]:
-        return self._draw(available)
-
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        self._num_in_flight -= 1
         self._num_missing -= accepted
         if not self._num_missing:
             self._num_missing = self._cohort
             self._sampled = set()
-        return self._draw(available)
-
-    def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        self._num_in_flight -= count
-        return self._draw(available)
-
-    def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        return self._draw(available)
+        return super().on_completion(client, accepted, available)
 
     def _draw(self, available: AvailableClients) -> list[int]:
         if self._num_in_flight:
@@ -208,14 +196,14 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler that dispatches to every client once, and then to k clients that the rule draws after k accepted updates.
+    """Sampler that dispatches to every client once, and then lets the rule draw cohorts of clients.
 
-    The rule may draw busy clients. If fewer than k clients are available, the sampler dispatches to all of them. It
-    also draws when no task is in flight.
+    The rule draws the next cohort when the server has accepted as many updates as a cohort has clients, or when no task
+    is in flight. It may draw busy clients. If too few clients are available, all of them receive a task.
 
     Args:
-        draw: the method of the rule that draws k of the given clients.
-        cohort: the number k of clients.
+        draw: the method of the rule, which draws a cohort from the given clients.
+        cohort: the number of clients in a cohort.
         concurrency: the number of clients in the first dispatch, drawn uniformly. `None` means all clients.
         generator: the random generator.
     """
@@ -230,13 +218,12 @@ class RuleSampler(ClientSampler):
         def rule(present: Sequence[int], generator: np.random.Generator) -> list[int]:
             return draw(present, generator)
 
+        super().__init__(generator)
         # A deep copy of a bound method would copy the rule, but a deep copy of a function does not.
         self._draw_from_rule = rule
         self._cohort = cohort
         self._concurrency = concurrency
-        self._generator = generator
         self._num_missing = cohort
-        self._num_in_flight = 0
 
     def start(self, available: AvailableClients) -> list[int]:
         first = list(available) if self._concurrency is None else _sample(available, self._concurrency, self._generator)
@@ -244,58 +231,31 @@ class RuleSampler(ClientSampler):
         return first
 
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        self._num_in_flight -= 1
         self._num_missing -= accepted
-        if not self._num_missing:
-            self._num_missing = self._cohort
-            return self._draw(available)
-        return [] if self._num_in_flight else self._draw(available)
-
-    def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        self._num_in_flight -= count
-        return [] if self._num_in_flight else self._draw(available)
-
-    def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        return [] if self._num_in_flight else self._draw(available)
+        return super().on_completion(client, accepted, available)
 
     def _draw(self, available: AvailableClients) -> list[int]:
-        everybody = list(available)
-        drawn = everybody if len(available) < self._cohort else list(self._draw_from_rule(everybody, self._generator))
+        if self._num_missing and self._num_in_flight:
+            return []
+        self._num_missing = self._num_missing or self._cohort
+        present = list(available)
+        drawn = present if len(present) < self._cohort else list(self._draw_from_rule(present, self._generator))
         self._num_in_flight += len(drawn)
         return drawn
 
 
 class RoutedSampler(ClientSampler):
-    """Sampler that keeps a fixed number of tasks in flight and draws clients by the rule's routing.
+    """Sampler that keeps `concurrency` tasks in flight, and draws clients from the routing of the rule.
 
-    Busy clients may be drawn. Unavailable clients are not drawn, and the shares of the other clients keep their ratios.
-
-    Args:
-        shares: the share of the tasks of each client.
-        concurrency: the number of tasks in flight.
-        generator: the random generator.
+    It may draw busy clients. If clients are unavailable, the shares of the available clients keep their ratios.
     """
 
     def __init__(self, shares: Mapping[int, float], concurrency: int, generator: np.random.Generator) -> None:
+        super().__init__(generator)
         self._shares = dict(shares)
         self._concurrency = concurrency
-        self._generator = generator
-        self._num_in_flight = 0
         self._cumulative_shares: list[float] = []
         self._seen_changes = -1
-
-    def start(self, available: AvailableClients) -> list[int]:
-        return self._draw(available)
-
-    def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        return self.on_dropout(client, 1, available)
-
-    def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        self._num_in_flight -= count
-        return self._draw(available)
-
-    def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        return self._draw(available)
 
     def _draw(self, available: AvailableClients) -> list[int]:
         if not len(available):
@@ -314,7 +274,7 @@ class RoutedSampler(ClientSampler):
 def sampler_for(
     rule: Rule, clients: Sequence[int], concurrency: int | None, generator: np.random.Generator
 ) -> ClientSampler:
-    """Return the sampler that a rule, or its wrapped rule, declares.
+    """Return the sampler that a rule, or the rule that it wraps, declares.
 
     | attribute of the rule | sampler |
     | --- | --- |
@@ -326,12 +286,12 @@ def sampler_for(
     Args:
         rule: the rule of the server.
         clients: all clients that may participate.
-        concurrency: the number of tasks in flight, or of clients in the first dispatch, if the rule allows a choice.
+        concurrency: the number of tasks in flight, or of clients in the first dispatch of a `RuleSampler`.
         generator: the random generator, which only the sampler may use.
 
     Raises:
-        ArgumentError: if `concurrency` is not a positive integer, if the rule does not allow a choice, or if the
-            routing has other clients.
+        ArgumentError: if `concurrency` is not a positive integer, the rule waits for a cohort and `concurrency` is
+            given, or the routing has other clients.
     """
     if concurrency is not None:
         check_count("concurrency", concurrency)
@@ -351,14 +311,13 @@ def sampler_for(
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """Return an attribute of a rule, such as `routing`, or of its wrapped rule, or `None` if neither has it."""
+    """Return an attribute of a rule or of the rule that it wraps; `None` if neither has the attribute."""
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)
     return None if rule is None else getattr(rule, name)
 
 
 def _check_routing(routing: Mapping[Any, float], clients: Sequence[int]) -> Mapping[int, float]:
-    """Check that a routing covers exactly these clients."""
     without = [client for client in clients if not routing.get(client, 0.0) > 0]
     if without:
         raise ArgumentError(
@@ -372,11 +331,10 @@ def _check_routing(routing: Mapping[Any, float], clients: Sequence[int]) -> Mapp
 
 
 def shorten(clients: Sequence[Any]) -> str:
-    """Format the first few names for an error message."""
+    """Return the first names of a list for an error message."""
     more = len(clients) - MAX_LISTED
     return ", ".join(repr(client) for client in clients[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _sample(clients: Sequence[int], count: int, generator: np.random.Generator) -> list[int]:
-    """Sample at most `count` clients uniformly without replacement."""
     return [clients[i] for i in generator.permutation(len(clients))[:count]]

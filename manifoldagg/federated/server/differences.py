@@ -1,4 +1,4 @@
-"""Conversion of updates that are differences of models to models."""
+"""Conversion of differences of models to models."""
 
 from collections.abc import Mapping
 
@@ -12,15 +12,11 @@ from manifoldagg.manifolds import Layout, ParameterSpace
 __all__ = ["apply_difference", "check_flat"]
 
 SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The signed dtypes for sums of unsigned integers, which torch does not support. The sums have the same bits."""
+"""The signed dtypes for sums of unsigned integers, because torch does not add these. The sums have the same bits."""
 
 
 def check_flat(space: ParameterSpace) -> None:
-    """Check that a point and a difference of points can be added.
-
-    Raises:
-        ArgumentError: if the space has a curved leaf, where they have no sum. The message names the leaf.
-    """
+    """Raise `ArgumentError` if a leaf of the space is curved, because points of a curved space cannot be added."""
     for name, curved in space.manifolds:
         if not curved.flat:
             given = f"as {name} is a point of {curved}, which does not support sums of points"
@@ -30,17 +26,17 @@ def check_flat(space: ParameterSpace) -> None:
 def apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
-    """Return the sum of the base, whose entries match the layout, and the difference.
+    """Add a difference to the base, entry by entry.
 
-    Raises:
-        StateDictError: if the difference does not match the layout. The message starts with `label`.
+    The entries of the base match the layout. If the entries of the difference do not match it, the function raises
+    `StateDictError`, whose message starts with `label`.
     """
     layout.check_entries(difference, label)
     return {name: _add(base[name], difference[name]) for name in difference}
 
 
 def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Return the sum, rounded once to the dtype of `start`. For booleans, return the client's value."""
+    """Return the sum, rounded once to the dtype of `start`; for booleans, return the client's value."""
     step = difference.to(start.device)
     if start.dtype is torch.bool:
         return step

@@ -1,7 +1,7 @@
-"""Tickets and dispatch messages, which are built without the lock of the server."""
+"""Tickets and the messages to clients, which are built without the update lock of the server."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -12,10 +12,9 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.durability.manager import DurabilityManager
-from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
 from manifoldagg.federated.server.records import PendingTicket
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import ServerCore, ServerState
 from manifoldagg.federated.types import ClientState, Message, Rule, Ticket
 from manifoldagg.manifolds import Manifold
 
@@ -25,11 +24,7 @@ BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """Validate the dtype of stored bases: narrower than `dtype`; `None` for the dtype of the models.
-
-    Raises:
-        ArgumentError: naming `base_dtype`.
-    """
+    """Return the dtype of stored bases; raise `ArgumentError` if it is not narrower than the models' dtype."""
     if base_dtype is not None:
         check_choice("base_dtype", base_dtype, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
         if not (space.flat or space.ambient):
@@ -40,43 +35,18 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
 
 
 class TicketIssuer:
-    """Issuer of tickets for the current model.
+    """Issuer of tickets for the current model. `base_dtype` is the dtype of stored bases, if it differs."""
 
-    Args:
-        state: the state of the server.
-        space: the space of the models.
-        rule: the aggregation rule.
-        base_dtype: the narrow dtype of stored bases; `None` for the dtype of the models.
-        durability: the journal, which must contain the base of each ticket.
-        clock: the clock of the server.
-    """
-
-    def __init__(
-        self,
-        state: AtomicReference[ServerState],
-        space: Manifold,
-        rule: Rule,
-        base_dtype: torch.dtype | None,
-        durability: DurabilityManager,
-        clock: Callable[[], float],
-    ) -> None:
-        self._state = state
-        self._space = space
-        self._rule = rule
+    def __init__(self, core: ServerCore, base_dtype: torch.dtype | None, durability: DurabilityManager) -> None:
+        self._core = core
         self._base_dtype = base_dtype
         self._durability = durability
-        self._clock = clock
 
     def issue(self, client: Hashable, *, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None]:
-        """Issue a ticket for the current model, and return it with the stored base.
-
-        Args:
-            client: the valid name of a client.
-            retain_base: whether the server stores the base.
-            copies: whether the message has its own memory.
+        """Issue a ticket for the current model, and return the ticket and the stored base.
 
         Raises:
-            ArgumentError: if the server was closed, or the rule does not return a message of its space.
+            ArgumentError: if the server was closed, or the rule returns an invalid message.
             BusyError: if `max_in_flight` tickets are in flight.
         """
         # The loop repeats only if another thread has moved the model in the meantime.
@@ -85,18 +55,19 @@ class TicketIssuer:
         return issued
 
     def round_base(self, current: Tensor) -> Tensor | None:
-        """Round a model to the narrow dtype; `None` without one, or if the model overflows."""
+        """Round a model to `base_dtype`; return `None` without `base_dtype`, or if the model overflows."""
         if self._base_dtype is None:
             return None
         base = current.to(self._base_dtype)
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
-        """Issue a ticket for the current model; `None`, without any change, if its version is no longer retained.
+        """Issue a ticket; return `None` if another thread has moved the model and released the version.
 
-        A concurrent checkpoint may not contain that version, so that a journal replay would not find it.
+        A concurrent checkpoint may not contain this version, so a journal replay could not find it.
         """
-        state = self._state.value
+        core = self._core
+        state = core.state.value
         state.check_capacity()
         key = state.current_key
         stored = state.store.find(key)
@@ -111,11 +82,11 @@ class TicketIssuer:
                 stored = InMemoryTree(base) if narrow is None else narrow
         client_state = state.store.load(("client", client))
         message, custom_start = make_message(
-            self._space, self._rule, state.model_state, client_state, base, copies=copies
+            core.space, core.rule, state.model_state, client_state, base, copies=copies
         )
         ticket_id = os.urandom(16).hex()
         version = state.model_state.version
-        ticket = PendingTicket(client, version, key if retain_base else None, self._clock(), custom_start)
+        ticket = PendingTicket(client, version, key if retain_base else None, core.clock(), custom_start)
 
         def with_ticket(now: ServerState) -> tuple[ServerState, bool]:
             is_released = now.model_state.version != version and now.store.find(key) is None
@@ -123,9 +94,9 @@ class TicketIssuer:
                 return now, False
             return now.with_ticket(ticket_id, ticket, stored), True
 
-        if not self._state.update(with_ticket):
+        if not core.state.update(with_ticket):
             return None
-        return Ticket(ticket_id, version, message, self._space), stored
+        return Ticket(ticket_id, version, message, core.space), stored
 
 
 def make_message(
@@ -137,18 +108,10 @@ def make_message(
     *,
     copies: bool = True,
 ) -> tuple[Message, bool]:
-    """Build the rule's message; the client starts from exactly the stored base.
+    """Build the rule's message to a client, and return whether the rule replaced the base by another start model.
 
-    Args:
-        space: the space of the models.
-        rule: the rule of the server.
-        model_state: the current model state.
-        client_state: the state that the server stores for the client.
-        base: the stored base; `None` for the current model.
-        copies: whether the message has its own memory. Otherwise it shares that of the server and must not be written.
-
-    Returns:
-        The message, and whether the client starts from another model than the base.
+    The base is `base`, or the current model if `base` is `None`. Without `copies`, the message shares memory with the
+    server and must not be written.
 
     Raises:
         ArgumentError: if the rule does not return a message of this space.

@@ -1,4 +1,4 @@
-"""Events of a server, which subscribers receive."""
+"""Events that a server sends to its subscribers."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Dispatched(TicketEvent):
     """Event: a task was dispatched to a client.
 
     Attributes:
-        start_version: the version of the model that it starts from.
+        start_version: the version of the dispatched model.
     """
 
     start_version: int
@@ -62,10 +62,10 @@ class Accepted(TicketEvent):
     """Event: an update was accepted.
 
     Attributes:
-        receipt: the receipt for the client, with staleness, weight and metrics.
-        row: the read-only row of the server's `history`, with the metrics of the rule.
-        latency: the seconds from the dispatch to the update, by the server's clock.
-        seconds: the seconds of the step, by the clock of the machine.
+        receipt: the receipt for the client.
+        row: the row of the server's `history`, with the metrics of the rule. It is read-only.
+        latency: the seconds from the dispatch to the update, in the server's clock.
+        seconds: the duration of the step in seconds, in the clock of the machine.
         memory: the memory usage in bytes after the update, as in `server.memory`.
     """
 
@@ -81,11 +81,11 @@ class Rejected(Event):
     """Event: an update was rejected.
 
     Attributes:
-        client: the client of the ticket, or `None` if the ticket is unknown.
-        ticket: the id of the ticket, or `None` if the ticket is unknown.
+        client: the client of the ticket; `None` if the ticket is unknown.
+        ticket: the id of the ticket; `None` if the ticket is unknown.
         field: the invalid field, as in `server.rejected`.
-        reason: the reason, as in the receipt.
-        latency: the seconds from the dispatch to the update, by the server's clock; NaN if the ticket is unknown.
+        reason: the reason in the receipt.
+        latency: the seconds from the dispatch to the update, in the server's clock; NaN if the ticket is unknown.
         is_final: whether the ticket is closed. Otherwise, the client may send another update.
     """
 
@@ -107,7 +107,7 @@ class Expired(TicketEvent):
     """Event: a ticket expired because its update did not arrive in time.
 
     Attributes:
-        latency: the seconds since the ticket was issued.
+        latency: the age of the ticket in seconds.
     """
 
     latency: float
@@ -115,12 +115,12 @@ class Expired(TicketEvent):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """Event: a checkpoint was written to the disk.
+    """Event: a checkpoint was written.
 
     Attributes:
         path: the path of the file.
-        model_version: the version of the model in the checkpoint, which may be lower than `version`.
-        seconds: the duration of the write in seconds.
+        model_version: the version of the model in the checkpoint. `version` may be higher.
+        seconds: the duration of the write.
     """
 
     path: str
@@ -130,12 +130,7 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Event: writing a checkpoint failed. The older file is unchanged.
-
-    Attributes:
-        path: the path of the file.
-        reason: the reason of the failure.
-    """
+    """Event: a checkpoint could not be written. The older file is unchanged."""
 
     path: str
     reason: str
@@ -143,8 +138,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class Closed(Event):
-    """Event: the server and all its tickets were closed."""
+    """Event: the server was closed."""
 
 
 Callback: TypeAlias = Callable[[Event], object]
-"""A callback that is called with each event."""
+"""A function that receives each event."""

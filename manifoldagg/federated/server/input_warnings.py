@@ -1,4 +1,4 @@
-"""Warnings about arguments that are valid but probably not intended."""
+"""Warnings about arguments that are valid but probably a mistake."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import short_repr, warn_caller
+from manifoldagg._validation import warn_caller
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import VARIANCE_SUFFIX
 from manifoldagg.federated.pytrees import upcast_8bit
@@ -21,20 +21,19 @@ __all__ = [
     "warn_if_adapter_factors",
     "warn_if_difference",
     "warn_if_integers_change",
-    "warn_if_not_share",
 ]
 
 MAX_NORM_RATIO = 0.1
-"""The limit of the norm of an update relative to its base. A difference of a few epochs is usually shorter. Training
-rarely shrinks all tensors of a model to this fraction: weight decay of 1e-4 per step alone needs 23,000 steps."""
+"""The largest ratio of the norms of a tensor in the update and in the base for a warning. The difference after a few
+epochs is usually smaller. Training rarely shrinks all tensors of a model to this ratio. For example, a weight decay of
+1e-4 per step needs 23,000 steps."""
 MAX_NORM_RATIO_OF_ONE_TENSOR = 0.01
-"""The limit if only one tensor of the base is nonzero, because a single tensor can shrink further."""
+"""The largest ratio if only one tensor of the base is nonzero, because training can shrink a single tensor further."""
 MIN_PARAMETERS = 32
 """A model with fewer parameters may be trained to nearly zero."""
 SAMPLE_SIZE = 2**12
 """The number of entries of a tensor that the first pass reads."""
 POLICY_HINT = "space=ParameterSpace.of_state_dict(model, buffer_policy=...)"
-"""How to set the policy of a buffer."""
 
 
 def warn_about_update(
@@ -47,16 +46,8 @@ def warn_about_update(
 ) -> None:
     """Warn about a client's model that is probably a difference of models, or that changes integers.
 
-    Args:
-        name: the name of the argument with the update.
-        space: the space of the models, which have the leaves of its layout.
-        update: the client's model.
-        base: the model that the client started from.
-        current: the server's model.
-        hint: instructions for passing a difference, or `None` if the update is a difference.
-
-    Raises:
-        ArgumentError: for the same reason as in `warn_if_difference`.
+    The arguments are as in `warn_if_difference`. `current` is the server's model. If the update is a difference, `hint`
+    is `None`.
     """
     if hint is not None:
         read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
@@ -77,55 +68,46 @@ def warn_if_difference(
     buffers: Iterable[tuple[str, Any]],
     hint: str,
 ) -> None:
-    """Warn about an update whose tensors all have a much smaller norm than in its base.
+    """Warn about an update whose tensors all have a much smaller norm than in the base.
 
-    Such an update is probably a difference of models. The check runs before the checks of buffers, because a difference
-    of models usually has negative variances.
+    Such an update is probably a difference of models. Call this function before the checks of buffers, because a
+    difference of models usually has negative variances.
 
     Args:
-        name: the name of the argument with the update.
+        name: the argument with the update, for the message.
         layout: the layout of the model.
         update: the parameters of the client's model.
         base: the parameters that the client started from.
         buffers: the names and values of the client's buffers that the server reads.
-        hint: instructions for sending a difference.
+        hint: how to send a difference, for the message.
 
     Raises:
         ArgumentError: if such an update also has a negative variance, which is impossible for a model.
-
-    Cost: if the update is not a difference, the check reads a few entries of one tensor.
     """
     if layout.size < MIN_PARAMETERS:
         return
     longest = 0.0
     where = ""
-    telling = 0
+    num_nonzero = 0
     for looked in (SAMPLE_SIZE, None):
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
             before = _norm(base[leaf.name], looked)
-            # A tensor that is zero in the base, such as an initial bias, is inconclusive. Other checks reject NaN.
+            # A tensor that is zero in the base, such as an initial bias, gives no evidence. Other checks reject NaN.
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
-            telling += before > 0
+            num_nonzero += before > 0
             if part >= longest and before:
                 longest = part
                 where = leaf.name
     # Each tensor was counted in both passes, so a count of 2 means one tensor.
-    if where and longest < (MAX_NORM_RATIO if telling > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
+    if where and longest < (MAX_NORM_RATIO if num_nonzero > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
         given = f"what looks like a difference of models: {where} has {longest:.2g} x the norm of its base"
-        told = f"{name}: expected the model itself, got {given}; {hint}"
+        message = f"{name}: expected the model itself, got {given}; {hint}"
         if any(key.endswith(VARIANCE_SUFFIX) and _has_negative(tensor) for key, tensor in buffers):
-            raise ArgumentError(told)
-        warn_caller(told)
-
-
-def warn_if_not_share(name: str, weight: float) -> None:
-    """Warn about a weight above 1, which is probably a number of samples instead of a share of the data."""
-    if weight > 1:
-        how = "pass samples / total samples, and the sample count as samples="
-        warn_caller(f"{name}: expected the client's share of the data, at most 1, got {short_repr(weight)}; {how}")
+            raise ArgumentError(message)
+        warn_caller(message)
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
@@ -138,9 +120,9 @@ def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
 def warn_if_integers_change(
     name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
-    """Warn about integers that change and have no buffer policy, because the server ignores the change.
+    """Warn about changed integer buffers without a policy, because the server ignores the change.
 
-    A tensor with a single integer is a counter.
+    Counters, which have a single integer, are excluded.
     """
     named = dict(space.buffer_policies)
     for entry in space.layout.buffers:
@@ -155,7 +137,7 @@ def warn_if_integers_change(
 
 
 def _has_negative(tensor: Any) -> bool:
-    """Return whether an entry is negative. Other checks reject values that are not dense floating tensors."""
+    """Return whether a dense floating-point tensor has a negative entry; `False` for other values."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return False
     try:
@@ -165,7 +147,7 @@ def _has_negative(tensor: Any) -> bool:
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of the first `limit` entries, or of all entries with `limit=None`."""
+    """Return the norm of the first `limit` entries; `None` means all entries."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

@@ -1,4 +1,4 @@
-"""Reentrant locks that know their owner, and the lock that applies updates one at a time."""
+"""Locks: a reentrant lock that reports its owner, and the lock that serialises updates."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ class OwnedLock:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # No thread waits on the condition, so `notify` only raises in a thread that does not own the lock.
+        # No thread waits on the condition, so `notify` has no effect. It raises if this thread does not own the lock.
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
@@ -39,13 +39,13 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """A pending update, from the start of the call to its end.
+    """An update that a call is processing.
 
     Attributes:
-        ticket: the id of its ticket.
+        ticket: the id of the ticket.
         thread: the id of the calling thread.
         position: the position in the queue; `None` until the update is enqueued.
-        alive_lock: a lock that the call holds until it ends. It uses `with`, so that an interrupt releases the lock.
+        alive_lock: a lock that the call holds until its end. An interrupt also releases the lock.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -58,10 +58,9 @@ class PendingUpdate:
 
 
 class UpdateLock(OwnedLock):
-    """Lock that serialises updates, and the queue of updates that wait for it.
+    """Lock that serialises updates, and the queue of the updates that wait for the lock.
 
-    Args:
-        max_queued: the number of updates that may wait in addition to the running one. `None` disables the limit.
+    `max_queued` is the number of updates that may wait while another update runs. `None` disables the limit.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -69,43 +68,32 @@ class UpdateLock(OwnedLock):
         >>> with update.alive_lock:
         ...     lock.register(update)
         ...     lock.enqueue(update)
-        ...     lock.tickets, lock.num_queued
-        (['ticket'], 1)
-        >>> lock.tickets
-        []
+        ...     lock.tickets
+        ['ticket']
     """
 
     def __init__(self, max_queued: int | None) -> None:
         super().__init__()
         self.max_queued = max_queued
         self._pid = os.getpid()
-        # Ended updates remain here until the next update is registered. Their `alive_lock` is released.
+        # An ended update, whose `alive_lock` is released, remains here until the next update is registered.
         self._updates: dict[PendingUpdate, None] = {}
         self._positions = count()
 
     @property
     def tickets(self) -> list[str]:
-        """The ids of the tickets with a pending update."""
+        """The ticket ids of the pending updates."""
         return [update.ticket for update in self._alive()]
 
-    @property
-    def num_queued(self) -> int:
-        """The number of updates that hold or wait for the lock."""
-        return sum(update.position is not None for update in self._alive())
-
     def register(self, update: PendingUpdate) -> None:
-        """Register an update, which is pending until its `alive_lock` is released."""
+        """Register an update. The update is pending until its `alive_lock` is released."""
         for other in [*self._updates]:
             if not other.alive_lock.locked():
                 self._updates.pop(other, None)
         self._updates[update] = None
 
     def enqueue(self, update: PendingUpdate) -> None:
-        """Enqueue an update for the lock.
-
-        Raises:
-            BusyError: if more than `max_queued` updates of other threads precede it.
-        """
+        """Enqueue an update; raise `BusyError` if more than `max_queued` updates of other threads precede it."""
         place = update.position = next(self._positions)
         if self.max_queued is None:
             return
@@ -115,22 +103,14 @@ class UpdateLock(OwnedLock):
             raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
 
     def check_process(self) -> None:
-        """Reject calls in a forked process, whose state is a copy that no client communicates with.
-
-        Raises:
-            ArgumentError: if the lock was created in another process.
-        """
+        """Raise `ArgumentError` in a forked process, whose state is a copy that no client communicates with."""
         if os.getpid() != self._pid:
             raise ArgumentError(
                 f"server: expected a call in process {self._pid}, got a call in a fork, where the server is read-only"
             )
 
     def check(self) -> None:
-        """Reject calls from within an update, which would deadlock.
-
-        Raises:
-            ArgumentError: if the calling thread owns the lock.
-        """
+        """Raise `ArgumentError` if this thread owns the lock, because a call from within an update would deadlock."""
         if self.held_by_me():
             raise ArgumentError("server: expected a call outside of an update; call this after `receive` has returned")
 

@@ -1,7 +1,7 @@
-"""The options of a server: its initial model, its limits and its use of memory."""
+"""The options of a server: the initial model, the limits and the memory policy."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,45 +20,44 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InitialModel(KeywordHints):
-    r"""Initial model of a server with buffers.
+    r"""Initial model of a server, with buffers.
 
     Args:
         point: the parameters $\Theta^0$ (P,).
-        buffers: the initial buffers, as from `space.buffers`. Clients then return their buffers, except those with the
-            policy `"leave"`. `None` if the server has no buffers.
-        buffer_policy: the policies of the buffers, by name or glob pattern: `"average"` (with the rule's step; the
-            default), `"latest"` or `"leave"`. Integers and booleans stay the server's by default, but for counters.
+        buffers: the initial buffers, as `space.buffers` returns them; `None` for a server without buffers. Clients
+            return all buffers except those with the policy `"leave"`.
+        buffer_policy: a mapping from names or glob patterns to policies. A sequence of patterns has the policy
+            `"average"`. The policies are:
+
+            - `"average"`: the rule's step averages the buffer. This is the default for floating-point buffers.
+            - `"latest"`: the client's buffer replaces the server's buffer. This is the default for counters of batches.
+            - `"leave"`: the buffer does not change. This is the default for other integers and for booleans.
 
     Example:
-        >>> InitialModel(torch.zeros(2), {"running_mean": torch.zeros(1)}, "latest").buffer_policy
-        'latest'
+        >>> InitialModel(torch.zeros(2), {"running_mean": torch.zeros(1)}, {"running_*": "latest"}).buffer_policy
+        {'running_*': 'latest'}
     """
 
     point: Tensor
     buffers: Mapping[str, Tensor] | None = None
     buffer_policy: BufferPolicy = ()
 
-    @classmethod
-    def of(cls, start: "Tensor | InitialModel") -> "InitialModel":
-        """Return the initial model of a `start` argument; a tensor has no buffers."""
-        return start if isinstance(start, InitialModel) else cls(start)
-
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits on the updates, tickets, queue and stored records of a server; `None` for no limit.
+    """Limits on the updates, tickets, queue and stored records of a server. `None` disables a limit.
 
     Args:
         update: the limits that each update must satisfy.
-        max_in_flight: the number of tickets in flight beyond which `dispatch` raises `BusyError`.
-        max_queued_updates: the number of queued updates beyond which updates are rejected as busy. An update whose
-            payload is still being unpacked is not counted; the host must bound the number of those.
-        timeout: seconds after which a ticket without an update expires; see `Server.expire`.
-        receipt_cache_size: the number of latest receipts that are stored for repeated requests.
-        history_size: the number of latest rows that `Server.history` stores.
+        max_in_flight: the maximum number of tickets in flight. At this number, `dispatch` raises `BusyError`.
+        max_queued_updates: the maximum number of updates that wait for the running update. The server rejects further
+            updates as busy. An update is not counted while its payload is unpacked.
+        timeout: the number of seconds after which a ticket expires, as in `Server.expire`.
+        receipt_cache_size: the number of latest receipts that the server stores for repeated requests.
+        history_size: the number of latest rows in `Server.history`.
 
     Raises:
-        ArgumentError: naming the limit that is out of range.
+        ArgumentError: if a limit is out of range. The message names it.
 
     Example:
         >>> ServerLimits(UpdateLimits(max_staleness=8), timeout=600.0).update.max_staleness
@@ -86,39 +85,30 @@ class ServerLimits(KeywordHints):
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":
-        """Return the limits of a `limits` argument; limits on updates have the other limits at their defaults.
-
-        Raises:
-            ArgumentError: if it is of another class.
-        """
+        """Convert a `limits` argument. For an `UpdateLimits`, the other limits have their default values."""
         if isinstance(limits, UpdateLimits):
             return cls(limits)
         return check_option("limits", limits, ServerLimits)
 
-    def tree(self) -> dict[str, Any]:
-        """Return the limits as plain values, for `of_tree`."""
-        return asdict(self)
-
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "ServerLimits":
-        """Return the limits of plain values."""
+        """Return the limits that `dataclasses.asdict` converted to plain values."""
         return cls(**{**tree, "update": UpdateLimits(**tree["update"])})
 
 
 @dataclass(frozen=True)
 class MemoryPolicy(KeywordHints):
-    """Memory for older versions and client states of a server.
+    """Memory policy for the older versions and client states of a server.
 
     Args:
-        limit: bytes of memory for older versions and client states. The oldest are evicted to unlinked
-            temporary files, mapped, and freed with their last reference. The freed memory is released to the system.
+        limit: the bytes of memory for older versions and client states. If they need more, the server moves the oldest
+            to unlinked temporary files, and releases their memory to the system. `None` disables the limit.
         spill: the folder of the temporary files; `None` for the system's temporary folder.
-        base_dtype: a narrower dtype for the stored start models. Clients start from the rounded model, and the drift is
-            measured from it, so that it is never exactly zero. Flat and low-rank spaces only. A model that overflows is
-            not rounded.
+        base_dtype: a narrower dtype for the models that clients start from, on flat and low-rank spaces. The server
+            sends and stores the rounded model, and measures the drift from it. A model that overflows is not rounded.
 
     Raises:
-        ArgumentError: naming the argument that is invalid.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Example:
         >>> MemoryPolicy(limit=2**30, base_dtype=torch.bfloat16).limit
@@ -138,23 +128,19 @@ class MemoryPolicy(KeywordHints):
             raise ArgumentError(f"base_dtype: expected a torch.dtype, got {short_repr(self.base_dtype)}")
 
     def tree(self) -> dict[str, Any]:
-        """Return the policy as plain values, for `of_tree`. The folder belongs to the machine and is not stored."""
+        """Return the policy as plain values for `of_tree`, without the folder, which depends on the machine."""
         dtype = None if self.base_dtype is None else str(self.base_dtype).removeprefix("torch.")
         return {"limit": self.limit, "base_dtype": dtype}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "MemoryPolicy":
-        """Return the policy of plain values."""
+        """Return the policy that `tree` converted to plain values."""
         dtype = tree["base_dtype"]
         return cls(tree["limit"], None, None if dtype is None else getattr(torch, dtype))
 
 
 def check_option(name: str, value: Any, kind: type[T]) -> T:
-    """Return a value of this class.
-
-    Raises:
-        ArgumentError: if it is of another class.
-    """
+    """Return `value`; raise `ArgumentError` if it is not an instance of `kind`."""
     if not isinstance(value, kind):
         raise ArgumentError(f"{name}: expected {kind.__name__}, got {short_repr(value)}")
     return value

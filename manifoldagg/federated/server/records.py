@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from immutables import Map
@@ -30,9 +31,10 @@ HistoryRow = dict[str, object]
 
 
 class PendingTicket(NamedTuple):
-    """A ticket in flight: its client, version, base key if the base is stored, and dispatch time in seconds.
+    """A ticket in flight.
 
-    `custom_start` is true if the rule lets the client start from another model than the base.
+    `base_key` is `None` if the server does not store the base. `issued_at` is in seconds of the clock. `custom_start`
+    states whether the rule chose another start model than the base.
     """
 
     client: Hashable
@@ -43,26 +45,24 @@ class PendingTicket(NamedTuple):
 
 
 class ClosedTicket(NamedTuple):
-    """The receipt of a closed ticket, and its client."""
+    """A closed ticket: the client and the receipt."""
 
     client: Hashable
     receipt: Receipt
 
 
 class AppliedUpdate(NamedTuple):
-    """An update and its result, before it is published.
+    """An update and the result of its step, before the server publishes them.
 
     Attributes:
-        ticket_id: the id of its ticket.
-        ticket: the ticket.
-        reported_samples: the sample count of the client, before the cap.
+        reported_samples: the sample count that the client reported, before the cap.
         update: the input of the step.
         after: the model state after the step.
         outcome: the outcome of the step.
         model: the new model; `None` if the model did not move.
-        received_at: the time of arrival, in seconds of the clock; NaN without subscribers and without a journal.
-        seconds: the seconds of the step; NaN without subscribers.
-        payload: the payload, packed for the journal; empty without a journal.
+        received_at: the time of arrival in seconds of the clock; NaN if neither a subscriber nor a journal needs it.
+        seconds: the duration of the step; NaN without subscribers.
+        payload: the bytes of the payload for the journal; empty without a journal.
     """
 
     ticket_id: str
@@ -85,7 +85,7 @@ class PendingNotification(NamedTuple):
 
 
 class LogRecord(NamedTuple):
-    """A journal record: the operation, its inputs, and the packed payload of an update."""
+    """A journal record: the kind of the change, the inputs of the change, and the bytes of a payload."""
 
     kind: str
     content: dict[str, Any]
@@ -93,13 +93,13 @@ class LogRecord(NamedTuple):
 
 
 class PendingLog(NamedTuple):
-    """The journal records that are not yet written.
+    """The pending records of a journal.
 
     Attributes:
-        name: the name of the journal. Each resume gives it a new one.
-        chain: the checksum of the last record. It is computed over the record and the checksum of the record before it.
-        records: the records that are not written, by number.
-        rejected: the number of rejected updates by field, as in the last written record.
+        name: the name of the journal. Each resumed server creates a journal with a new name.
+        chain: the checksum of the last record, which also covers the checksum of the previous record.
+        records: the records that are not yet written, by log sequence number.
+        rejected: the number of rejected updates by field, as in the last record.
     """
 
     name: str
@@ -108,15 +108,16 @@ class PendingLog(NamedTuple):
     rejected: Map[str, int]
 
 
-class Subscription(NamedTuple):
-    """A subscriber, and the number of its first event."""
+@dataclass(frozen=True, eq=False)
+class Subscription:
+    """A subscriber, and the number of the first event that it receives."""
 
     callback: Callback
     first_event: int
 
 
 def make_receipt(applied: AppliedUpdate) -> Receipt:
-    """Return the receipt of an applied update."""
+    """Return the receipt of an accepted update."""
     update, numbers = applied.update, applied.outcome.numbers
     return Receipt(
         accepted=True,
@@ -133,7 +134,7 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 
 
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
-    """Return a row of the history: plain Python values by name. A rule's `buffered` is called `waiting`.
+    """Return a row of the history as plain Python values by name. The column `waiting` is the metric `buffered`.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

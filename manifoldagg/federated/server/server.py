@@ -1,8 +1,9 @@
-"""The server: the owner of the model, its versions and its client states, for every rule."""
+"""The server: it owns the model, the older versions and the client states, and applies updates with any rule."""
 
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,15 +33,29 @@ from manifoldagg.federated.server.durability.store import InMemoryTree, Store, S
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.encoded_payloads import decoding_loader
 from manifoldagg.federated.server.events import Callback
-from manifoldagg.federated.server.model_spaces import MODEL_NAMES, initial_model, model_space, resumed_space
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
 from manifoldagg.federated.server.records import HistoryRow
-from manifoldagg.federated.server.state import ANY_CLIENT, ServerState
-from manifoldagg.federated.server.state_dicts import StateDictConverter
+from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, ServerState
+from manifoldagg.federated.server.state_dicts import (
+    MODEL_NAMES,
+    field_names,
+    initial_model,
+    model_space,
+    payload_loader,
+    resumed_space,
+)
 from manifoldagg.federated.server.update_processor import UpdateProcessor
 from manifoldagg.federated.server.validation import PayloadSchema, check_rule, check_start, initial_state
 from manifoldagg.federated.step import StepPlan
-from manifoldagg.federated.types import Averaging, Payload, Receipt, Rule, Ticket, check_averaging
+from manifoldagg.federated.types import (
+    Averaging,
+    Payload,
+    Receipt,
+    Rule,
+    Ticket,
+    check_averaging,
+    check_parameter_space,
+)
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.assign import Assignment
@@ -52,22 +67,21 @@ from manifoldagg.tensor_file import check_path
 __all__ = ["Server"]
 
 NOT_CALLED = (Payload, torch.nn.Module, type)
-"""Kinds of payloads that `receive` does not call, although they may be callable."""
+"""The types of payloads that `receive` does not call, although they may be callable."""
 DEFAULT_CLOCK = time.monotonic
-"""The default clock, as the constructor binds it."""
 # A library does not write to the terminal unless the application adds a handler.
 logging.getLogger("manifoldagg").addHandler(logging.NullHandler())
 
 
 class Server:
-    r"""Server of a rule: it dispatches models, applies updates and rejects invalid ones.
+    r"""Server of a rule: it dispatches models to clients, applies their updates, and rejects invalid updates.
 
     - A rejected update changes nothing. Rejections are logged to `logging.getLogger("manifoldagg")`.
-    - Dispatched models are copies and payloads are only read, so that no memory is shared with callers.
-    - The state is one immutable record, replaced in a single instruction. Every method may be called from any thread,
-      signal handler or finaliser. It takes effect atomically, also if it is interrupted.
-    - Updates are applied one at a time. Only other updates wait for a running one. A client that joins during an update
-      counts from the next update on.
+    - Clients never share memory with the server: dispatched models are copies, and payloads are only read.
+    - Every method is atomic and may be called from any thread, signal handler or finaliser. The state is one immutable
+      record, so that an interrupted method has either completed or had no effect.
+    - Updates are applied one at a time. `save`, `snapshot`, `averaged` and `close` wait for a running update. Other
+      methods do not wait.
     - Rules and averages may read the server. They must not call methods that wait for the running update.
 
     Args:
@@ -75,19 +89,24 @@ class Server:
         rule: the aggregation rule.
         start: the initial model $\Theta^0$ (P,), or an
             [`InitialModel`][manifoldagg.federated.InitialModel] with buffers.
-        weights: a client's share of the data $w_i$: a mapping client to samples, for
-            $w_i = |D_i| / \sum_j |D_j|$; `"uniform"`, 1 / N; or `"observed"`, $|D_i| / (N \cdot$ mean of the
-            $|D|$ seen$)$, with N the clients that have contributed or have a ticket. Means weigh by the samples.
-        limits: the limits on updates, tickets, the queue and stored records. `UpdateLimits` alone limit only updates.
+        weights: the share $w_i$ of each client in the data:
+
+            - a mapping from clients to sample counts: $w_i = |D_i| / \sum_j |D_j|$
+            - `"uniform"`: $w_i = 1 / N$
+            - `"observed"`: $w_i = |D_i| / (N \cdot m)$, where m is the mean of the reported sample counts
+
+            N is the number of clients that have a ticket or have returned an update. Means over several updates use
+            sample counts as weights.
+        limits: the limits on updates, tickets, the queue and stored records. An `UpdateLimits` limits only updates.
         durability: the checkpoints and the journal. An existing journal is not modified.
         memory: the memory for older versions and client states.
-        averaging: an average that receives every new version, in order; it may store the models and must not write
+        averaging: an average that receives every new version, in order. It may store the models but must not write
             them.
-        clock: a function that returns seconds, such as that of a simulation.
+        clock: a function that returns seconds, such as the clock of a simulation.
 
     Raises:
-        ArgumentError: naming the argument that is invalid.
-        CheckpointError: if the journal cannot be begun.
+        ArgumentError: if an argument is invalid. The message names it.
+        CheckpointError: if the journal cannot be started.
 
     Example:
         >>> import torch
@@ -101,7 +120,7 @@ class Server:
         (True, 1, tensor([1., 2.]))
         >>> server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)) is receipt
         True
-        >>> server.receive("of my own making", Payload(torch.tensor([[2.0, 4.0]]), samples=10)).reason
+        >>> server.receive("an invalid id", Payload(torch.tensor([[2.0, 4.0]]), samples=10)).reason
         'ticket: unknown, or used already'
     """
 
@@ -120,7 +139,7 @@ class Server:
         averaging: Averaging | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        start = InitialModel.of(start)
+        start = start if isinstance(start, InitialModel) else InitialModel(start)
         first = check_start(space, start.point)
         check_rule(rule, "Server(space, rule, start)")
         limits = ServerLimits.of(limits)
@@ -131,39 +150,34 @@ class Server:
             raise ArgumentError(f"clock: expected a function that returns seconds, got {short_repr(clock)}")
         buffers, policies = initial_buffers(space, start.buffers, start.buffer_policy)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in buffers.items() if policies[name] != "leave")
+        check_averaging(averaging)
+        base_dtype = check_base_dtype(space, memory.base_dtype, first.dtype)
+        rule_state = initial_state(rule, space, first.clone(), {"space": "space", "start": "start"})
         self.space = space
         self.rule = rule
-        self._averaging = check_averaging(averaging)
-        base_dtype = check_base_dtype(space, memory.base_dtype, first.dtype)
-        self._clock = clock
         self._restored_tickets: frozenset[str] = frozenset()
-        rule_state = initial_state(rule, space, first.clone(), {"space": "space", "start": "start"})
-        model_state = ModelState(first, rule_state, buffers)
-        shares = Weights.of(weights, limits.update.samples_factor)
+        self._schema = PayloadSchema.of(space, rule, first, sent, limits.update)
+        free_list: deque[Tensor] = deque(maxlen=1)
+        stored = InMemoryTree(first, free_list.append if averaging is None else None)
         self._state = AtomicReference(
-            ServerState(limits, model_state, shares, Store(), has_averaging=averaging is not None)
+            ServerState(
+                limits,
+                ModelState(first, rule_state, buffers),
+                Weights.of(weights, limits.update.samples_factor),
+                Store().retain(("version", 0), stored),
+                has_averaging=averaging is not None,
+            )
         )
-        schema = PayloadSchema.of(space, rule, first, sent, limits.update)
-        self._state_dicts = StateDictConverter(schema, rule)
+        self._core = ServerCore(self._state, space, rule, clock, averaging)
         self._dispatcher = EventDispatcher(self._state)
         self._evictor = Evictor(self._state, memory.limit, Spill(memory.spill))
-        options = {"limits": limits.tree(), "memory": memory.tree(), "policies": policies}
-        self._durability = DurabilityManager(
-            self._state, space, rule, options, clock, averaging, self._dispatcher.publish
-        )
-        self._issuer = TicketIssuer(self._state, space, rule, base_dtype, self._durability, clock)
+        options = {"limits": dataclasses.asdict(limits), "memory": memory.tree(), "policies": policies}
+        self._durability = DurabilityManager(self._core, options, self._dispatcher.publish)
+        self._issuer = TicketIssuer(self._core, base_dtype, self._durability)
+        plan = StepPlan(space, rule, policies, limits.update)
         self._updates = UpdateProcessor(
-            self._state,
-            schema,
-            StepPlan(space, rule, policies, limits.update),
-            averaging,
-            self._evictor,
-            self._durability,
-            self._dispatcher,
-            clock,
+            self._core, self._schema, plan, self._evictor, self._durability, self._dispatcher, free_list
         )
-        stored = Store().retain(("version", 0), InMemoryTree(first, self._updates.recycle))
-        self._state.update(lambda now: (now._replace(store=stored), None))
         self._durability.start(durability, weights)
 
     @classmethod
@@ -179,24 +193,24 @@ class Server:
         scaling: Scaling = 1.0,
         **options: Any,
     ) -> "Server":
-        """Create a server from a module or a state dict: it starts from its parameters and stores its buffers.
+        """Create a server whose initial model is a module or a state dict, with its buffers.
 
         Args:
             model: a module or a state dict. It is not modified.
             rule: the aggregation rule.
             buffer_policy: the policies of the buffers, as in `InitialModel`. Frozen parameters of a module are left
-                unchanged unless they match. For a state dict, this and the following arguments are as in
+                unchanged unless a pattern matches their names.
+            manifolds: a mapping from names or glob patterns to the spaces of these parameters.
+            adapters: whether each pair of factors in a state dict is one matrix, as in
                 [`aggregate`][manifoldagg.aggregate].
-            manifolds: name or glob pattern to the space of those parameters.
-            adapters: whether pairs of factors in a state dict are one matrix each.
-            scaling: the factor of their products in the model.
+            scaling: the factor of the products of adapter factors in the model.
             **options: keyword arguments of the constructor.
 
         Raises:
             ArgumentError: if the model has no trainable parameters, or an argument is invalid.
 
         Warns:
-            UserWarning: if the model has factors of adapters and `adapters` is `None`.
+            UserWarning: if the model has adapter factors and `adapters` is `None`.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -209,9 +223,9 @@ class Server:
         """
         space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling)
         check_rule(rule, "Server.of(model, rule)")
-        point, buffers = initial_model(space, model)
+        start = initial_model(space, model, policies)
         with renamed_arguments(MODEL_NAMES):
-            return cls(space, rule, InitialModel(point, buffers, policies), **options)
+            return cls(space, rule, start, **options)
 
     @classmethod
     @suggests_keywords("Server.open", __init__)
@@ -225,22 +239,21 @@ class Server:
         replace: bool = False,
         **options: Any,
     ) -> "Server":
-        """Start a server, or resume it if its checkpoint or its journal exists.
+        """Resume a server if its checkpoint or its journal exists. Otherwise, start a new server.
 
-        The same call starts a process and restarts it after a crash at any instant, also before the first checkpoint.
-        Dispatch again to the clients of `orphaned_tickets`, or `drop` these tickets.
+        The same call starts a server and restarts it after a crash at any time, even before the first checkpoint.
+        After a restart, `orphaned_tickets` lists the interrupted tasks: dispatch them again, or `drop` their tickets.
 
         Args:
-            path: as in `resume`.
+            path: the checkpoint, as in `resume`. To write checkpoints to this path, set the option `durability`.
             space: the space of the models.
-            rule: as in `resume`.
-            start: the initial model, as in the constructor. A resumed server ignores it.
-            replace: as in `resume`.
-            **options: keyword arguments of the constructor, such as `durability` with a checkpoint of the same path.
+            rule: the aggregation rule, as in `resume`.
+            start: the initial model. A resumed server ignores it.
+            replace: whether to accept another rule or clock, as in `resume`.
+            **options: keyword arguments of the constructor.
 
         Raises:
-            CheckpointError: as `resume`.
-            ArgumentError: if an argument is invalid.
+            CheckpointError: for the same reasons as in `resume`.
         """
         check_rule(rule, "Server.open(path, space, rule, start)")
         journal = check_option("durability", options.get("durability", Durability()), Durability).journal
@@ -266,40 +279,42 @@ class Server:
         scaling: Scaling = 1.0,
         **options: Any,
     ) -> "Server":
-        """Resume a server from a checkpoint, bit for bit.
+        """Resume a server from a checkpoint. The resumed server is bit-identical to the saved one.
 
-        The saved options are the defaults of `options`. Files do not store `averaging` (only its state), `clock`,
-        `durability`, the spill folder and callbacks of `on_event`; pass them again. Tickets keep their ages; the time
-        without a running server does not count.
-
-        The records of the journal after the checkpoint are replayed with the saved options. Only `averaging` receives
-        them again. An incomplete last record is discarded. Then a new journal starts with the complete state.
+        - The saved options are the defaults of `options`. Files do not store the average (only its state), the clock,
+          `durability`, the spill folder and the callbacks of `on_event`. Pass them again.
+        - With a journal, the server replays the records after the checkpoint with the saved options. An incomplete last
+          record is discarded. Then a new journal starts with the complete state. Only the average receives replayed
+          versions again; callbacks do not receive replayed events.
+        - Tickets keep their ages. The time without a running server does not count.
 
         Args:
             path: a file of `save` or of automatic checkpoints. It may be missing if the journal contains the complete
                 state.
-            model: a module or a state dict with the same parameters and buffers as the saved model, or a space that
-                equals the saved one. Its values are ignored.
-            rule: a rule that equals the saved one. Functions in the rule, and `clock`, are compared by their names.
-            replace: accept another rule or clock. A rule of the same class resumes with its state and the client
-                states. Otherwise these are initialised, and buffered updates are lost. The clip and the noise of
-                `Private` cannot be replaced, as its participations so far were counted with them.
-            ignore_journal: resume without the updates that only the journal of the checkpoint contains.
-            buffer_policy: as in `of`; `None` for the saved policies.
-            manifolds: as in `of`, for a module or a state dict.
-            adapters: as in `of`, for a state dict.
-            scaling: as in `of`, for a state dict.
+            model: a module or a state dict with the same parameters and buffers as the saved model, whose values are
+                ignored; or a space that equals the saved space. For a module or a state dict, `manifolds`, `adapters`
+                and `scaling` are as in `of`.
+            rule: a rule that equals the saved rule. Functions in the rule, and the clock, are compared by their names.
+            replace: whether to accept another rule or clock. A rule of the same class resumes with its state and the
+                client states. Another class starts without them, and buffered updates are lost. The clip and the noise
+                of `Private` cannot be replaced, because they determine the privacy loss so far.
+            ignore_journal: whether to resume without the updates that only the journal of the checkpoint contains.
+            buffer_policy: the policies of the buffers, as in `of`; `None` for the saved policies.
             **options: keyword arguments of the constructor.
 
         Raises:
-            CheckpointError: if the file is truncated, altered or not a checkpoint; if the model, rule or clock differs
-                from the saved one; if another process has locked the journal; if the journal belongs to another server,
-                begins after the checkpoint, or was altered; if the checkpoint has a journal and `durability` has none.
+            CheckpointError: in any of these cases:
+
+                - The file is truncated, altered, or not a checkpoint of a server.
+                - The model, the rule or the clock differs from the saved one.
+                - Another process has locked the journal.
+                - The journal was altered, starts after the checkpoint, or belongs to another server.
+                - The checkpoint has a journal, but `durability` has none.
             ArgumentError: if an argument is invalid.
 
         Warns:
-            RuntimeWarning: if the backend, the processor or the torch version differs, as results may then differ
-                bitwise; if a replayed update returns another receipt.
+            RuntimeWarning: if the backend, the processor or the torch version differs, because results may then differ
+                bitwise; or if a replayed update returns another receipt.
 
         Example:
             >>> import tempfile, torch
@@ -337,8 +352,7 @@ class Server:
             server = cls._restored(checkpoint, space, rule, options, policies)
             server._durability.start(durability, options.get("weights"), is_resumed=True)
             if journal is not None and replay is not None and lock is not None:
-                ancestors = {**replay.ancestors, replay.name: replay.next_lsn}
-                server._durability.start_journal(journal, replay.next_lsn, ancestors, lock)
+                server._durability.start_journal(journal, replay.next_lsn, replay.lineage, lock)
         if server._durability.checkpoints is not None:
             server._durability.checkpoints.reset(server.updates)
         return server
@@ -352,15 +366,16 @@ class Server:
         options: Mapping[str, Any],
         policies: BufferPolicy | None = None,
     ) -> "Server":
-        """Build a server with the saved state, and without files."""
+        """Create a server without files from a checkpoint."""
         start, saved = checkpoint.server_arguments(policies)
         with renamed_arguments(MODEL_NAMES):
             server = cls(space, rule, start, **{**saved, **options})
+        core = server._core
         state = checkpoint.restore_state(
-            server._state.value, server._clock(), options.get("weights"), server._updates.recycle
+            core.state.value, core.clock(), options.get("weights"), server._updates.recycle
         )
-        checkpoint.restore_averaging(server._averaging)
-        server._state.update(lambda _: (state, None))
+        checkpoint.restore_averaging(core.averaging)
+        core.state.update(lambda _: (state, None))
         server._restored_tickets = frozenset(state.tickets)
         server._evictor.evict()
         return server
@@ -374,8 +389,7 @@ class Server:
         rule: Rule,
         options: Mapping[str, Any],
     ) -> LoadedCheckpoint:
-        """Return the state after the replay of all journal records."""
-        replay.time = checkpoint.time
+        """Return the checkpoint of the state after all journal records."""
         spill = options.get("memory", MemoryPolicy()).spill
         replayed = {
             "averaging": options.get("averaging"),
@@ -391,30 +405,31 @@ class Server:
 
     @no_grad
     def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:
-        """Dispatch the current model to a client.
+        """Dispatch a copy of the current model to a client, and return the ticket of the task.
 
         Args:
-            client: any hashable name that equals itself, but not a tensor.
-            retain_base: whether to store the version that it starts from. Otherwise its payload must contain the base.
+            client: the name of the client: any hashable value that equals itself, but not a tensor.
+            retain_base: whether the server stores the version that the client starts from. Otherwise, the payload of
+                the client must contain this base.
 
         Raises:
-            ArgumentError: if `client` is an invalid name, or missing from the weights that were given up front; or if
-                `retain_base` is not a boolean.
+            ArgumentError: if `client` is not a valid name or is not in a mapping `weights`, or if `retain_base` is not
+                a boolean.
             BusyError: if `max_in_flight` tickets are in flight.
             CheckpointError: if the journal cannot be written.
 
-        Cost: one copy of the model, which is read once and written once: a client's model is its own.
+        Cost: one copy of the model.
         """
         check_choice("retain_base", retain_base, (True, False))
         return self._dispatch(client, retain_base)[0]
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Dispatch as `dispatch`, without a copy of the model, for callers that serialise the model at once.
+        """Dispatch the current model like `dispatch`, but without a copy, for callers that serialise it immediately.
 
         Returns:
-            The ticket, whose message shares the memory of the server; and the stored base. A caller must not write the
-            message, and must hold the stored base while it reads the message: the server reuses the memory afterwards.
+            The ticket, whose message shares memory with the server and must not be written; and the stored base. Keep a
+            reference to the base while you read the message, because the server then reuses the memory.
         """
         return self._dispatch(client, True, copies=False)
 
@@ -425,13 +440,10 @@ class Server:
         self._updates.expire()
         client = self._state.value.weights.check(client)
         self._durability.check_client(client)
-        journal = self._durability.journal
-        if journal is not None:
-            journal.retry_if_failed()
+        if self._durability.journal is not None:
+            self._durability.journal.retry_if_failed()
         issued = self._issuer.issue(client, retain_base=retain_base, copies=copies)
-        if journal is not None:
-            journal.write()
-        self._updates.deliver_events()
+        self._updates.flush()
         return issued
 
     @no_grad
@@ -443,43 +455,46 @@ class Server:
         client: Hashable = ANY_CLIENT,
         codec: Codec | None = None,
     ) -> Receipt:
-        """Process the update that a client returns for a ticket. The payload must not be written before this returns.
+        """Process the update that a client returns for a ticket.
 
         `receive` is idempotent. Calling it again with an answered ticket returns the original receipt and ignores the
         new payload.
 
         Args:
-            ticket: or its id.
-            payload: the payload of the client, or a function that returns it, such as `partial(wire.unpack, data)`. The
-                function is called after the ticket was validated. If it raises a `ManifoldAggError`, the update is
-                rejected; other exceptions propagate.
-            client: the client that returns it. The server rejects another client than that of the ticket.
+            ticket: the ticket or its id.
+            payload: the payload of the client, which must not be written during the call. Or a function that returns
+                the payload, such as `partial(wire.unpack, data)`. The function is called after the ticket was checked.
+                If the function raises a `ManifoldAggError`, the update is rejected. Other exceptions propagate.
+            client: the client that returns the payload. The server rejects the update if the ticket was issued to
+                another client.
             codec: the codec of a payload that
                 [`ErrorFeedback.encode_payload`][manifoldagg.federated.clients.ErrorFeedback] has encoded.
 
         Returns:
-            A receipt. With `accepted=False` its `reason` names the field, and nothing has changed; why it is not an
-            exception: [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions). The client may retry,
-            unless the ticket is closed because it has expired, its version is too old, or its base was lost. Exceptions
-            of the rule's code propagate and change nothing. Those of `averaging` are raised after the update.
+            A receipt. If `accepted` is false, its `reason` names the invalid field, and nothing has changed. The client
+            may send another payload, unless the ticket is closed. Expired tickets, tickets of too old versions and
+            tickets whose base was lost are closed. See
+            [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
 
         Raises:
-            ArgumentError: if it is called from within an update.
+            ArgumentError: if the method is called from within an update.
             RuleError: if the rule, or a schedule in it, returns an invalid result.
             CheckpointError: if the journal cannot be written. The update stays applied, and a retry returns its receipt
-                once the journal can be written. Until then no other update is accepted.
+                when the journal can be written again. Until then, the server accepts no other update.
+            Exception: an exception in the code of the rule, which leaves the server unchanged; or an exception in
+                `averaging`, after which the update stays applied.
 
         Warns:
-            StabilityWarning: once, if the step is above the stability limit of the concurrency. If the warning is
-                raised as an error, nothing has changed. See [`suggest_rate`][manifoldagg.federated.suggest_rate].
+            StabilityWarning: once, if the step exceeds the stability limit for the number of tickets in flight. If the
+                warning is raised as an error, nothing has changed. See
+                [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
-        Cost: that of the rule's step. With a rule that works on rows nothing else reads or writes a model: the Gram
-        matrix shows whether the update is finite, and a rejected update costs no more than an accepted one.
+        Cost: the cost of the rule's step. Most rules do not require another pass to check that the update is finite.
         """
         if codec is not None:
             load = decoding_loader(codec, payload, self.space, self._state.value)
             return self._updates.receive(_id_of(ticket), client, {}, load=load)
-        # By its type, because `__class__` of an untrusted object may be wrong or raise.
+        # `issubclass` of the type is safe, whereas `__class__` of an untrusted object may be wrong or raise.
         if callable(payload) and not issubclass(type(payload), NOT_CALLED):
             return self._updates.receive(_id_of(ticket), client, {}, load=lambda _: payload())
         return self._updates.receive(_id_of(ticket), client, {}, payload)
@@ -494,36 +509,33 @@ class Server:
         client: Hashable = ANY_CLIENT,
         scaling: Scaling | None = None,
     ) -> Receipt:
-        """Process an update that a client returns as a state dict: the module's parameters and buffers.
+        """Process an update that a client returns as a state dict of its module.
 
         Args:
-            ticket: as in `receive`.
-            model: a state dict, or for a curve a sequence of them: the control points, with the client's model last,
-                which contains the buffers. Frozen parameters and buffers with the policy `"leave"` may be missing. Or a
-                function that returns either, as in `receive`.
+            ticket: the ticket or its id.
+            model: the state dict of the client's model, which may omit frozen parameters and buffers with the policy
+                `"leave"`. For a curve, a sequence of state dicts: the control points, of which the last is the client's
+                model and contains the buffers. Or a function that returns one of these, as in `receive`.
             samples: the number of samples that the client trained on.
-            client: as in `receive`.
-            scaling: the scaling of the client's adapters, if it differs from that of the server, as in
+            client: the client that returns the model, as in `receive`.
+            scaling: the scaling of the client's adapters, if it differs from the scaling of the server, as in
                 [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
 
         Returns:
-            A receipt, as `receive`. The `reason` of a rejection names `model` and the tensor that is invalid.
+            A receipt, as in `receive`. The `reason` of a rejection names `model` and the invalid tensor.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
 
         Warns:
-            UserWarning: if the model looks like a difference of models. If the warning is raised as an error, nothing
+            UserWarning: if the model is probably a difference of models. If the warning is raised as an error, nothing
                 has changed.
         """
-        load = self._state_dicts.payload_loader(model, samples, scaling, self._state.value)
-        return self._updates.receive(_id_of(ticket), client, self._state_dicts.field_names(model), load=load)
+        load = payload_loader(self._schema, self.rule, model, samples, scaling, self._state.value)
+        return self._updates.receive(_id_of(ticket), client, field_names(model), load=load)
 
     def drop(self, ticket: str | Ticket) -> None:
-        """Drop a ticket, whose update will not arrive.
-
-        Args:
-            ticket: or its id.
+        """Drop a ticket whose update will not arrive. The argument is the ticket or its id.
 
         Raises:
             ArgumentError: if the ticket is unknown or was used.
@@ -532,39 +544,31 @@ class Server:
         self._updates.lock.check_process()
         ticket_id = _id_of(ticket)
         self._state.update(lambda now: (now.with_dropped_ticket(ticket_id), None))
-        if self._durability.journal is not None:
-            self._durability.journal.write()
-        self._updates.deliver_events()
+        self._updates.flush()
 
     def expire(self) -> list[str]:
-        """Expire the tickets without an update for `timeout` seconds. `dispatch` and `receive` do so too.
+        """Expire the tickets that are older than `timeout` seconds, and return their ids, the oldest first.
 
-        Returns:
-            Their ids, the oldest first; none without a `timeout`.
+        `dispatch` and `receive` also expire tickets.
         """
         self._updates.lock.check_process()
         expired = self._updates.expire()
-        if self._durability.journal is not None:
-            self._durability.journal.write()
+        self._updates.flush()
         return expired
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
         """Subscribe a callback to all later events.
 
-        Subscribers receive one event at a time, in the order of the changes, before the call that caused it returns. An
-        exception of a callback is logged and undoes nothing.
+        A callback receives one event at a time, in the order of the changes, before the call that caused the event
+        returns. An exception of a callback is logged and undoes nothing. See
+        [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher] for details.
 
         Args:
-            callback: a function of an [`Event`][manifoldagg.federated.server.events.Event], as in
-                [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher]. It may call
-                all methods of the server. It should be faster than the rate of events, because pending events are
-                stored.
+            callback: a function of an [`Event`][manifoldagg.federated.server.events.Event]. It may call all methods of
+                the server. A slow callback delays the calls that cause events.
 
         Returns:
             A function that unsubscribes the callback.
-
-        Raises:
-            ArgumentError: if `callback` cannot be called.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -582,23 +586,22 @@ class Server:
     @property
     def model(self) -> Float[Tensor, " P"]:
         """A copy of the current model (P,)."""
-        state = self._state.value
-        return copy_tensor(state.model_state.current)
+        return copy_tensor(self._state.value.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current model as a state dict, in the model's own dtypes, with the buffers that the server stores.
+        """Return the current model as a state dict, in the dtypes of the original model, with its buffers.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
         """
-        state = self._state.value
-        return self._state_dicts.state_dict(state.model_state)
+        now = self._state.value.model_state
+        return check_parameter_space(self.space).state_dict(now.current, now.buffers or None)
 
     def spec(self) -> dict[str, Any]:
-        """Return the specification of the space, as JSON values, from which a client builds the same space.
+        """Return the specification of the space as JSON values. A client can build the same space from it.
 
         Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a space of another package.
+            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a manifold of another package.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -607,16 +610,13 @@ class Server:
             >>> ParameterSpace.of_spec(server.spec()) == server.space
             True
         """
-        return self._state_dicts.spec()
+        return check_parameter_space(self.space).spec()
 
     def capped_samples(self, client: Hashable, samples: int) -> int:
-        """Return the sample count that a mean over clients should use for a client's report.
+        """Return the sample count of a client for weighted means over clients.
 
-        This is the count that `weights` contains, or the report with the cap of `UpdateLimits.samples_factor`.
-
-        Args:
-            client: the name of the client.
-            samples: the number of samples that it reports.
+        This is the count in a mapping `weights`. For other weights, it is the reported count `samples`, capped by
+        `UpdateLimits.samples_factor`.
         """
         weights = self._state.value.weights
         # The server does not cap reports that its own weights do not use.
@@ -624,20 +624,22 @@ class Server:
         return weights.sample_counts.get(client) or observed.capped(client, samples)
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """Return a copy of the average (P,), or of the current model without an average. It waits for a running update.
+        """Return a copy of the average (P,), or of the current model if the server has no average.
+
+        The method waits for a running update.
 
         Raises:
-            ArgumentError: if it is called from within an update, or the writing of the journal.
+            ArgumentError: if the method is called from within an update or a journal write.
         """
         self._updates.check_may_wait()
         with self._updates.lock.lock:
             self._updates.notify_average()
-            average = None if self._averaging is None else self._averaging.average
+            average = None if self._core.averaging is None else self._core.averaging.average
             return self.model if average is None else copy_tensor(average)
 
     @property
     def version(self) -> int:
-        """The number of times that the model has moved."""
+        """The version of the model, which is the number of times that the model has moved."""
         return self._state.value.model_state.version
 
     @property
@@ -657,9 +659,9 @@ class Server:
 
     @property
     def history(self) -> list[HistoryRow]:
-        """One flat row, suitable for a data frame, for each of the latest `history_size=` accepted updates.
+        """The rows of the latest `history_size` accepted updates, for a data frame.
 
-        A row has the client, its samples, the receipt and the rule's numbers.
+        A row contains the client, the sample count, the fields of the receipt and the metrics of the rule.
         """
         return [dict(row) for row in self._state.value.history.values()]
 
@@ -670,30 +672,31 @@ class Server:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The bytes of the `model`, the `state`, older `versions` and `clients`; both in files: `spilled`."""
+        """The memory of the `model`, the rule's `state`, older `versions` and `clients` in bytes.
+
+        `spilled` is the size of the versions and client states in files.
+        """
         return self._state.value.memory_usage()
 
     @no_grad
     def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint and replace the existing file atomically.
 
-        It contains the model, its buffers, the rule's state, the client states, the tickets in flight with their bases,
-        the receipts, weights, history, and the state of `averaging`. It waits for a running update; further updates run
-        while the file is written. The journal retains the records after the latest automatic checkpoint; without
-        automatic checkpoints, those after the last saved one.
+        The checkpoint contains the complete state of the server and the state of the average. `save` waits for a
+        running update. Later updates run while the file is written.
+
+        The journal deletes the records before the checkpoint. If the server has automatic checkpoints, the journal
+        deletes them only if `path` is the path of the automatic checkpoints.
 
         Args:
-            path: the path of the file. `None` or an equal path: the path of the automatic checkpoints, with its number
-                of older files, after the checkpoint that is being written.
+            path: the path of the file; `None` for the path of the automatic checkpoints.
 
         Raises:
-            ArgumentError: if the folder does not exist, `path` is missing, the server was closed, or it is called from
-                within an update or the writing of the journal.
-            CheckpointError: if the content cannot be stored (a lambda in the rule, a client that is neither a string
-                nor an integer), or the file cannot be written. The older file is then unchanged.
+            ArgumentError: if the folder does not exist, `path` is missing, the server was closed, or the method is
+                called from within an update or a journal write.
+            CheckpointError: if a value cannot be stored, such as a lambda in the rule or a client that is neither a
+                string nor an integer; or if the file cannot be written. The older file is then unchanged.
             SpillError: if the file of a client state was altered.
-
-        Cost: one pass over the complete state.
         """
         self._updates.check_may_wait()
         self._durability.save(path, self._updates.snapshot)
@@ -702,30 +705,31 @@ class Server:
         """Return the immutable content that `save` writes, for callers that store more in the same file.
 
         Raises:
-            ArgumentError: if the server was closed, or it is called from within an update, or from within the writing
-                of its journal.
+            ArgumentError: if the server was closed, or the method is called from within an update or a journal write.
         """
         self._updates.check_may_wait()
         return self._updates.snapshot()
 
     def close(self) -> None:
-        """Close the server: drop every ticket, discard client states and remove all files. The model stays readable.
+        """Close the server: drop all tickets, delete the client states and close all files. The model stays readable.
 
-        It waits for a checkpoint that is being written.
+        The method waits for a running update and for a checkpoint that is being written.
 
         Raises:
-            ArgumentError: if it is called from within an update, or the writing of the journal.
+            ArgumentError: if the method is called from within an update or a journal write.
             CheckpointError: if the last checkpoint or the journal could not be written. The server is closed then too.
         """
         self._updates.check_may_wait()
         with self._updates.lock.lock:
             try:
                 self._updates.notify_average()
-                self._durability.close_journal()
+                if self._durability.journal is not None:
+                    self._durability.journal.close()
             finally:
                 self._state.update(lambda now: (now.close(), None))
         self._updates.deliver_events()
-        self._durability.finish_checkpoints()
+        if self._durability.checkpoints is not None:
+            self._durability.checkpoints.finish()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets in flight: it cannot be copied or pickled; store its `model`")

@@ -1,4 +1,4 @@
-"""The server state: one immutable record, which every change replaces by one assignment."""
+"""The state of a server: one immutable record, which every change replaces in one assignment."""
 
 import hashlib
 import math
@@ -15,17 +15,9 @@ from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.limits import Norms
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
-from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree, StoreKey
-from manifoldagg.federated.server.events import (
-    Accepted,
-    Closed,
-    Dispatched,
-    Dropped,
-    Event,
-    Expired,
-    Rejected,
-)
+from manifoldagg.federated.server.events import Accepted, Closed, Dispatched, Dropped, Event, Expired, Rejected
 from manifoldagg.federated.server.options import ServerLimits
 from manifoldagg.federated.server.records import (
     AppliedUpdate,
@@ -39,43 +31,45 @@ from manifoldagg.federated.server.records import (
     history_row,
     make_receipt,
 )
-from manifoldagg.federated.types import Payload, Receipt, Update
+from manifoldagg.federated.types import Averaging, Payload, Receipt, Rule, Update
 from manifoldagg.federated.weights import Weights, check_client
+from manifoldagg.manifolds import Manifold
 
-__all__ = ["ANY_CLIENT", "ServerState", "StaleTicketError"]
+__all__ = ["ANY_CLIENT", "ServerCore", "ServerState", "StaleTicketError"]
 
 ANY_CLIENT = object()
-"""A placeholder for the client that a ticket was issued to."""
+"""The default of `client=`, which stands for the client of the ticket."""
 PAYLOAD_HEAD_BYTES = 64
+"""The number of bytes at the start of a payload that contain its checksum."""
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 
 
 class StaleTicketError(ArgumentError):
-    """The version of a ticket is too old, so that the ticket can accept no update."""
+    """Error for a ticket whose version is too old. The server rejects every update for this ticket."""
 
 
 class ServerState(NamedTuple):
-    """The immutable server state. Every change returns a new state, or raises an error and changes nothing.
+    """The state of a server. All its parts are immutable, so that a reader needs no lock.
 
-    Everything that the state refers to is immutable, so that a reader needs no lock.
+    Every change returns a new state, or raises an error and changes nothing.
 
     Attributes:
         limits: the limits of the server.
         model_state: the current model state.
         weights: the participating clients and their weights.
-        store: the current model, older versions, their rounded bases, client states.
+        store: the current model, older versions, rounded bases and client states.
         tickets: the tickets in flight, the oldest first.
-        last_issued_at: the dispatch time of the latest ticket; no ticket in flight has a later one.
-        closed_tickets: receipts by ticket, for repeated requests.
-        history: rows by number.
+        closed_tickets: the receipts of closed tickets, for repeated requests.
+        history: the history rows, by the number of the update.
         rejected: the number of rejected updates, by the invalid field.
-        has_averaging: whether there is an average, which receives new models.
-        pending_notifications: models that the average has not received.
-        is_closed: whether no more tickets are issued.
-        subscriptions: the subscribers of events; events are stored only for them.
-        pending_events: events that subscribers have not received, by number.
-        pending_log: the records that are not yet in the journal; `None` without one.
+        has_averaging: whether an average receives each new model.
+        pending_notifications: the models that the average has not received.
+        is_closed: whether the server was closed.
+        subscriptions: the subscribers of events. Without subscribers, events are not stored.
+        pending_events: the events that subscribers have not received, by number.
+        pending_log: the records that are not yet in the journal; `None` without a journal.
+        last_issued_at: the dispatch time of the latest ticket. The tickets in flight have no later time.
     """
 
     limits: ServerLimits
@@ -100,12 +94,7 @@ class ServerState(NamedTuple):
         return ("version", self.model_state.version)
 
     def check_capacity(self) -> None:
-        """Check that another ticket can be issued.
-
-        Raises:
-            ArgumentError: if the server was closed.
-            BusyError: if `max_in_flight` tickets are in flight.
-        """
+        """Raise `ArgumentError` if the server was closed, or `BusyError` if `max_in_flight` tickets are in flight."""
         if self.is_closed:
             raise ArgumentError(SERVER_CLOSED)
         most = self.limits.max_in_flight
@@ -113,11 +102,9 @@ class ServerState(NamedTuple):
             raise BusyError(f"server: busy: {len(self.tickets)} tickets in flight, max_in_flight={most}")
 
     def with_ticket(self, ticket_id: str, ticket: PendingTicket, base: StoredTree | None) -> "ServerState":
-        """Return the state with a new ticket. `base` is the value of its key if the key is no longer stored.
+        """Return the state with a new ticket. `base` is the tree to store if the store does not contain the base key.
 
-        Raises:
-            ArgumentError: if the server was closed.
-            BusyError: if `max_in_flight` tickets are in flight.
+        Raises the same errors as `check_capacity`.
         """
         self.check_capacity()
         tickets, now = self.tickets, ticket.issued_at
@@ -134,7 +121,7 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
-        """Return a ticket in flight whose update can be applied, or the receipt of a closed one.
+        """Return a ticket in flight whose update can be applied, or the receipt of a closed ticket.
 
         Raises:
             StaleTicketError: if the version of the ticket is too old.
@@ -157,38 +144,31 @@ class ServerState(NamedTuple):
         return found
 
     def _is_stale(self, version: int) -> bool:
-        """Whether no ticket of a version can be accepted any more."""
+        """Return whether the staleness of a version exceeds `max_staleness`."""
         most = self.limits.update.max_staleness
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
-        """Return the state without the trees of versions that are too stale, as far as `keys` names them."""
+        """Return the state without the trees of stale versions among `keys`."""
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
         released = [key for key in stale for _ in range(held[key][1])]
         return self._replace(store=self.store.replaced(released, {})) if released else self
 
     def pending(self, ticket_id: Any) -> PendingTicket:
-        """Return a ticket in flight.
-
-        Raises:
-            ArgumentError: if it is not in flight.
-        """
+        """Return a ticket in flight; raise `ArgumentError` if the ticket is not in flight."""
         found = self._lookup(ticket_id)
         if not isinstance(found, PendingTicket):
             raise ArgumentError(SERVER_CLOSED if found is None and self.is_closed else UNKNOWN_TICKET)
         return found
 
     def make_update(self, ticket: PendingTicket, payload: Payload, recorded: Mapping[str, Any] | None = None) -> Update:
-        """Return the update of a valid payload. The base and the client state are loaded from their files now.
+        """Return the update of a validated payload, with the base and the client state.
 
-        Args:
-            ticket: the ticket of the payload.
-            payload: the validated payload.
-            recorded: the sample count and the weights of the original run if a journal is replayed.
+        In a journal replay, `recorded` contains the sample count and the weights of the original run.
 
         Raises:
-            SpillError: if a file was altered.
+            SpillError: if the file of the base or of the client state was altered.
         """
         client, current = ticket.client, self.model_state.current
         if recorded is None:
@@ -212,22 +192,18 @@ class ServerState(NamedTuple):
         )
 
     def with_update(self, applied: AppliedUpdate) -> tuple["ServerState", Receipt]:
-        """Return the state with an applied update, and its receipt.
-
-        Raises:
-            ArgumentError: if the ticket is no longer in flight, because it was dropped or the server was closed.
-        """
+        """Return the state with an applied update, and its receipt; raise `ArgumentError` if the ticket was closed."""
         ticket_id = applied.ticket_id
         client = applied.ticket.client
         # `drop` and `close` do not wait for a running update.
         if ticket_id not in self.tickets.entries:
-            self.pending(ticket_id)  # raises
+            self.pending(ticket_id)  # This raises an error.
         receipt = make_receipt(applied)
         row = history_row(client, applied.reported_samples, receipt, applied.outcome.numbers)
         closed = ClosedTicket(client, receipt)
-        untold = self.pending_notifications
+        notifications = self.pending_notifications
         if applied.model is not None and self.has_averaging:
-            untold = (*untold, PendingNotification(receipt.version, applied.model))
+            notifications = (*notifications, PendingNotification(receipt.version, applied.model))
         state = self._replace(
             model_state=applied.after,
             store=self._store_after(applied),
@@ -235,7 +211,7 @@ class ServerState(NamedTuple):
             closed_tickets=self.closed_tickets.set(ticket_id, closed, self.limits.receipt_cache_size),
             history=self.history.set(self.history.next_index, row, self.limits.history_size),
             weights=self.weights.with_report(client, applied.update.samples),
-            pending_notifications=untold,
+            pending_notifications=notifications,
         )
         if self.limits.update.max_staleness is not None and applied.model is not None:
             oldest = applied.after.version - self.limits.update.max_staleness - 1
@@ -271,7 +247,7 @@ class ServerState(NamedTuple):
         )
 
     def _store_after(self, applied: AppliedUpdate) -> Store:
-        """Return the store with the new model and client state of an update, without its base."""
+        """Return the store with the new model and the new client state, without the base of the update."""
         released: list[StoreKey] = []
         retained: dict[StoreKey, StoredTree | None] = {}
         if applied.model is not None:
@@ -289,14 +265,14 @@ class ServerState(NamedTuple):
         return self.store.replaced(released, retained)
 
     def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
-        """Return the state with an event that subscribers, if any, have not received."""
+        """Return the state with a pending event, if there are subscribers."""
         if not self.subscriptions:
             return self
         event = kind(version=self.model_state.version, in_flight=len(self.tickets), **fields)
         return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
     def with_log_record(self, kind: str, payload: bytes | memoryview = b"", **content: Any) -> "ServerState":
-        """Return the state with a journal record that is not yet written, if there is a journal."""
+        """Return the state with a pending journal record, if there is a journal."""
         log = self.pending_log
         if log is None:
             return self
@@ -310,7 +286,7 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Return the state without the written records before a number."""
+        """Return the state without the pending records before `lsn`, because these records were written."""
         if self.pending_log is None:
             return self
         changes = self.pending_log.records
@@ -319,13 +295,13 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Return the state without a ticket in flight; its receipt is stored, unless the ticket was dropped."""
+        """Return the state without a ticket in flight. A dropped ticket has no receipt; other receipts are stored."""
         ticket = self.tickets[ticket_id]
         closed = self.closed_tickets
         if receipt is not None:
             closed = closed.set(ticket_id, ClosedTicket(ticket.client, receipt), self.limits.receipt_cache_size)
         key = ticket.base_key
-        # The base of a ticket that is too old was released before.
+        # The base of a stale ticket was released before.
         store = self.store if key is None or key not in self.store else self.store.release(key)
         weights = self.weights.without_ticket(ticket.client)
         return self._replace(
@@ -333,11 +309,7 @@ class ServerState(NamedTuple):
         )
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
-        """Return the state without a ticket whose update will not arrive.
-
-        Raises:
-            ArgumentError: if the ticket is not in flight.
-        """
+        """Return the state without a dropped ticket; raise `ArgumentError` if the ticket is not in flight."""
         client = self.pending(ticket_id).client
         return (
             self.without_ticket(ticket_id)
@@ -348,15 +320,10 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
-        """Return the state with a counted rejection, by the first field of its reason, and the receipt.
+        """Return the state after a rejection, which is counted by the first field of its reason, and the receipt.
 
-        Args:
-            ticket_id: the id of the update's ticket, which may be invalid.
-            reason: the reason for the receipt.
-            received_at: the time of arrival, in seconds of the clock.
-            is_final: whether the ticket is closed. If it is no longer in flight, the state is unchanged, and the
-                receipt is the existing one.
-            norms: the next norms of the clients, if the rejection changes them.
+        A final rejection closes the ticket. If the ticket is already closed, the state is unchanged, and the existing
+        receipt is returned. `norms` are the next norms of the clients, if the rejection changes them.
         """
         receipt = Receipt(False, reason, self.model_state.version)
         if is_final and ticket_id not in self.tickets:
@@ -386,9 +353,12 @@ class ServerState(NamedTuple):
         return state, receipt
 
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
-        """Return the state without the tickets that are too old at `now`, except answered ones, and their ids."""
+        """Return the state without the tickets that have expired at time `now`, and the ids of these tickets.
+
+        Tickets in `exclude` do not expire.
+        """
         timeout = self.limits.timeout
-        # Sorting the tickets at each update would be slow if a few old tickets remain among many short ones.
+        # Most calls find no expired ticket. The check of the oldest ticket takes constant time.
         if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
@@ -404,14 +374,13 @@ class ServerState(NamedTuple):
         return state, ended
 
     def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
-        """Return the entry of a ticket."""
-        if type(ticket_id) is not str:  # the hash of another class may run any code
+        if type(ticket_id) is not str:  # The hash of another class may run any code.
             return None
         found = self.tickets.entries.get(ticket_id) or self.closed_tickets.entries.get(ticket_id)
         return None if found is None else found[1]
 
     def close(self) -> "ServerState":
-        """Return the state with nothing but the model and its recorded history."""
+        """Return the state of a closed server: the current model, the receipts and the history."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),
@@ -423,7 +392,7 @@ class ServerState(NamedTuple):
         return state if self.is_closed else state.with_event(Closed)
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes of the model, its state, older versions and client states, in memory and in files."""
+        """Return the bytes of the model, the rule's state, older versions, client states and spill files."""
         used = self.store.memory_usage(exclude=self.current_key)
         return {
             "model": size_of(self.model_state.current),
@@ -432,3 +401,13 @@ class ServerState(NamedTuple):
             "clients": used["client"],
             "spilled": used["spilled"],
         }
+
+
+class ServerCore(NamedTuple):
+    """The parts of a server that its collaborators share."""
+
+    state: AtomicReference[ServerState]
+    space: Manifold
+    rule: Rule
+    clock: Callable[[], float]
+    averaging: Averaging | None

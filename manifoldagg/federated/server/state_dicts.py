@@ -1,5 +1,6 @@
-"""Conversion between the server's points and the state dicts of modules and clients."""
+"""Conversion of modules and state dicts: to the space and the initial model of a server, and to payloads."""
 
+import glob
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,86 +10,138 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import is_finite
-from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.model_state import ModelState
-from manifoldagg.federated.server.input_warnings import warn_if_difference
+from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
+from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
+from manifoldagg.federated.server.options import InitialModel
 from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
 from manifoldagg.federated.types import Payload, Rule, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import stack
-from manifoldagg.manifolds import LowRank, ParameterSpace
-from manifoldagg.manifolds.layout import EXTRA_STATE
+from manifoldagg.manifolds import LowRank, Manifold, ParameterSpace
+from manifoldagg.manifolds.assign import Assignment
+from manifoldagg.manifolds.buffer_policies import BufferPolicy
+from manifoldagg.manifolds.layout import EXTRA_STATE, tensors_of
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
+from manifoldagg.manifolds.parameters import check_unscaled
 
-__all__ = ["StateDictConverter"]
+__all__ = ["MODEL_NAMES", "field_names", "initial_model", "model_space", "payload_loader", "resumed_space"]
+
+MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
+"""The argument `model` in error messages, where the code checks a space or a point."""
 
 
-class StateDictConverter:
-    """Converter between the points of a server and the state dicts of modules and clients.
+def model_space(
+    model: torch.nn.Module | Mapping[str, Tensor],
+    buffer_policy: BufferPolicy,
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+    *,
+    is_resumed: bool = False,
+) -> tuple[ParameterSpace, BufferPolicy]:
+    """Return the space of a model and the policies of the buffers. The arguments are as in `Server.of`."""
+    kinds, usage = "a torch.nn.Module or a state dict", "Server.of(model, rule)"
+    if is_resumed:
+        kinds, usage = "a torch.nn.Module, a state dict or a Manifold", "Server.resume(path, model, rule)"
+    if not isinstance(model, torch.nn.Module | Mapping):
+        raise ArgumentError(f"model: expected {kinds}, got {short_repr(model)}; write {usage}")
+    with renamed_arguments(MODEL_NAMES):
+        try:
+            if isinstance(model, torch.nn.Module):
+                _check_module_options(adapters, scaling)
+                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy)
+            else:
+                space = ParameterSpace.of_state_dict(
+                    tensors_of(model),
+                    manifolds,
+                    buffer_policy=buffer_policy,
+                    adapters=False if adapters is None else adapters,
+                    scaling=scaling,
+                )
+        except StateDictError as error:
+            raise StateDictError(f"model: {str(error).removeprefix('source: ')}") from None
+    if adapters is None and not isinstance(model, torch.nn.Module):
+        warn_if_adapter_factors("model", model, "pass adapters=True for their products, or adapters=False")
+    space.layout.check_parameters("model")
+    return space, dict(space.buffer_policies)
 
-    Args:
-        schema: the schema of the server's payloads.
-        rule: the aggregation rule.
+
+def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
+    """Check that the options for adapters have their defaults, because a space of a module has no adapters."""
+    if adapters is not None and check_choice("adapters", adapters, (True, False)):
+        raise ArgumentError(
+            "adapters: expected False for a module, got True; pass the state dict "
+            "that get_peft_model_state_dict of PEFT returns"
+        )
+    check_unscaled(scaling)
+
+
+def initial_model(
+    space: ParameterSpace, model: torch.nn.Module | Mapping[str, Tensor], policies: BufferPolicy
+) -> InitialModel:
+    """Return the initial model of a server, with copies of the buffers."""
+    with renamed_arguments(MODEL_NAMES):
+        (point,) = space.points({"model: ": space.stack_factors(tensors_of(model))})
+        return InitialModel(point, space.buffers(model), policies)
+
+
+def resumed_space(
+    model: torch.nn.Module | Mapping[str, Tensor] | Manifold,
+    saved_policies: Mapping[str, str],
+    buffer_policy: BufferPolicy | None,
+    manifolds: Assignment | None,
+    adapters: bool | None,
+    scaling: Scaling,
+) -> tuple[Manifold, BufferPolicy | None]:
+    """Return the space of a resumed server, and the policies of the buffers; `None` for the saved policies.
+
+    The arguments are as in `Server.resume`. `saved_policies` contains the policies of the checkpoint by buffer name.
     """
+    if isinstance(model, Manifold):
+        for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
+            default = 1.0 if name == "scaling" else None
+            if not (value is default or (type(value) is float and value == default)):
+                raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
+        return model, buffer_policy
+    # A buffer name may contain special characters of glob patterns. In a sequence, a pattern may match no buffer.
+    saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
+    policies = saved if buffer_policy is None else buffer_policy
+    space, policies = model_space(model, policies, manifolds, adapters, scaling, is_resumed=True)
+    return space, None if buffer_policy is None else policies
 
-    def __init__(self, schema: PayloadSchema, rule: Rule) -> None:
-        self._schema = schema
-        self._rule = rule
 
-    def state_dict(self, model_state: ModelState) -> dict[str, Tensor]:
-        """Return the current model and its buffers.
+def payload_loader(
+    schema: PayloadSchema, rule: Rule, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
+) -> Callable[[PendingTicket], Payload]:
+    """Return a function that converts a client's state dicts to the payload of a ticket.
 
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`.
-        """
-        return check_parameter_space(self._schema.space).state_dict(model_state.current, model_state.buffers or None)
+    `model`, `samples` and `scaling` are as in `Server.receive_model`.
 
-    def spec(self) -> dict[str, Any]:
-        """Return the specification of the space.
+    Raises:
+        ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
+    """
+    if any(extra_fields(rule)):
+        raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use `receive`")
+    check_parameter_space(schema.space)
 
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a space of another package.
-        """
-        return check_parameter_space(self._schema.space).spec()
+    def load(ticket: PendingTicket) -> Payload:
+        if isinstance(model, torch.nn.Module):  # A module is also callable.
+            raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
+        key = None if ticket.custom_start else ticket.base_key
+        load_base = partial(state.store.load, key)
+        models = model() if callable(model) else model
+        return _payload(schema, models, samples, state.model_state.current, load_base, scaling)
 
-    def payload_loader(
-        self, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
-    ) -> Callable[[PendingTicket], Payload]:
-        """Return a function that converts a client's state dicts to a payload, for the ticket that it is given.
+    return load
 
-        Args:
-            model: one or more state dicts, or a function that returns them, as in `Server.receive_model`.
-            samples: the number of samples that the client trained on.
-            scaling: the scaling of the client's adapters, if it differs from that of the server.
-            state: the state of the server.
 
-        Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
-        """
-        if any(extra_fields(self._rule)):
-            raise ArgumentError(
-                f"rule: {type(self._rule).__name__} requires more than models from clients; use `receive`"
-            )
-        check_parameter_space(self._schema.space)
-
-        def load(ticket: PendingTicket) -> Payload:
-            if isinstance(model, torch.nn.Module):  # a module can be called too
-                raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
-            key = None if ticket.custom_start else ticket.base_key
-            load_base = partial(state.store.load, key)
-            models = model() if callable(model) else model
-            return _payload(self._schema, models, samples, state.model_state.current, load_base, scaling)
-
-        return load
-
-    @staticmethod
-    def field_names(model: Any) -> dict[str, str]:
-        """Return the fields of a payload, and the argument that contains them if a client returns state dicts."""
-        names = {"points": "model", "buffers": "model"}
-        return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
+def field_names(model: Any) -> dict[str, str]:
+    """Return the argument of `receive_model` for each field of a payload."""
+    names = {"points": "model", "buffers": "model"}
+    return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
 
 
 def _payload(
@@ -101,29 +154,28 @@ def _payload(
 ) -> Payload:
     """Build the payload of a client's state dicts.
 
+    If the dtypes of a state dict are narrower than the server's, the client has rounded the base. The function then
+    adds the rounding error of the base to the points. Otherwise, every update would contain this error.
+
     Args:
-        schema: of the server's payloads.
-        model: a state dict, or a sequence of them: the control points of a curve, with the client's model last. The
-            last one contains the buffers. Entries that the server does not request may be missing and are not read.
+        schema: the schema of the server's payloads.
+        model: a state dict, or the sequence of state dicts of a curve. The last state dict contains the buffers.
         samples: the number of samples that the client trained on.
         current: the server's model (P,), for the check that the update is not a difference of models.
-        load_base: returns the model (P,) that the client started from, or `None` if it started from another model. A
-            state dict of a narrower dtype has rounded the base. The function restores the rounding error, because
-            otherwise every update would contain it.
-        scaling: the scaling of the client's adapters, if it differs from that of the server.
-
-    Raises:
-        ArgumentError: naming the model, and the tensor in it, that is invalid.
-
-    Warns:
-        UserWarning: if the model looks like a difference of models.
+        load_base: a function that returns the model (P,) that the client started from; `None` if this is unknown.
+        scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
-    given = {"model": model} if isinstance(model, Mapping) else _label_sequence(model)
+    if isinstance(model, Mapping):
+        given = {"model": model}
+    elif type(model) in (list, tuple):
+        given = {f"model[{i}]": part for i, part in enumerate(model)}
+    else:  # Other sequences may return different items in each iteration.
+        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(model).__name__}")
     most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
-        raise ArgumentError(f"model: expected a state dict, or from 1 to {most} of them, got {len(given)}")
+        raise ArgumentError(f"model: expected from 1 to {most} state dicts, got {len(given)}")
     leaves = space.entries
     models = {}
     for label, state in given.items():
@@ -132,7 +184,7 @@ def _payload(
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
     if schema.accepts_nonfinite and not all(is_finite(x) for own in models.values() for x in own.values()):
-        # A rejection would reveal the update: the rule replaces it by a zero update.
+        # A rejection would reveal something about the update. A private rule counts the update as zero instead.
         nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
         return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]
@@ -140,7 +192,9 @@ def _payload(
     start = load_base() if narrow else None
     if start is not None:
         points = _restore_rounding(space, points, start.to(points[0]))
-    pieces = [space.gauge_free_norms(_split_by_leaf(space, point)) for point in (points[-1], current)]
+    names = [leaf.name for leaf in space.layout.leaves]
+    split = (dict(zip(names, x.split(space.layout.sizes), strict=True)) for x in (points[-1], current))
+    pieces = map(space.gauge_free_norms, split)
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     hint = "return the model, which is the base plus the difference"
     warn_if_difference(label, space.layout, *pieces, buffers=buffers.items(), hint=hint)
@@ -148,7 +202,7 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Restore the bits of flat leaves and adapters of the start that the dtypes of a state dict have rounded away."""
+    """Add the rounding error of the start model in the dtypes of a state dict to flat leaves and adapters."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []
@@ -167,18 +221,6 @@ def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor
     return found
 
 
-def _split_by_leaf(space: ParameterSpace, point: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of each leaf."""
-    pieces = point.split(space.layout.sizes)
-    return {leaf.name: piece for leaf, piece in zip(space.layout.leaves, pieces, strict=True)}
-
-
-def _label_sequence(models: Any) -> dict[str, Any]:
-    if type(models) not in (list, tuple):  # another kind may say something else each time that it is read
-        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(models).__name__}")
-    return {f"model[{i}]": model for i, model in enumerate(models)}
-
-
 def _require_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, got {type(value).__name__}")
@@ -187,5 +229,4 @@ def _require_tensor(name: str, value: Any) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _without_buffers(space: ParameterSpace) -> ParameterSpace:
-    """Return the same geometry without buffers."""
     return ParameterSpace(replace(space.layout, buffers=()), space.manifolds, space.adapters)

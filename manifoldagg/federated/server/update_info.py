@@ -1,10 +1,9 @@
-"""Information about an update besides the models, for `aggregate`."""
+"""Information about an update that `aggregate` needs besides the models."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from manifoldagg._validation import KeywordHints, check_choice, check_count, check_number
-from manifoldagg.federated.server.input_warnings import warn_if_not_share
+from manifoldagg._validation import KeywordHints, check_choice, check_count, check_number, short_repr, warn_caller
 from manifoldagg.federated.weights import check_client
 from manifoldagg.manifolds.lora.scaling import Scaling
 
@@ -15,21 +14,16 @@ __all__ = ["UpdateInfo"]
 class UpdateInfo(KeywordHints):
     r"""Information about an update that [`aggregate`][manifoldagg.aggregate] needs besides the models.
 
-    The constructor checks each value once.
-
     Args:
         client: the client's name, for rules with client states.
         staleness: the number $\tau - t$ of versions between the client's base and the current model.
         weight: the client's share $w_i$ of the data, in (0, 1].
         samples: the number of samples that the client trained on.
-        difference: whether the update is the difference $\varphi_i - \Theta^t$, entry by entry, instead of the model.
-            `aggregate` adds `base` and rounds the sum once to the dtype of the entry. The sum is bit-identical to
-            $\varphi_i$, up to the sign of zeros, if the client's subtraction was exact. This is the case for numbers
-            within a factor of 2 of each other. Buffers are also differences, except for booleans, which are the
-            client's values. Differences require flat spaces, because differences of adapter factors are not differences
-            of adapters.
-        scaling: the scaling of the client's adapters, if it differs from that of the space: a number, patterns or a
-            config, as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+        difference: whether the update is the difference $\varphi_i - \Theta^t$ instead of the model. `aggregate` adds
+            the base to each entry and rounds the sum once to the dtype of the entry. Boolean buffers are not
+            differences: the client's values are used. Differences require a flat space without adapters.
+        scaling: the scaling of the client's adapters, if it differs from the scaling of the space: a number, patterns
+            or a config, as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
         share: the unnormalised weight of the client, as in [`Update`][manifoldagg.federated.Update].
 
     Raises:
@@ -59,4 +53,7 @@ class UpdateInfo(KeywordHints):
         check_choice("difference", self.difference, (True, False))
         if self.share is not None:
             check_number("share", self.share, above=0)
-        warn_if_not_share("weight", self.weight)
+        if self.weight > 1:
+            how = "pass samples / total samples, and the sample count as samples="
+            given = short_repr(self.weight)
+            warn_caller(f"weight: expected the client's share of the data, at most 1, got {given}; {how}")

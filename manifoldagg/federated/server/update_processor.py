@@ -1,4 +1,4 @@
-"""The path of an update: admission, validation, the step of the rule, and publication."""
+"""The processing of an update: ticket check, validation, the step of the rule, and publication."""
 
 import logging
 import math
@@ -13,32 +13,30 @@ from manifoldagg._validation import rename_argument
 from manifoldagg.errors import ArgumentError, ManifoldAggError, RuleError, SpillError
 from manifoldagg.federated.server.durability.checkpoint import ServerSnapshot
 from manifoldagg.federated.server.durability.eviction import Evictor
+from manifoldagg.federated.server.durability.log_format import pack_payload
 from manifoldagg.federated.server.durability.manager import DurabilityManager
-from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
 from manifoldagg.federated.server.records import AppliedUpdate, PendingTicket
-from manifoldagg.federated.server.state import ANY_CLIENT, ServerState, StaleTicketError
+from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, StaleTicketError
 from manifoldagg.federated.server.validation import PayloadSchema, raise_nonfinite, validate_payload
 from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.step import StepPlan, step
-from manifoldagg.federated.types import Averaging, Payload, Receipt
+from manifoldagg.federated.types import Payload, Receipt
 from manifoldagg.kernels.alloc import empty_like
 
 __all__ = ["UpdateProcessor"]
 
 Load = Callable[[PendingTicket], Any]
 """A function that returns the payload of a ticket."""
-Packed = bytes | memoryview
-"""A payload, packed for the journal; empty without a journal."""
 Names = Mapping[str, str]
 """The fields of a payload, and the arguments of the caller that contain them."""
 LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """The arguments of an update's call, before any check, and the time of the call in seconds of the clock."""
+    """The arguments of a call with an update, before all checks, and the time of the call in seconds of the clock."""
 
     ticket_id: Any
     client: Hashable
@@ -49,66 +47,51 @@ class Request(NamedTuple):
 class UpdateProcessor:
     """Processor that validates, applies and publishes the updates of a server, one at a time.
 
-    Args:
-        state: the state of the server.
-        schema: the schema of the payloads.
-        plan: the plan of the rule's step.
-        averaging: the average that receives every new version.
-        evictor: evicts older versions and client states after an update.
-        durability: the journal and the checkpoints.
-        dispatcher: delivers events.
-        clock: the clock of the server.
-
     Attributes:
-        lock: the lock that updates hold while they are applied.
+        lock: the lock that an update holds while the server applies it.
         free_list: the memory of released models, which the next step writes.
-        recycle: receives the memory of a released model; `None` if the average may store models.
+        recycle: a function that receives the memory of a released model; `None` if the average may store models.
     """
 
     def __init__(
         self,
-        state: AtomicReference[ServerState],
+        core: ServerCore,
         schema: PayloadSchema,
         plan: StepPlan,
-        averaging: Averaging | None,
         evictor: Evictor,
         durability: DurabilityManager,
         dispatcher: EventDispatcher,
-        clock: Callable[[], float],
+        free_list: deque[Tensor],
     ) -> None:
-        self._state = state
+        self._state = core.state
+        self._clock = core.clock
+        self._averaging = core.averaging
         self._schema = schema
         self._plan = plan
-        self._averaging = averaging
         self._evictor = evictor
         self._durability = durability
         self._dispatcher = dispatcher
-        self._clock = clock
         self._warned_unstable = False
-        limits = state.value.limits
+        limits = core.state.value.limits
         self._timeout = limits.timeout
         self.lock = UpdateLock(limits.max_queued_updates)
-        self.free_list: deque[Tensor] = deque(maxlen=1)
-        self.recycle = self.free_list.append if averaging is None else None
+        self.free_list = free_list
+        self.recycle = free_list.append if core.averaging is None else None
 
     def receive(
         self, ticket_id: Any, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
     ) -> Receipt:
         """Process an update, write its journal record, and deliver its events.
 
-        Args:
-            ticket_id: the id of the ticket, of any type.
-            client: the client that returns the update, or `ANY_CLIENT`.
-            names: the fields of the payload, and the arguments of the caller that contain them.
-            payload: the payload, if `load` is `None`.
-            load: a function of the ticket that returns the payload, called after the ticket was validated.
+        The payload is `payload`, or the result of `load` for the checked ticket. `names` contains the argument of the
+        caller for each field of the payload.
         """
         journal = self._durability.journal
         try:
             receipt = self._process(ticket_id, client, names, payload, load)
             if journal is not None:
                 journal.write()
-        except Exception:  # an interrupt does not deliver events
+        except Exception:  # An interrupt does not deliver events.
             self.deliver_events()
             raise
         if self._state.value.subscriptions:
@@ -116,18 +99,14 @@ class UpdateProcessor:
         return receipt
 
     def replay(self, payload: Payload, recorded: Mapping[str, Any]) -> Receipt:
-        """Apply an update of a journal record with the recorded sample count and weights.
-
-        Raises:
-            ManifoldAggError: if the update is not valid.
-        """
+        """Apply an update of a journal record with the recorded sample count and weights."""
         self._state.value.pending(recorded["ticket"])
         request = Request(recorded["ticket"], ANY_CLIENT, {}, math.nan)
         receipt = self._apply(request, payload, b"", recorded=recorded)
         try:
             self._after_update()
-        except Exception:  # the update stays applied, as in the original run
-            LOG.exception("averaging: raised for version %d", receipt.version)
+        except Exception:  # The update stays applied, as in the original run.
+            LOG.exception("averaging: the average raised an exception for version %d", receipt.version)
         return receipt
 
     def expire(self) -> list[str]:
@@ -142,23 +121,15 @@ class UpdateProcessor:
         return expired
 
     def check_may_wait(self) -> None:
-        """Reject calls that may not wait for a running update.
-
-        Raises:
-            ArgumentError: in a forked process, within an update, or within a journal write.
-        """
+        """Raise `ArgumentError` in a fork, within an update, and within a journal write."""
         self.lock.check_process()
         self.lock.check()
         self._durability.check_idle()
 
     def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
-        """Return the content of a checkpoint, after a running update and before the next one.
+        """Return the content of a checkpoint, between two updates; raise `ArgumentError` if the server was closed.
 
-        Args:
-            enqueue: called with the snapshot before the next update.
-
-        Raises:
-            ArgumentError: if the server was closed.
+        `enqueue` receives the content before the next update.
         """
         with self.lock.lock:
             self.notify_average()
@@ -170,7 +141,7 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass new versions to the average; not again after an error, but again after an interrupt."""
+        """Pass new versions to the average. After an interrupt, but not after an error, a version is passed again."""
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
             try:
@@ -181,13 +152,19 @@ class UpdateProcessor:
             if failure is not None:
                 raise failure
 
+    def flush(self) -> None:
+        """Write the pending journal records, and deliver the pending events."""
+        if self._durability.journal is not None:
+            self._durability.journal.write()
+        self.deliver_events()
+
     def deliver_events(self) -> None:
-        """Deliver pending events to subscribers; within an update they are deferred to its end."""
+        """Deliver pending events to subscribers. Within an update, the events are delivered at its end."""
         if self._state.value.subscriptions and not self.lock.held_by_me():
             self._dispatcher.drain()
 
     def _process(self, ticket_id: Any, client: Hashable, names: Names, payload: Any, load: Load | None) -> Receipt:
-        """Look the ticket up, validate the payload, and apply the update when it is its turn."""
+        """Check the ticket, validate the payload, wait for the update lock, and apply the update."""
         self.lock.check_process()
         if self._timeout is not None:
             self.expire()
@@ -205,7 +182,7 @@ class UpdateProcessor:
                 if isinstance(ticket, PendingTicket):
                     payload = payload if load is None else load(ticket)
                     payload = validate_payload(self._schema, payload, requires_base=ticket.base_key is None)
-                    packed = b"" if journal is None else journal.pack(payload)
+                    packed = b"" if journal is None else pack_payload(payload, journal.free_list)
                     self.lock.enqueue(pending)
             except ManifoldAggError as error:
                 return self._reject(request, error)
@@ -217,9 +194,9 @@ class UpdateProcessor:
             with self.lock.lock:
                 return self._apply_or_reject(request, payload, packed)
 
-    def _apply_or_reject(self, request: Request, payload: Payload, packed: Packed) -> Receipt:
-        """Apply or reject an update, whose call owns the update lock."""
-        if self._averaging is not None:  # versions that an interrupt withheld from the average come first
+    def _apply_or_reject(self, request: Request, payload: Payload, packed: bytes | memoryview) -> Receipt:
+        """Apply or reject an update. The caller owns the update lock."""
+        if self._averaging is not None:  # An interrupt may have withheld older versions from the average.
             self.notify_average()
         if self._durability.journal is not None:
             self._durability.journal.retry_if_failed()
@@ -233,9 +210,9 @@ class UpdateProcessor:
         return receipt
 
     def _apply(
-        self, request: Request, payload: Payload, packed: Packed, recorded: Mapping[str, Any] | None = None
+        self, request: Request, payload: Payload, packed: bytes | memoryview, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
-        """Take the step of an update and publish its result. A journal replay passes the recorded weights."""
+        """Apply the step of an update and publish the result. A journal replay passes the recorded weights."""
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
         # While the update waited, its ticket may have been answered, dropped or become too old.
@@ -275,9 +252,9 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Count a rejection under the caller's name of the argument.
+        """Count a rejection, and return the receipt. The reason contains the caller's name of the invalid argument.
 
-        The ticket is closed if it can accept no update: its version is too old, or the file of its base was lost.
+        The ticket is closed if its version is too old, or the file of its base was lost.
         """
         reason = rename_argument(str(error), request.names)
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
@@ -290,13 +267,13 @@ class UpdateProcessor:
         return receipt
 
     def _finish_interrupted(self) -> None:
-        """Complete the work that an interrupt left after a recorded update."""
+        """Complete the work after an update, if an interrupt ended its call early."""
         if self._state.value.pending_notifications and not self.lock.held_by_me():
             with self.lock.lock:
                 self._after_update()
 
     def _after_update(self) -> None:
-        """Notify the average, evict stored trees, and start a checkpoint if one is due."""
+        """Notify the average, evict stored trees, and start a checkpoint if it is due."""
         try:
             if self._averaging is not None:
                 self.notify_average()

@@ -65,24 +65,23 @@ FLOWER_RULES = {
     "FedTrimmedAvg": "TrimmedMean",
     "MultiKrum": "Krum",
 }
-"""The rules that implement Flower strategies with other names."""
+"""The rules for Flower strategies with another name."""
 T = TypeVar("T")
 
 
 def check_rule(rule: Rule, usage: str = "") -> Rule:
-    """Check that `rule` is an instance of a rule, and return it.
+    """Return `rule` if it implements the protocol [`Rule`][manifoldagg.federated.Rule].
 
     Args:
         rule: the rule to check.
-        usage: the call with its arguments in the right order. The message contains it if `rule` is a model.
+        usage: the call with the arguments in the right order, for the message if `rule` is a model.
 
     Raises:
-        ArgumentError: if `rule` is a name or a strategy of Flower (the message names the closest rule), or if it lacks
-            methods of a [`Rule`][manifoldagg.federated.Rule].
+        ArgumentError: if `rule` is not a rule. For a name or a strategy of Flower, the message names the closest rule.
     """
     given: object = rule
     if isinstance(given, str):
-        from manifoldagg.federated import rules  # imports dozens of modules, which only this message needs
+        from manifoldagg.federated import rules  # This imports dozens of modules, which only the message needs.
 
         near = closest_match(given, rules.__all__)
         hint = "" if near is None else f"; did you mean rules.{near}(...)?"
@@ -93,11 +92,7 @@ def check_rule(rule: Rule, usage: str = "") -> Rule:
 
 
 def _check_no_flower_strategy(given: object) -> None:
-    """Reject a strategy of Flower. The check compares class names, because Flower may not be installed.
-
-    Raises:
-        ArgumentError: if `given` is a strategy of Flower. The message names the equivalent rule or the table of rules.
-    """
+    """Reject a strategy of Flower. The check compares class names, because Flower may not be installed."""
     kind = given if isinstance(given, type) else type(given)
     theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "flwr"]
     if "Strategy" not in theirs:
@@ -115,18 +110,18 @@ def _check_no_flower_strategy(given: object) -> None:
 
 @dataclass(frozen=True)
 class PayloadSchema:
-    """Schema of the payloads of one server.
+    """Schema of the payloads of a server.
 
     Args:
         space: the space of the points.
         dtype: the dtype of the points.
         device: the device of the server.
-        tensors: the number of points of each further tensor, by name. `None` means one point without a batch dimension.
+        tensors: the number of points in each further tensor. `None` means one point without a batch dimension.
         numbers: the names of further numbers.
         buffers: the buffers that a client returns.
         update_limits: the limits on sample counts and control points.
-        self_checked: the fields whose finiteness the rule checks itself, with the names in messages. The server skips
-            its own check of these tensors. If a step fails, `raise_nonfinite` names the field that is not finite.
+        self_checked: the fields whose finiteness the rule checks. The server does not check these fields before the
+            step.
         accepts_nonfinite: whether the rule accepts points that are not finite.
     """
 
@@ -144,15 +139,11 @@ class PayloadSchema:
     def of(
         cls, space: Manifold, rule: Rule, start: Tensor, buffers: tuple[Entry, ...], update_limits: UpdateLimits
     ) -> "PayloadSchema":
-        """Return the schema of the payloads that a rule requires. The points are like `start`.
-
-        Raises:
-            ArgumentError: if the rule declares invalid tensors or numbers.
-        """
+        """Return the schema of the payloads that a rule requires, with points in the dtype of `start`."""
         tensors, numbers = extra_fields(rule)
         names = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
         checked = {f"tensors: {name}" for name in tensors if name in names}
-        # Non-finite points make the Gram matrix and each combination non-finite, which the rule detects.
+        # If a point is not finite, the Gram matrix and all combinations are not finite. The rule detects this.
         if "points" in names or accepts_tensor_lists(rule, space):
             checked |= {"points", "base"}
         private = bool(getattr(rule, "is_private", False))
@@ -161,12 +152,9 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Check the values of a tensor and return it.
+        """Check that the values of a tensor are finite and on the space, and return the tensor.
 
-        Values must be finite, unless the rule checks this itself. Points of a curved space must be on the space.
-
-        Raises:
-            ArgumentError: if a value is invalid. The message names the field.
+        The finiteness of self-checked fields is not checked.
         """
         if is_point and not self.space.flat:
             return check_point(self.space, tensor, name=field)
@@ -179,29 +167,24 @@ class PayloadSchema:
 
     @cached_property
     def buffer_labels(self) -> dict[str, str]:
-        """The field name of each buffer in messages, by the name of the buffer."""
+        """The label of each buffer in error messages, by name."""
         return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
-    """Validate a payload, and return it with plain tensors on the server's device and plain numbers.
+    """Validate a payload, and return it with plain numbers and plain tensors on the server's device.
 
-    The parts of an untrusted payload may be instances of classes whose code raises exceptions or returns different
-    values in each call. The result contains only plain types.
-
-    Args:
-        schema: the schema of the server.
-        payload: the payload of the client, which is not modified. Tensors that need no conversion are not copied.
-        requires_base: whether the payload must contain the base.
+    The classes in an untrusted payload may have code that raises exceptions or returns a new value in each call.
+    Tensors that need no conversion are not copied.
 
     Raises:
-        ArgumentError: if a field is invalid. The message names the first one.
+        ArgumentError: if a field is invalid. The message names the first invalid field.
     """
     if not issubclass(type(payload), Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", partial(FIELDS, payload))
     points = _check_vectors(schema, "points", given, None)
-    # This check precedes reading the points, because reading too many points would take long.
+    # The number of points is checked before their values, because reading too many points would take long.
     count = points.shape[0]
     most = schema.update_limits.max_points
     if count == 0:
@@ -226,11 +209,7 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
 
 
 def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
-    """Raise an error for an unchecked non-finite input of a failed update, if there is such an input.
-
-    Raises:
-        ArgumentError: if an unchecked field is not finite. The message names it, as in `validate_payload`.
-    """
+    """Raise `ArgumentError` if a self-checked field of a failed update is not finite. The message names the field."""
     fields = {"points": payload.points, "base": payload.base}
     fields |= {f"tensors: {name}": tensor for name, tensor in payload.tensors.items()}
     for field, tensor in fields.items():
@@ -239,11 +218,7 @@ def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
-    """Check an initial model, and return a copy. The model must be finite, in a master dtype and on the manifold.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
-    """
+    """Return a copy of an initial model. The model must be finite, in a master dtype, and on the manifold."""
     for name, kind, value in (("space", "Manifold", space), ("start", "point", start)):
         if isinstance(value, Rule):
             rule = type(value).__name__
@@ -266,21 +241,15 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
 def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str, str]) -> State:
     """Return the state of a rule before the first step.
 
-    Args:
-        rule: the rule.
-        space: the space of the models.
-        start: the initial model.
-        names: the caller's arguments that replace `space` and `start` in messages.
-
-    Raises:
-        ArgumentError: if the rule does not support the space, or an option of the rule is invalid there.
+    If the rule does not support the space, the function raises `ArgumentError`. In the message, `names` replaces the
+    arguments `space` and `start` by the caller's arguments.
     """
     with renamed_arguments(names, "rule: "):
         return rule.init(space, start)
 
 
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
-    """Call the code of an untrusted object, and report its exceptions as an invalid argument."""
+    """Call the code of an untrusted object, and raise its exceptions as an `ArgumentError`."""
     try:
         return function()
     except Exception as error:
@@ -288,7 +257,7 @@ def _call_untrusted(name: str, function: Callable[[], T]) -> T:
 
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
-    """Check plain dense vectors (*batch, *shape), of the server's dtype and on its device."""
+    """Check dense vectors (*batch, *shape) of the server's dtype, and move them to its device."""
     # `type` is safe, whereas `__class__` of an untrusted object may be wrong or raise an exception.
     tensor = require_dense(name, value) if issubclass(type(value), Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
@@ -298,7 +267,7 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 
 
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor without gradient or subclass. A plain tensor is returned unchanged."""
+    """Return a tensor without its subclass and without its gradient."""
     if type(tensor) is not Tensor:
         # A class with its own dispatch, such as a fake or distributed tensor, has no readable memory.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -306,16 +275,12 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             tensor = Tensor.as_subclass(tensor, Tensor)
     if IS_FUNCTORCH_WRAPPED(tensor):
-        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+        raise ArgumentError(f"{name}: expected a tensor with values, got a tensor of a functorch transform")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def check_samples(value: Any, max_samples: int) -> int:
-    """Check a reported sample count, and return it as a plain integer.
-
-    Raises:
-        ArgumentError: if it is not an integer from 1 to `max_samples`.
-    """
+    """Return a sample count as a plain integer; raise `ArgumentError` if it is not from 1 to `max_samples`."""
     number = value if type(value) is int else _call_untrusted("samples", partial(_as_int, value))
     if number is None or not 1 <= number <= max_samples:
         raise ArgumentError(f"samples: expected an integer from 1 to {max_samples}, got {short_repr(value)}")
@@ -323,7 +288,7 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """Return a value as a plain integer, or `None` if it is not consistently an integer."""
+    """Return a value as a plain integer; `None` if its code does not return one integer consistently."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
@@ -343,19 +308,19 @@ def _check_tensors(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
 
 def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
     given = _check_mapping("numbers", given, schema.numbers)
-    return {name: _check_finite_number(f"numbers: {name}", given[name]) for name in schema.numbers}
-
-
-def _check_finite_number(name: str, value: Any) -> float:
-    """Check a number and return it as a float. `check_number` would propagate exceptions of the number's own code."""
-    number = value if type(value) is float else _call_untrusted(name, partial(_as_float, value))
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name}: expected a finite number, got {short_repr(value)}")
-    return number
+    found = {}
+    for name in schema.numbers:
+        value = given[name]
+        # `check_number` would propagate exceptions in the code of the number.
+        number = value if type(value) is float else _call_untrusted(f"numbers: {name}", partial(_as_float, value))
+        if not math.isfinite(number):
+            raise ArgumentError(f"numbers: {name}: expected a finite number, got {short_repr(value)}")
+        found[name] = number
+    return found
 
 
 def _as_float(value: Any) -> float:
-    """Return a number as a float. Too large numbers become infinity, and other values become NaN."""
+    """Return a number as a float; infinity if it is too large, and NaN for other values."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -366,7 +331,7 @@ def _as_float(value: Any) -> float:
 
 def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
     given = _check_mapping("buffers", given, schema.buffer_labels)
-    # One check of all plain tensors is faster than a check of each tensor, as models have hundreds of buffers.
+    # One check of all plain tensors is faster than a check of each tensor. Models have hundreds of buffers.
     is_tracked = needs_autograd_path([value for value in given.values() if type(value) is Tensor])
     found = {}
     for entry, label in zip(schema.buffers, schema.buffer_labels.values(), strict=True):
@@ -384,15 +349,14 @@ def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
 
 
 def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tensor:
-    """Check that a tensor is dense and has values, and return it as a plain tensor.
+    """Return `value` as a plain tensor; raise `ArgumentError` if it is not dense or has no values.
 
-    Nested tensors have no shape, and freed storage has no values. `untracked` skips the check that neither autograd nor
-    a functorch transform tracks the tensor.
+    `untracked` states that neither autograd nor a functorch transform tracks the tensor, so that this is not checked.
     """
     is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
     tensor = value if is_plain else _plain_tensor(name, value)
     if not untracked and needs_autograd_path([tensor]):
-        raise ArgumentError(f"{name}: expected values; a server step is taken outside of functorch transforms")
+        raise ArgumentError(f"{name}: expected a tensor with values, got a tensor of a functorch transform")
     if tensor.is_nested:
         raise ArgumentError(f"{name}: expected a dense tensor with values, got a nested tensor")
     if tensor.layout is not torch.strided or tensor.is_meta:
@@ -408,11 +372,7 @@ def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tenso
 
 
 def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
-    """Return a mapping from names as a dict.
-
-    Raises:
-        ArgumentError: if `mapping` is not a mapping from names, or cannot be read.
-    """
+    """Return an untrusted mapping as a dict; raise `ArgumentError` if it is not a mapping from strings."""
     if not issubclass(type(mapping), Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
     found: dict[Any, Any] = mapping if type(mapping) is dict else _call_untrusted(name, partial(dict, mapping))
@@ -421,12 +381,12 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     others = [key for key in found if not isinstance(key, str)]
     if others:
         raise ArgumentError(f"{name}: unknown: {_join_names(others)}")
-    # Instances of subclasses of `str`, which may have their own code, become plain strings.
+    # Subclasses of `str` may have their own code, so their instances are converted to plain strings.
     return {str.__str__(key): value for key, value in found.items()}
 
 
 def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Check that a mapping has exactly the expected names, and return it as a dict."""
+    """Return a mapping as a dict; raise `ArgumentError` if it does not have exactly the expected names."""
     found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)
@@ -434,11 +394,7 @@ def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str,
 
 
 def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
-    """Check that all expected names are present, and that all names are known.
-
-    Raises:
-        ArgumentError: if names are missing or unknown. The message contains the first of them.
-    """
+    """Raise `ArgumentError` if an expected name is missing or a name is unknown. The message contains these names."""
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:
@@ -446,11 +402,9 @@ def check_names(name: str, found: Collection[str], expected: Collection[str], kn
 
 
 def _join_names(names: Collection[object]) -> str:
-    """Join the first names and the number of further names."""
     further = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(heapq.nsmallest(MAX_LISTED, map(_short_name, names))) + further
 
 
 def _short_name(name: Any) -> str:
-    """Return a printable name without quotes."""
     return one_line(str.__str__(name), 40) if issubclass(type(name), str) else short_repr(name, 40)

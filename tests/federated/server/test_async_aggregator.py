@@ -189,9 +189,7 @@ def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
     base = versions.checkout("a")
     assert not torch.equal(base["w"], versions.model["w"])
     step = {"w": torch.ones(3)}
-    words = (
-        "difference: expected False, as OrthoFL lets client 'a' start from another model than the version's, got True"
-    )
+    words = "difference: expected False, because OrthoFL chose another start model for client 'a', got True"
     unchanged(versions, words, versions.submit, "a", step, samples=1, difference=True)
     again = made(OrthoFL(0.5))
     again.load(through_a_file(versions.state()))
@@ -385,9 +383,9 @@ def test_a_state_of_something_else_is_refused():
         ({"in_flight": [("a", None, 0, False)] * 2}, "state: in_flight: "),
         ({"in_flight": [("b", None, 0, False)]}, "state: in_flight: "),
         ({"in_flight": [("a", [1], 0, False)]}, "task: expected a hashable"),
-        ({"state": 17}, "state: state: expected one of FedAsync"),
-        ({"state": torch.zeros(99)}, "state: state: expected one of FedAsync"),
-        ({"state": {}}, "state: state: expected one of FedAsync"),
+        ({"state": 17}, "state: state: expected the state of FedAsync"),
+        ({"state": torch.zeros(99)}, "state: state: expected the state of FedAsync"),
+        ({"state": {}}, "state: state: expected the state of FedAsync"),
         ({"version": -1}, "state: version"),
         ({"weights": 3}, "weights: state: expected"),
     ]:
@@ -403,7 +401,7 @@ def test_a_state_of_tensors_of_another_shape_is_refused():
     odd = {name: torch.ones(9) if isinstance(kept, torch.Tensor) else kept for name, kept in saved["state"].items()}
     assert not alike(odd, saved["state"])
     versions = made(rule)
-    unchanged(versions, "state: state: expected one of FedAdam", versions.load, saved | {"state": odd})
+    unchanged(versions, "state: state: expected the state of FedAdam", versions.load, saved | {"state": odd})
     versions.load(saved)
 
 

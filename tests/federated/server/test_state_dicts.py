@@ -198,8 +198,8 @@ FREED.untyped_storage().resize_(0)
     ("model", "words"),
     [
         ({}, "model: missing: 0.bias, 0.weight"),
-        ([], "model: expected a state dict, or from 1 to 16 of them, got 0"),
-        ([STATE] * 17, "model: expected a state dict, or from 1 to 16 of them, got 17"),
+        ([], "model: expected from 1 to 16 state dicts, got 0"),
+        ([STATE] * 17, "model: expected from 1 to 16 state dicts, got 17"),
         (type("Odd", (list,), {"__iter__": 3})([STATE]), "model: expected a state dict or a sequence of them, got Odd"),
         (None, "model: expected a state dict or a sequence of them, got NoneType"),
         (torch.ones(3), "model: expected a state dict or a sequence of them, got Tensor"),

@@ -277,14 +277,14 @@ def test_beyond_those_that_may_wait_others_are_refused():
     receipts = []
     thread = threading.Thread(target=lambda: receipts.append(s.receive(first, LATER)), daemon=True)
     thread.start()
-    while s._updates.lock.num_queued < 2:
+    while sum(update.position is not None for update in s._updates.lock._alive()) < 2:
         pass
     assert s.receive(second, LATER).reason == "server: busy: 2 queued updates, max_queued_updates=1"
     assert finish().version == 1
     thread.join(PATIENCE)
     assert receipts[0].accepted
     assert s.receive(second, LATER).accepted
-    assert s._updates.lock.num_queued == 0
+    assert s._updates.lock._alive() == []
 
 
 def test_the_next_update_removes_those_that_ended():

@@ -249,9 +249,9 @@ BAD = {
     "fake points": (lambda: good(points=fake(1, P)), "points: expected a plain tensor with values, got a FakeTensor"),
     "a fake tensor": (lambda: tensors(control=fake(P)), "tensors: control: expected a plain tensor with values, got a FakeTensor"),
     "a fake buffer": (lambda: buffers(running_mean=fake(2)), "buffers: 1.running_mean: expected a plain tensor with values, got a FakeTensor"),
-    "points out of a gradient": (lambda: good(points=escaped(torch.func.grad, torch.ones(1, P))), "points: expected values; a server step is taken outside of functorch"),
-    "points out of a batch": (lambda: good(points=escaped(torch.func.vmap, torch.ones(2, 1, P))), "points: expected values; a server step is taken outside of functorch"),
-    "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected values; a server step"),
+    "points out of a gradient": (lambda: good(points=escaped(torch.func.grad, torch.ones(1, P))), "points: expected a tensor with values, got a tensor of a functorch transform"),
+    "points out of a batch": (lambda: good(points=escaped(torch.func.vmap, torch.ones(2, 1, P))), "points: expected a tensor with values, got a tensor of a functorch transform"),
+    "a buffer out of a batch": (lambda: buffers(running_mean=escaped(torch.func.vmap, torch.ones(2, 2))), "buffers: 1.running_mean: expected a tensor with values, got a tensor of a functorch transform"),
     "a payload that raises": (lambda: Halved.__new__(Halved), "payload: expected a readable value; its code raised RuntimeError"),
     "a payload of nothing": (lambda: Payload.__new__(Payload), "payload: expected a readable value; its code raised AttributeError"),
     "tensors that raise": (lambda: good(tensors=Listed(good().tensors)), "tensors: expected a readable value"),
@@ -438,7 +438,7 @@ def test_a_step_is_taken_outside_of_transforms():
         return points.sum()
 
     torch.func.grad(f)(torch.ones(1, P))
-    assert reasons == ["points: expected values; a server step is taken outside of functorch transforms"]
+    assert reasons == ["points: expected a tensor with values, got a tensor of a functorch transform"]
 
 
 def test_the_largest_norm():

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a server in a file, and the state that resumes from it."""
+"""Checkpoints: the conversion of a server state to the content of a file, and back."""
 
 import glob
 import logging
@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree, Store, S
 from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
 from manifoldagg.federated.server.records import ClosedTicket, HistoryRow, PendingTicket
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import ServerCore, ServerState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.backends import selection
@@ -48,25 +48,21 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class ServerSnapshot(NamedTuple):
-    """Snapshot of a server for a checkpoint. It is immutable, so creating it takes no copy.
+    """Immutable content of a checkpoint. A snapshot does not copy the state.
 
     Attributes:
-        server_state: the state of the server. The average has received all its versions.
-        space: the space of the models.
-        rule: the aggregation rule.
-        options: the limits, the memory policy and the buffer policies, as plain values.
-        clock: the clock of the server.
+        core: the space, the rule and the clock of the server.
+        server_state: the state of the server, whose versions the average has received.
+        options: the limits, the memory policy and the buffer policies as plain values.
         time: the time of the snapshot, in seconds of the clock.
-        averaging: the class of the averaging object, and its state; `None` without one.
-        on_written: a function that is called after the checkpoint is written, with the number of the first journal
-            record that it does not contain.
+        averaging: the class and the state of the average; `None` without an average.
+        on_written: a function that is called after the write, with the log sequence number of the first journal record
+            that the checkpoint does not contain.
     """
 
+    core: ServerCore
     server_state: ServerState
-    space: Manifold
-    rule: Rule
     options: Mapping[str, Any]
-    clock: Callable[[], float]
     time: float
     averaging: tuple[str, Tree] | None
     on_written: Callable[[int], None] | None = None
@@ -80,8 +76,7 @@ class ServerSnapshot(NamedTuple):
         """Return the content as plain values and tensors.
 
         Raises:
-            CheckpointError: if the rule, the space or the clock contains a function without an importable name, or a
-                client is neither a string nor an integer.
+            CheckpointError: if a file cannot store the rule, the space, the clock or the name of a client.
             SpillError: if the file of a client state was altered.
         """
         state = self.server_state
@@ -94,11 +89,11 @@ class ServerSnapshot(NamedTuple):
         kept, lost = _stored_trees(state)
         tickets = [(name, *ticket) for name, ticket in state.tickets.items() if ticket.base_key not in lost]
         return {
-            "space": fingerprint("space", self.space),
-            "rule": fingerprint("rule", self.rule),
+            "space": fingerprint("space", self.core.space),
+            "rule": fingerprint("rule", self.core.rule),
             "machine": _machine_info(now.current),
             "options": self.options,
-            "clock": qualified_name("clock", self.clock),
+            "clock": qualified_name("clock", self.core.clock),
             "time": self.time,
             "model": now.current,
             "state": now.state,
@@ -124,17 +119,7 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content to a file, and record an event.
-
-        Args:
-            path: the path of the file.
-            keep: the number of files to keep, as in `tensor_file.save`.
-            publish: records and delivers an event.
-
-        Raises:
-            ArgumentError: if the folder does not exist.
-            CheckpointError: if a value cannot be stored, or the file cannot be written.
-        """
+        """Write the content to a file, and publish an event. The arguments and errors are as in `tensor_file.save`."""
         begun = time.perf_counter()
         try:
             tensor_file.save(path, KIND, self.tree(), keep=keep)
@@ -148,18 +133,12 @@ class ServerSnapshot(NamedTuple):
 
 
 class LoadedCheckpoint:
-    """A checkpoint that was read from a file.
-
-    Args:
-        path: the path of the file.
-        tree: the tree of a
-            [`ServerSnapshot`][manifoldagg.federated.server.durability.checkpoint.ServerSnapshot], if the caller has
-            read it from a larger file; `None` to read the file.
+    """Content of a checkpoint file. If `tree` is the result of `ServerSnapshot.tree`, the file is not read.
 
     Attributes:
         time: the time of the snapshot, in seconds of the clock.
-        position: the name of the journal, the number of its first record after the checkpoint, and the checksum over
-            the records before it. Without a journal: a name of the checkpoint, 0 and an empty string.
+        position: the name of the journal, the log sequence number of the first record after the checkpoint, and the
+            checksum of all previous records. Without a journal: a name of the checkpoint, 0 and an empty string.
 
     Raises:
         CheckpointError: if the file is truncated, altered, or not a checkpoint of a server. The message names an older
@@ -184,15 +163,12 @@ class LoadedCheckpoint:
 
     @property
     def memory(self) -> MemoryPolicy:
-        """The saved memory policy, without its folder."""
+        """The saved memory policy, without the folder."""
         return MemoryPolicy.of_tree(self._tree["options"]["memory"])
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits of a replay, which accept each journaled update.
-
-        Another processor may round the norm or the cosine of an update differently.
-        """
+        """The limits for a journal replay, which accept each recorded update on a processor with other rounding."""
         limits = self.limits
         update = replace(
             limits.update,
@@ -204,7 +180,7 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return the checkpoint with the content after a replay, which had its own clock and limits."""
+        """Return the checkpoint with the content `tree` after a replay, but with the saved clock and options."""
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
     def check_compatible(
@@ -212,26 +188,20 @@ class LoadedCheckpoint:
     ) -> None:
         """Check that the space, the rule and the clock equal the saved ones.
 
-        A replaced rule of the same class resumes with the saved state. A rule of another class starts without it.
-
         Args:
             space: the space of the models.
             rule: the aggregation rule.
             clock: the clock.
-            replace: accept another rule or clock.
-            label: the argument that the caller passed the space as.
+            replace: whether to accept another rule or clock, as in `Server.resume`.
+            label: the caller's name of the argument `space`.
 
         Raises:
-            CheckpointError: naming the first difference; also with `replace`, if the clip or the noise of `Private`
-                differs.
-
-        Warns:
-            RuntimeWarning: if the machine differs, as results may then differ bitwise.
+            CheckpointError: if a value differs. The message names the first difference.
         """
         check_is_manifold(space)
-        told = first_difference(label, self._tree["space"], fingerprint(label, space))
-        if told is not None:
-            raise CheckpointError(f"{self.path}: {told}")
+        difference = first_difference(label, self._tree["space"], fingerprint(label, space))
+        if difference is not None:
+            raise CheckpointError(f"{self.path}: {difference}")
         saved, given = self._tree["rule"], fingerprint("rule", rule)
         difference = rule_difference(saved, given, replace=replace)
         if difference is None and not replace:
@@ -249,14 +219,13 @@ class LoadedCheckpoint:
                 )
 
     def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
-        """Return the saved model as the start of a server, and the saved options.
+        """Return the saved model as an initial model, and the saved options.
 
-        Args:
-            policies: the policies of the buffers; `None` for the saved ones.
+        `policies` are the policies of the buffers. `None` means the saved policies.
         """
         start = InitialModel(self.model)
         if self.buffer_policies:
-            # As patterns, whatever is in the names.
+            # A name may contain special characters of glob patterns.
             saved = {glob.escape(name): policy for name, policy in self.buffer_policies.items()}
             buffers = dict(buffers_from_tree(self._tree["buffers"]))
             start = InitialModel(self.model, buffers, saved if policies is None else policies)
@@ -265,16 +234,13 @@ class LoadedCheckpoint:
     def restore_state(
         self, fresh: ServerState, time: float, weights: Any, on_free: Callable[[Tensor], object] | None
     ) -> ServerState:
-        """Return the server state.
+        """Return the saved state of the server.
 
         Args:
-            fresh: the state of a new server with these options.
+            fresh: the state of a new server with the same model and options.
             time: the current time, in seconds of the clock. Tickets keep their ages.
-            weights: the weights that the caller passed; `None` for the saved weights.
+            weights: the `weights` argument of the server; `None` for the saved weights.
             on_free: a function that receives the memory of models without references.
-
-        Raises:
-            ArgumentError: if the buffered updates have other buffer policies.
         """
         tree = self._tree
         limits = fresh.limits
@@ -291,42 +257,39 @@ class LoadedCheckpoint:
         tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
-            # A ticket that was issued while the clock was ahead is as old as one that is issued now.
+            # If the clock was ahead, the age is negative. The ticket then counts as issued now.
             tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
-            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)))
-        rows = list(_decode_rows(tree["history"]))
-        # Numbered as they were: older ones are gone.
-        first = tree["updates"] - len(rows)
+            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)), limits.receipt_cache_size)
+        heads, lines = tree["history"]["heads"], tree["history"]["lines"]
+        # The rows keep their numbers. Older rows were discarded.
+        first = tree["updates"] - len(lines)
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
-        for row in rows:
-            history = history.set(history.next_index, row)
+        for head, *values in lines:
+            row = dict(zip(heads[head], values, strict=True))
+            history = history.set(history.next_index, row, limits.history_size)
         state = fresh._replace(
             model_state=now,
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
             tickets=tickets,
-            closed_tickets=closed.tail(limits.receipt_cache_size),
-            history=history.tail(limits.history_size),
+            closed_tickets=closed,
+            history=history,
             rejected=Map(tree["rejected"]),
             last_issued_at=time,
         )
         return state.without_stale_versions(state.store.entries)
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
-        """Restore the state of the averaging object.
-
-        Raises:
-            ArgumentError: if its class is not that of the saved object.
-        """
+        """Restore the state of the average; raise `ArgumentError` if `averaging` has another class."""
         saved = self._tree["averaging"]
         if saved is None:
             return
         name, state = saved
         if averaging is None or import_path(type(averaging)) != name:
             given = None if averaging is None else import_path(type(averaging))
-            raise ArgumentError(f"averaging: expected a {name}, whose state was saved, got {given}")
+            raise ArgumentError(f"averaging: expected an instance of {name}, as in the checkpoint, got {given}")
         averaging.load(state)
 
     def _pending_buffers(self, buffers: PackedBuffers) -> PendingBuffers | None:
@@ -335,14 +298,16 @@ class LoadedCheckpoint:
             return None
         latest = buffers_from_tree(waiting["latest"])
         if latest.groups != buffers.groups:
-            raise ArgumentError("buffer_policy: expected the policies of the buffered updates")
+            raise ArgumentError(
+                "buffer_policy: expected the saved policies, because the buffered updates depend on them"
+            )
         return PendingBuffers(**{**waiting, "latest": latest})
 
     def _restore_store(
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
     ) -> Store:
         current = ("version", self._tree["version"])
-        # The same object as in the new server, so that its memory is reused after the last reference.
+        # The memory of this object is reused after the last reference to the object.
         store = Store().retain(current, fresh.store.find(fresh.current_key))
         holders = Counter(ticket.base_key for ticket in tickets.values())
         for _ in range(holders[current]):
@@ -356,26 +321,17 @@ class LoadedCheckpoint:
         return store
 
 
-def check_storable(space: Manifold, rule: Rule, weights: Any, clock: Callable[[], float]) -> None:
-    """Check that a file can store these arguments of a server, so that a later checkpoint does not fail.
-
-    Raises:
-        CheckpointError: naming a function without an importable name.
-        ArgumentError: naming a client that is neither a string nor an integer.
-    """
-    fingerprint("space", space)
-    fingerprint("rule", rule)
+def check_storable(core: ServerCore, weights: Any) -> None:
+    """Check the values that later checkpoints store; raise `CheckpointError` or `ArgumentError` for an invalid one."""
+    fingerprint("space", core.space)
+    fingerprint("rule", core.rule)
     for client in weights if isinstance(weights, Mapping) else ():
         check_storable_client(client)
-    qualified_name("clock", clock)
+    qualified_name("clock", core.clock)
 
 
 def check_storable_client(client: Any) -> None:
-    """Check that a file can store a client's name.
-
-    Raises:
-        ArgumentError: if it is neither a string nor an integer.
-    """
+    """Raise `ArgumentError` if the name of a client is neither a string nor an integer."""
     if type(client) is not str and type(client) is not int:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
@@ -383,7 +339,7 @@ def check_storable_client(client: Any) -> None:
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:
-    """Describe the machine properties that influence the bits of results."""
+    """Return the properties of the machine that influence the bits of results."""
     device = model.device
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
@@ -393,7 +349,7 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored trees, the oldest first, and the keys of the trees that cannot be read any more."""
+    """Return the stored trees, the oldest first, and the keys of the trees whose files were altered."""
     store = state.store
     kept = []
     lost = set()
@@ -405,19 +361,14 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise
-            # These tickets cannot accept an update any more.
-            LOG.warning("checkpoint: without the tickets on %s %s: %s", *key, error)
+            # The tickets with this base can accept no update.
+            LOG.warning("checkpoint: omits the tickets whose base is %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost
 
 
 def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
-    """Encode history rows as lists of values; the column names are written once."""
+    """Encode history rows as lists of values, with each list of column names only once."""
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}
-
-
-def _decode_rows(table: Mapping[str, Any]) -> Iterator[HistoryRow]:
-    for head, *values in table["lines"]:
-        yield dict(zip(table["heads"][head], values, strict=True))

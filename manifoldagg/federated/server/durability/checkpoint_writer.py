@@ -1,4 +1,4 @@
-"""Automatic checkpoints: their policy, and the background thread that writes them."""
+"""Automatic checkpoints: the policy, and the background thread that writes them."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from manifoldagg import tensor_file
-from manifoldagg._validation import KeywordHints, check_count, check_number, short_repr
+from manifoldagg._validation import KeywordHints, check_count, check_number
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.lock import OwnedLock
 
@@ -21,12 +21,15 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeywordHints):
-    """Policy for automatic checkpoints: after so many updates or seconds, whichever comes first.
+    """Policy for automatic checkpoints, with an interval in updates, in seconds, or both.
+
+    With both intervals, the one that ends first starts a checkpoint.
 
     Args:
         path: the path of the file, in an existing folder. Older files are `path.1`, `path.2`, …
         every_updates: the number of accepted updates between two checkpoints.
-        every_seconds: the seconds after a checkpoint, from which the next accepted update starts another one.
+        every_seconds: the number of seconds between two checkpoints. The first accepted update after this time starts a
+            checkpoint.
         keep: the number of files to keep.
 
     Raises:
@@ -54,35 +57,25 @@ class CheckpointPolicy(KeywordHints):
         check_count("keep", self.keep)
 
 
-@runtime_checkable
+@runtime_checkable  # The tests check annotations at run time.
 class Checkpointable(Protocol):
-    """Protocol of the content of a checkpoint. It is immutable, so that it can be written later."""
+    """Protocol of the immutable content of a checkpoint."""
 
     @property
     def updates(self) -> int:
         """The number of accepted updates."""
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content to a file, keep this number of files, and record an event."""
+        """Write the content to `path`, keep the `keep` latest files, and publish an event."""
 
 
 class CheckpointWriter:
-    """Writer of checkpoints in a background thread, one after another.
+    """Writer of checkpoints in a background thread, which ends when the queue is empty.
 
-    The thread ends when the queue is empty. An error is logged, and `finish` raises it unless a later checkpoint was
-    written.
-
-    Args:
-        policy: the path and the frequency of the checkpoints.
-        publish: records and delivers an event.
-
-    Raises:
-        ArgumentError: if `policy` is not a `CheckpointPolicy`.
+    An error is logged. `finish` raises the error, unless a later checkpoint was written.
     """
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
-        if not isinstance(policy, CheckpointPolicy):
-            raise ArgumentError(f"checkpoint: expected CheckpointPolicy, got {short_repr(policy)}")
         self._policy = policy
         self._publish = publish
         self.reset(0)
@@ -98,12 +91,16 @@ class CheckpointWriter:
         self._last_time = time.monotonic()
 
     def targets(self, path: str | Path) -> bool:
-        """Return whether this writer writes to the path."""
+        """Return whether `path` is the path of the policy."""
         return tensor_file.check_path(path) == tensor_file.check_path(self._policy.path)
 
     def maybe_write(self, updates: int, make_snapshot: Callable[[], Checkpointable]) -> None:
-        """Start a checkpoint if one is due at this number of accepted updates."""
-        if not self._is_due(updates - self._last_updates):
+        """Start a checkpoint if an interval of the policy has ended. `updates` is the number of accepted updates."""
+        every, new_updates = self._policy, updates - self._last_updates
+        is_due = every.every_updates is not None and new_updates >= every.every_updates
+        if not is_due and every.every_seconds is not None and new_updates > 0:
+            is_due = time.monotonic() - self._last_time >= every.every_seconds
+        if not is_due:
             return
         self._queue.append(make_snapshot())
         self.reset(updates)
@@ -111,50 +108,32 @@ class CheckpointWriter:
         if self._is_idle:
             try:
                 threading.Thread(target=self._drain, name="manifoldagg-checkpoint").start()
-            except RuntimeError as error:  # no thread can start; `finish` or the next checkpoint writes it
+            except RuntimeError as error:  # No thread can start. `finish` or the next checkpoint writes the queue.
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint now, after the one that is being written.
-
-        Raises:
-            CheckpointError: as `finish`.
-        """
+        """Write a checkpoint now, after a running write. The errors are as in `finish`."""
         self.enqueue(snapshot)
         self.finish()
 
     def enqueue(self, snapshot: Checkpointable) -> None:
-        """Enqueue a checkpoint and replace an earlier queued one; `finish` or the writing thread writes it."""
+        """Enqueue a checkpoint in place of an earlier queued one, for `finish` or the writing thread."""
         self._queue.append(snapshot)
         self.reset(snapshot.updates)
 
     def held_by_me(self) -> bool:
-        """Whether this thread is writing."""
+        """Return whether this thread is writing."""
         return self._write_lock.held_by_me()
 
     def finish(self) -> None:
-        """Wait until all started checkpoints are written.
-
-        Raises:
-            Exception: the error of the last checkpoint, such as a `CheckpointError`.
-        """
+        """Wait until all started checkpoints are written, and raise the error of the last checkpoint."""
         if self.held_by_me():
-            return  # a signal handler or a finaliser interrupted the write, which then continues
+            return  # A signal handler or a finaliser interrupted the write, which continues after the handler.
         self._drain()
         error = self._error
         self._error = None
         if error is not None:
             raise error
-
-    def _is_due(self, updates: int) -> bool:
-        every = self._policy
-        if every.every_updates is not None and updates >= every.every_updates:
-            return True
-        return (
-            updates > 0
-            and every.every_seconds is not None
-            and time.monotonic() - self._last_time >= every.every_seconds
-        )
 
     def _drain(self) -> None:
         """Write the queued checkpoint, as the only writing thread."""

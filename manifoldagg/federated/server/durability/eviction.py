@@ -1,4 +1,4 @@
-"""Eviction of stored client state and old versions to files beyond a memory limit, the oldest first."""
+"""Eviction of client states and older versions to files, the oldest first, if they exceed a memory limit."""
 
 import ctypes
 import logging
@@ -14,19 +14,13 @@ __all__ = ["Evictor"]
 LOG = logging.getLogger("manifoldagg")
 MIN_TRIM_BYTES = 2**20
 """The bytes evicted between two calls of `malloc_trim`, unless a quarter of the limit is larger."""
-# Freed aligned blocks leave holes too small for the next block of their size. Without this call, a process grows
-# by the size of the trees that it evicts.
+# Freed aligned blocks leave holes that are too small for the next block of the same size. Without `malloc_trim`, a
+# process grows by the size of the trees that it evicts.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Evictor:
-    """Evictor that limits the memory of stored trees.
-
-    Args:
-        state: the state of the server.
-        limit: the limit in bytes; `None` for no limit.
-        spill: writes the files.
-    """
+    """Evictor that keeps the stored trees of a server within `limit` bytes of memory. `None` disables the limit."""
 
     def __init__(self, state: AtomicReference[ServerState], limit: int | None, spill: Spill) -> None:
         self.limit = limit
@@ -44,7 +38,7 @@ class Evictor:
                     _malloc_trim(0)
 
     def _evict_one(self, limit: int) -> int:
-        """Evict the oldest tree to a file; return its size, or 0 if no tree has to be or can be evicted."""
+        """Evict the oldest tree and return its size. Return 0 if the limit is satisfied or no tree can be evicted."""
         state = self._state.value
         over = state.store.next_victim(limit, exclude=state.current_key)
         if over is None:

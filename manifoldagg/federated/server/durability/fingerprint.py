@@ -1,4 +1,4 @@
-"""Fingerprints of rules and spaces: plain values that a file stores and a later process compares."""
+"""Fingerprints of rules and spaces, which a checkpoint stores and a resumed server compares."""
 
 import functools
 import hashlib
@@ -22,48 +22,38 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = ["fingerprint", "first_difference", "import_path", "qualified_name", "rule_difference"]
 
 BUILTIN_OWNERS = (types.ModuleType, types.NoneType)
-"""To these belong what Python calls built-in functions."""
+"""The types of `__self__` of functions that Python calls built-in methods."""
 MAX_VALUE_CHARS = 60
-"""Letters of a value in a message."""
+"""The maximum number of characters of a value in a message."""
 
 
 def fingerprint(name: str, value: Any) -> Tree:
-    """Return the fingerprint of a value: plain values, names of functions and classes, class and content of objects.
+    """Return the fingerprint of a value, as a tree of plain values.
 
-    Two fingerprints are equal if the values behave alike, as far as names show. Tensors and modules are identified by a
-    digest of their content.
-
-    Args:
-        name: the name of the value in messages.
-        value: a rule, a space, a schedule, or a part of one.
+    The fingerprint contains the names of functions and classes, the fields of objects, and digests of tensors. It does
+    not contain the code of functions and classes. `name` is the name of the value in messages.
 
     Raises:
-        CheckpointError: if the value contains a lambda or a nested function, because several of them can share a name.
+        CheckpointError: if the value contains a lambda or a nested function, because their names are not unique.
 
     Example:
         >>> from manifoldagg.federated.schedules import Cosine
         >>> fingerprint("rate", Cosine(1.0, 0.0, 4))["fields"]
         {'start': 1.0, 'end': 0.0, 'period': 4, 'restarts': False}
-        >>> fingerprint("rate", lambda version: 0.5)
-        Traceback (most recent call last):
-            ...
-        manifoldagg.errors.CheckpointError: rate: expected a function of a module, as a file stores its name, got ...
     """
     try:
         return _fingerprint(name, value)
     except RecursionError:
-        raise CheckpointError(f"{name}: expected what does not contain itself") from None
+        raise CheckpointError(f"{name}: expected a value that does not contain itself") from None
 
 
 def qualified_name(name: str, function: Any) -> str | None:
-    """Return the qualified name of a callable, independent of the object it is bound to; `None` for `None`.
+    """Return the qualified name of a callable or `None`. The name of a method does not depend on the object.
 
-    Args:
-        name: the name of the function in messages.
-        function: the callable.
+    `name` is the name of the callable in messages.
 
     Raises:
-        CheckpointError: if it is a lambda or a nested function.
+        CheckpointError: if the callable is a lambda or a nested function.
 
     Example:
         >>> import time
@@ -91,12 +81,12 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
     """
     if isinstance(saved, dict) and isinstance(current, dict) and saved.keys() == current.keys():
         found = (_entry_difference(name, key, saved[key], current[key]) for key in saved)
-        return next((told for told in found if told is not None), None)
+        return next(filter(None, found), None)
     if isinstance(saved, list) and isinstance(current, list) and saved and current:
         pairs = enumerate(zip(saved, current, strict=False))
         found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
         longer = None if len(saved) == len(current) else f"{name}: was {len(saved)} entries, got {len(current)}"
-        return next((told for told in found if told is not None), longer)
+        return next(filter(None, found), longer)
     # NaN does not equal itself, but its representation does.
     return (
         None
@@ -106,33 +96,23 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
-    """Return why a rule cannot continue from the state of a saved rule; `None` if it can.
+    """Return the reason why a rule cannot use the state of a saved rule; `None` if there is no reason.
 
-    Args:
-        saved: the fingerprint of the saved rule.
-        current: the fingerprint of the rule.
-        replace: whether another rule may continue. The clip and the noise of `Private` cannot be replaced, because its
-            participations so far were counted with them.
-
-    Example:
-        >>> from manifoldagg.federated.rules import FedAsync
-        >>> saved, current = (fingerprint("rule", FedAsync(rate)) for rate in (0.5, 0.25))
-        >>> rule_difference(saved, current, replace=False)
-        'rule: rate: was 0.5, got 0.25; pass replace=True to replace it'
-        >>> rule_difference(saved, current, replace=True)
+    `replace` accepts another rule. The clip and the noise of `Private` cannot be replaced, because the privacy loss so
+    far depends on them.
     """
     privacy, given = _privacy_options(saved), _privacy_options(current)
     if privacy is not None and given is not None and privacy != given and replace:
         return (
-            f"rule: (clip, noise) was {privacy}, got {given}: its participations so far were counted with the former "
-            "and cannot be replaced; start a new server from the model"
+            f"rule: (clip, noise) was {privacy}, got {given}: the privacy loss so far depends on the saved "
+            "values, so they cannot be replaced; start a new server from the model"
         )
     difference = first_difference("rule", saved, current)
     return None if difference is None or replace else f"{difference}; pass replace=True to replace it"
 
 
 def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Return the clip and the noise of the fingerprint of a private rule, and `None` of another rule."""
+    """Return the clip and the noise in the fingerprint of a private rule; `None` for other rules."""
     fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
     if "clip" in fields and "noise" in fields:
         return fields["clip"], fields["noise"]
@@ -140,10 +120,10 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Return the difference between two entries of fingerprints. A field has a name, any other entry does not."""
+    """Return the first difference of two entries with the same key. The message contains the names of fields."""
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
-        return next((told for told in found if told is not None), None)
+        return next(filter(None, found), None)
     return first_difference(name, saved, current)
 
 
@@ -165,18 +145,14 @@ def _fingerprint(name: str, value: Any) -> Tree:
         }
     if isinstance(value, functools.partial):
         return kind | _fingerprint_fields(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
-    if isinstance(value, Enum):
-        return kind | {"name": value.name}
-    if isinstance(value, torch.dtype | torch.device):
-        return kind | {"name": str(value)}
-    if isinstance(value, Tensor):
-        return kind | _tensor_digest(value)
-    if isinstance(value, np.ndarray):
-        return kind | _tensor_digest(torch.from_numpy(np.atleast_1d(value)))
+    if isinstance(value, Enum | torch.dtype | torch.device):
+        return kind | {"name": value.name if isinstance(value, Enum) else str(value)}
+    if isinstance(value, Tensor | np.ndarray):
+        return kind | _tensor_digest(value if isinstance(value, Tensor) else torch.from_numpy(np.atleast_1d(value)))
     if isinstance(value, nn.Module):
         return kind | _fingerprint_fields(name, value.state_dict())
     if is_dataclass(value):
-        # What does not count where values are compared does not count here.
+        # Fields that equality ignores are not part of the fingerprint.
         return kind | _fingerprint_fields(
             name, {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         )
@@ -199,12 +175,12 @@ def _fingerprint_fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def import_path(value: Any) -> str:
-    """Return the qualified name of a class or a function."""
+    """Return the module and the qualified name of a class or a function, such as `time.monotonic`."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
 def _importable_path(name: str, function: Any) -> str:
-    """Return the importable name of a function."""
+    """Return the import path of a function; raise `CheckpointError` if importing it does not return the function."""
     module = getattr(function, "__module__", None) or ""
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules[module])

@@ -1,10 +1,7 @@
 """The journal: an append-only log of the changes of a server, in segments.
 
-The segment `path.N.journal` starts with the record with log sequence number (LSN) N. Its format is described in
-[log_format][manifoldagg.federated.server.durability.log_format].
-
-A server locks `path.lock` before it lists the segments, until it closes the journal. This file is never replaced. A
-child of `os.fork` does not hold the lock.
+The segment `path.N.journal` starts with the record with log sequence number (LSN) N. The module
+[log_format][manifoldagg.federated.server.durability.log_format] describes its bytes.
 """
 
 import logging
@@ -16,19 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from manifoldagg import tensor_file
 from manifoldagg._io import FileLock, close_with
-from manifoldagg._validation import KeywordHints, check_choice, check_count, short_repr
-from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg._validation import KeywordHints, check_choice, check_count
+from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record, os_errors, pack_payload
+from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record, os_errors
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.records import LogRecord, PendingLog
 from manifoldagg.federated.server.state import ServerState
-from manifoldagg.federated.types import Payload
 
 __all__ = ["Journal", "JournalLock", "JournalWriter"]
 
@@ -42,13 +38,15 @@ class Journal(KeywordHints):
 
     Args:
         path: the path of the segments without `.N.journal`, in an existing folder.
-        fsync: `"always"`: the records of a call are synced to the disk before it returns; concurrent calls share a
-            sync. `"batch"`: the records are passed to the operating system, and survive the end of the process. If the
-            machine stops, up to `fsync_every` of the latest records may be lost.
+        fsync: when records are synced to the disk.
+
+            - `"always"`: before a call returns that has changed the server. Concurrent calls share a sync.
+            - `"batch"`: after `fsync_every` records. The records survive the end of the process. If the machine stops,
+              up to `fsync_every` of the latest records may be lost.
         fsync_every: the number of records per sync, with `"batch"`.
 
     Raises:
-        ArgumentError: naming the invalid argument.
+        ArgumentError: if an argument is invalid. The message names it.
 
     Example:
         >>> Journal("server", fsync="batch", fsync_every=1000).fsync
@@ -65,29 +63,12 @@ class Journal(KeywordHints):
         check_choice("fsync", self.fsync, FSYNC_MODES)
         check_count("fsync_every", self.fsync_every)
 
-    @classmethod
-    def of(cls, value: Any) -> "Journal":
-        """Return the `Journal` of an argument: a path, or a `Journal`.
-
-        Raises:
-            ArgumentError: if it is neither.
-        """
-        if isinstance(value, str | Path):
-            return cls(value)
-        if not isinstance(value, Journal):
-            raise ArgumentError(f"journal: expected a path or a Journal, got {short_repr(value)}")
-        return value
-
     def segment_path(self, first_lsn: int) -> Path:
         """Return the path of the segment with this first LSN."""
         return Path(f"{self.path}.{first_lsn}.journal")
 
     def segments(self) -> list[int]:
-        """Return the first LSNs of the existing segments, in order.
-
-        Raises:
-            CheckpointError: if the folder cannot be read.
-        """
+        """Return the first LSNs of the existing segments, in order."""
         path = Path(self.path)
         with os_errors(f"{path.parent}: cannot be read"):
             names = os.listdir(path.parent)
@@ -96,10 +77,10 @@ class Journal(KeywordHints):
 
 
 class JournalLock(FileLock):
-    """Exclusive lock of a journal until `close`. A `with` block releases it only if the block raises.
+    """Exclusive lock of the file `path.lock` until `close`. A `with` block releases the lock only if the block raises.
 
     Raises:
-        CheckpointError: if another server has locked the journal, or with the system error.
+        CheckpointError: if another server has locked the journal, or the file cannot be opened.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -108,8 +89,8 @@ class JournalLock(FileLock):
             try:
                 super().__init__(path)
             except BlockingIOError:
-                told = "is locked by another process, or by another server of this process"
-                raise CheckpointError(f"{journal.path}: {told}") from None
+                problem = "is locked by another process, or by another server of this process"
+                raise CheckpointError(f"{journal.path}: {problem}") from None
 
     def __enter__(self) -> "JournalLock":
         return self
@@ -120,7 +101,7 @@ class JournalLock(FileLock):
 
 
 class _Position(NamedTuple):
-    """Position of a writer: its segment, the end of its last record, and the LSNs to write and to sync next."""
+    """Position of a writer: the records from `next_lsn` on are not written, and from `durable_lsn` on not synced."""
 
     descriptor: int
     magic: bytes
@@ -131,38 +112,39 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Writer of the records of a server, in the order in which their changes took effect.
+    """Writer that appends the records of a server, in the order of the changes.
 
-    A change and its record are published in the same instant, and the record is pending until it is written. After an
-    error or an interrupt, the next write repeats it at the same offset. One thread writes and syncs for all threads.
+    A change and its record are published atomically. The record is pending until it is written. If a write fails or is
+    interrupted, the next call writes the records again at the same offset. One thread writes for all threads.
 
-    Args:
-        journal: the path and the sync policy.
-        state: the state of the server.
-        ancestors: the journals and checkpoints that this journal continues, and the LSN from which it continues each.
-        lock: the lock of the journal, which `close` releases.
+    `ancestors` contains the journals and checkpoints that this journal continues. For each name, it contains the LSN of
+    the first record that the ancestor does not contain. `close` releases `lock`.
     """
 
     def __init__(
         self, journal: Journal, state: AtomicReference[ServerState], ancestors: Mapping[str, int], lock: JournalLock
     ) -> None:
         self.journal = journal
+        self.free_list: deque[bytearray] = deque(maxlen=1)
         self._name = os.urandom(16).hex()
         self._ancestors = dict(ancestors)
         self._journal_lock = lock
         self._state = state
         self._write_lock = OwnedLock()
-        self._free_list: deque[bytearray] = deque(maxlen=1)
         self._has_failed = self._needs_checkpoint = False
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
-    def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
-        """Continue in a new segment. It starts with a snapshot of the server, unless a checkpoint contains it.
+    def start(self, first_lsn: int, snapshot: Tree) -> None:
+        """Start the journal with a snapshot of the server, and delete older segments of the same path."""
+        self.open_segment(first_lsn, snapshot)
+        self._delete_segments(first_lsn)
+        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
+        log = PendingLog(self._name, self._name, records, self._state.value.rejected)
+        self._state.update(lambda now: (now._replace(pending_log=log), None))
 
-        Raises:
-            CheckpointError: naming a value that a file cannot store, or with the system error.
-        """
+    def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
+        """Continue in a new segment. The snapshot is `None` if a checkpoint contains the state before `first_lsn`."""
         magic, path = os.urandom(8), self.journal.segment_path(first_lsn)
         header = {"version": VERSION, "name": self._name, "ancestors": self._ancestors}
         tensor_file.save(path, KIND, {**header, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot})
@@ -174,17 +156,8 @@ class JournalWriter:
         self._needs_checkpoint = False
         close_previous()
 
-    def empty_log(self, first_lsn: int) -> PendingLog:
-        """Return a log without pending records, whose first record will have this LSN."""
-        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
-        return PendingLog(self._name, self._name, records, self._state.value.rejected)
-
-    def pack(self, payload: Payload) -> memoryview:
-        """Copy a payload into the bytes of a record; raise `CheckpointError` if a file cannot store it."""
-        return pack_payload(payload, self._free_list)
-
     def held_by_me(self) -> bool:
-        """Whether this thread is writing."""
+        """Return whether this thread is writing."""
         return self._write_lock.held_by_me()
 
     def retry_if_failed(self) -> None:
@@ -195,8 +168,7 @@ class JournalWriter:
     def write(self) -> None:
         """Write the pending records. A re-entrant call returns immediately; the outer call writes its records.
 
-        Raises:
-            CheckpointError: with the system error. The records stay pending, and the next call writes them.
+        After a `CheckpointError`, the records stay pending, and the next call writes them.
         """
         log = self._state.value.pending_log
         if log is not None and (log.records or self._has_failed) and not self.held_by_me():
@@ -212,19 +184,12 @@ class JournalWriter:
                     if not self._needs_checkpoint:
                         self._guarded(self._sync)
                     self._rotate(at)
-                self.delete_segments(lsn)
+                self._delete_segments(lsn)
             except CheckpointError as error:  # The checkpoint exists, and the records are still pending.
                 LOG.error("%s", error)
 
-    def delete_segments(self, lsn: int) -> None:
-        """Delete the segments whose records all precede an LSN."""
-        for first, after in pairwise(self.journal.segments()):
-            if after <= lsn:
-                with suppress(OSError):
-                    os.unlink(self.journal.segment_path(first))
-
     def close(self) -> None:
-        """Write and sync the pending records, and release the lock, also if this raises `CheckpointError`."""
+        """Write and sync the pending records, and release the lock, even if this raises `CheckpointError`."""
         with self._write_lock.lock:
             try:
                 if self._position is not None:
@@ -235,8 +200,15 @@ class JournalWriter:
                 self._close_segment()
                 self._journal_lock.close()
 
+    def _delete_segments(self, lsn: int) -> None:
+        """Delete the segments that contain only records before `lsn`."""
+        for first, after in pairwise(self.journal.segments()):
+            if after <= lsn:
+                with suppress(OSError):
+                    os.unlink(self.journal.segment_path(first))
+
     def _rotate(self, position: _Position) -> None:
-        """Continue in a new segment, or after an error in the current one, if the file of the new one is removed."""
+        """Continue in a new segment. After an error, remove its file and continue in the current segment."""
         try:
             self.open_segment(position.next_lsn)
         except BaseException:
@@ -250,7 +222,7 @@ class JournalWriter:
             raise
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """Call a function that writes, and note whether it failed."""
+        """Call a function that writes, and record whether it failed."""
         try:
             with os_errors(f"journal: {self.journal.path}: could not be written"):
                 function()
@@ -266,7 +238,7 @@ class JournalWriter:
         if at is None or log is None:
             return
         if self._needs_checkpoint:
-            raise OSError("written records may be lost; a checkpoint begins a new segment")
+            raise OSError("earlier records may be lost; write a checkpoint to start a new segment")
         records = [log.records[lsn] for lsn in log.records if lsn >= at.next_lsn]
         end = os.lseek(at.descriptor, at.end_offset, os.SEEK_SET)
         for lsn, record in enumerate(records, at.next_lsn):

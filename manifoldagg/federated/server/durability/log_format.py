@@ -1,12 +1,13 @@
-"""The format of the journal: the bytes of its records, and their detection in a segment.
+"""Format of the journal files: how a record is encoded, and how records are found in a file.
 
-A segment starts with a tensor file: the name of the journal, a random magic number and, if no checkpoint contains it,
-a snapshot of the server. Records follow. A record has three parts:
+A journal consists of segments. A segment starts with a tensor file, which contains the name of the journal and a random
+magic number. It also contains a snapshot of the server, unless a checkpoint contains that state. Records follow:
 
-- A header: the magic number, the log sequence number (LSN), the durability mark (the first LSN that may not have been
-  on the disk at the time of the write), the lengths of the other parts, the checksum of the header and the content.
-- The content as JSON: the kind of the change and its inputs.
-- The payload of an accepted update: a tensor file, which has its own checksum.
+- The header contains the magic number, the log sequence number (LSN), the durability mark, the lengths of the other two
+  parts, and the checksum of the header and the content. The durability mark is the first LSN that may not have been on
+  the disk when the record was written.
+- The content is JSON: the kind of the change and its inputs.
+- The payload of an accepted update is a tensor file, which has its own checksum.
 """
 
 import json
@@ -33,8 +34,6 @@ KIND = "journal"
 VERSION = 1
 RECORD_HEADER = struct.Struct("<8sQQQQL")
 PAYLOAD_FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
-CHECKSUM_OFFSET = 8 + len(tensor_file.HEADER_PREFIX)
-CHUNK_BYTES = 2**18  # After its copy, a chunk is in the cache when its checksum is computed.
 
 
 class StoredRecord(NamedTuple):
@@ -57,7 +56,7 @@ class Segment(NamedTuple):
 
     @property
     def first_lsn(self) -> int:
-        """The LSN of its first record."""
+        """The LSN of the first record."""
         return int(self.header["first_lsn"])
 
     @classmethod
@@ -68,53 +67,40 @@ class Segment(NamedTuple):
                 size = os.fstat(file.fileno()).st_size
                 header: dict[str, Any] = tensor_file.load_from(file, KIND, size, allow_trailing=True)
                 if header["version"] != VERSION:
-                    told = f"has version {header['version']} of the journal format"
-                    raise CheckpointError(f"{told}, and this version of the package reads {VERSION}")
+                    problem = f"has version {header['version']} of the journal format"
+                    raise CheckpointError(f"{problem}, and this version of the package reads {VERSION}")
                 if header["first_lsn"] != first_lsn:
-                    raise CheckpointError(f"begins with record {header['first_lsn']}: the file was renamed")
+                    raise CheckpointError(f"starts with record {header['first_lsn']}: the file was renamed")
                 return cls(path, header, file.tell())
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
 
 def pack_payload(payload: Payload, free_list: deque[bytearray]) -> memoryview:
-    """Copy a payload into the bytes of a tensor file. Later writes to its tensors do not change the result.
+    """Copy a payload to the bytes of a tensor file; raise `CheckpointError` if a file cannot store a value.
 
-    The copy reuses a buffer of `free_list`, because the first write to new memory is slow. The buffer returns to the
-    list with the last reference to the result. Raises `CheckpointError` if a file cannot store a value.
+    The copy uses a buffer of `free_list`, which receives the buffer again after the last reference to the copy.
     """
-    parts = [*tensor_file._serialize("payload", {name: getattr(payload, name) for name in PAYLOAD_FIELDS})]
-    size = sum(map(len, parts))
+    tree = {name: getattr(payload, name) for name in PAYLOAD_FIELDS}
     try:
         buffer = free_list.pop()
-    except IndexError:
-        buffer = bytearray()
-    buffer = buffer if len(buffer) >= size else bytearray(size)
-    packed = memoryview(buffer)[:size]
-    weakref.finalize(packed, free_list.append, buffer).atexit = False
-    end = checksum = 0
-    for chunk in (part[i : i + CHUNK_BYTES] for part in parts for i in range(0, len(part), CHUNK_BYTES)):
-        start, end = end, end + len(chunk)
-        packed[start:end] = chunk
-        checksum = zlib.crc32(packed[start:end], checksum)  # Other threads may write the source, but not the copy.
-    packed[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 8] = b"%08x" % checksum
+    except IndexError:  # Another thread may have removed the last buffer.
+        buffer = None
+    packed = tensor_file.dumps("payload", tree, buffer)
+    used: Any = packed.obj
+    weakref.finalize(packed, free_list.append, used).atexit = False
     return packed
 
 
 def read_payload(record: StoredRecord) -> Payload:
-    """Read the payload of an accepted update.
-
-    Raises:
-        CheckpointError: if it is corrupted.
-        OSError: if it cannot be read.
-    """
+    """Read the payload of an update; raise `CheckpointError` if it is corrupted, or `OSError` if it is unreadable."""
     with open(record.path, "rb") as file:
         file.seek(record.payload_offset)
         return Payload(**tensor_file.load_from(file, "payload", record.payload_length))
 
 
 def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
-    """Return the parts of a record. Raises `CheckpointError` if a file cannot store a value."""
+    """Yield the parts of a record; raise `CheckpointError` if a file cannot store a value."""
     text = encode((record.kind, record.content), _reject_tensor, CheckpointError).encode()
     header = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
     yield memoryview(header + zlib.crc32(text, zlib.crc32(header)).to_bytes(4, "little") + text)
@@ -131,9 +117,9 @@ def os_errors(message: str) -> Iterator[None]:
 
 
 def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
-    """Return the valid records of a segment, the largest durability mark, and the number of bytes after these records.
+    """Return the valid records of a segment, the largest durability mark, and the number of bytes after the records.
 
-    Raises `CheckpointError` if a record was not written by this package, or the file cannot be read.
+    Raises `CheckpointError` if another program wrote a record, or the file cannot be read.
     """
     path, header, offset = segment
     records: list[StoredRecord] = []
@@ -148,7 +134,7 @@ def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
             durable_lsn = max(durable_lsn, mark)
             offset = record.payload_offset + record.payload_length
         num_trailing = len(data) - offset
-        # A later record may state that an invalid one was on the disk.
+        # The durability mark of a later record may prove that an invalid record was on the disk.
         while (offset := data.find(header["magic"], offset)) >= 0:
             found = _read_record(data, offset, header["magic"], path)
             durable_lsn = max(durable_lsn, found[1] if found else 0)

@@ -1,4 +1,4 @@
-"""Immutable values: a persistent map in insertion order, and an atomic reference to the latest value."""
+"""A persistent map in insertion order, and an atomic reference to an immutable value."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -16,18 +16,16 @@ SPARSE_FACTOR = 8
 
 
 class PersistentOrderedMap(Mapping[K, V]):
-    """An immutable map in insertion order. A changed map shares its unchanged parts with the map before.
+    """Immutable map in insertion order. Every change returns a new map, in logarithmic time.
 
     Attributes:
-        entries: the position and the value of each key, as a map without an order.
-        next_index: the number of keys that were ever inserted.
+        entries: the position and the value of each key.
+        next_index: the position of the next new key.
 
     Example:
         >>> waiting = PersistentOrderedMap().set("a", 1).set("b", 2).set("a", 3)
         >>> dict(waiting), waiting.first_key, dict(waiting.remove("a"))
         ({'a': 3, 'b': 2}, 'a', {'b': 2})
-
-    Cost: a change costs the logarithm of the size.
     """
 
     __slots__ = ("_first", "_keys", "entries", "next_index")
@@ -52,23 +50,19 @@ class PersistentOrderedMap(Mapping[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         span = range(self._first, self.next_index)
-        # If most positions are empty, sorting the others is faster than trying all.
+        # If most positions are empty, sorting the other positions is faster than a loop over all positions.
         places = span if len(span) < SPARSE_FACTOR * len(self) else sorted(self._keys)
         return (self._keys[place] for place in places if place in self._keys)
 
     @property
     def first_key(self) -> K:
-        """The first inserted key.
-
-        Raises:
-            KeyError: if the map is empty.
-        """
+        """The first key in insertion order. An empty map raises `KeyError`."""
         return self._keys[self._first]
 
     def set(self, key: K, value: V, limit: int | None = None) -> "PersistentOrderedMap[K, V]":
-        """Return the map with `value` under `key`, reduced to its last `limit` keys; all of them for `None`.
+        """Return the map with a new or replaced value. An existing key keeps its position.
 
-        An existing key keeps its position.
+        If the map then has more than `limit` keys, the first keys are removed.
         """
         entries, keys = self.entries.mutate(), self._keys.mutate()
         held = entries.get(key)
@@ -83,35 +77,23 @@ class PersistentOrderedMap(Mapping[K, V]):
         return PersistentOrderedMap(entries.finish(), keys.finish(), first, max(place + 1, self.next_index))
 
     def remove(self, *removed: K) -> "PersistentOrderedMap[K, V]":
-        """Return the map without some keys.
-
-        Raises:
-            KeyError: if the map does not contain one of them.
-        """
+        """Return the map without some keys. A missing key raises `KeyError`."""
         entries, keys = self.entries.mutate(), self._keys.mutate()
         for key in removed:
             del keys[entries.pop(key)[0]]
         first = self._first
-        # Each position is passed once in the life of a map.
+        # This loop is fast on average, because it skips each position only once.
         while keys and first not in keys:
             first += 1
         return PersistentOrderedMap(entries.finish(), keys.finish(), first, self.next_index)
 
-    def tail(self, limit: int | None) -> "PersistentOrderedMap[K, V]":
-        """Return the last `limit` inserted keys; all of them for `None`."""
-        kept = self
-        while limit is not None and len(kept.entries) > limit:
-            kept = kept.remove(kept.first_key)
-        return kept
-
 
 class AtomicReference(Generic[T]):
-    """An atomic reference to the latest of a sequence of immutable values. It never blocks.
+    """Atomic reference to an immutable value. It never blocks.
 
-    A change is computed from the latest value and takes effect in a single instruction of the interpreter. If another
-    change came first, it is computed again. There is no lock, because a signal handler or a finaliser can run between
-    any two instructions of the same thread and may read and change the value too. An exception of such code leaves
-    either the value before the change or the value after it.
+    There is no lock, because a signal handler or a finaliser may run between any two instructions of a thread, and may
+    read and change the value too. A change takes effect in one instruction of the interpreter. If another change comes
+    first, the change is computed again.
 
     Example:
         >>> state = AtomicReference((0, "open"))
@@ -124,7 +106,7 @@ class AtomicReference(Generic[T]):
     __slots__ = ("_node",)
 
     def __init__(self, value: T) -> None:
-        # A value and its successor, which is stored under one key as soon as there is one.
+        # A node is a value and a dict, which contains the next node after the value was replaced.
         self._node: tuple[T, dict[int, Any]] = (value, {})
 
     @property
@@ -136,14 +118,10 @@ class AtomicReference(Generic[T]):
         return node[0]
 
     def update(self, change: Callable[[T], tuple[T, R]]) -> R:
-        """Replace the value.
+        """Replace the value, and return the result of `change`.
 
-        Args:
-            change: a pure function from the value to the next value and a result. It may be called again. If it returns
-                the same value, nothing changes. Its exceptions propagate and change nothing.
-
-        Returns:
-            The result that belongs to the new value.
+        `change` is a pure function from the value to the next value and a result. It may be called several times. Its
+        exceptions propagate and change nothing.
         """
         node = self._node
         while True:
@@ -153,13 +131,13 @@ class AtomicReference(Generic[T]):
             try:
                 value, result = change(node[0])
             except BaseException:
-                # A stored exception keeps this frame, and the node would keep all later values.
+                # A stored exception refers to this frame. The node would then keep all later values in memory.
                 del node
                 raise
             if value is node[0]:
                 return result
             mine: tuple[T, dict[int, Any]] = (value, {})
             if node[1].setdefault(NEXT, mine) is mine:
-                # If an interrupt or another thread prevents this assignment, readers follow the successors.
+                # Readers follow the successors, so an interrupt may prevent this assignment.
                 self._node = mine
                 return result

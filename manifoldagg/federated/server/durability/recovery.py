@@ -1,14 +1,14 @@
 """Recovery: the replay of the journal records after a checkpoint.
 
-An invalid end of a journal is an incomplete write if no later record states that it was on the disk. It is truncated.
-Any other invalid record is corrupted, and recovery names its log sequence number (LSN).
+If the end of a journal is invalid, the last write may have been incomplete, and recovery truncates the journal there.
+If the durability mark of a later record proves that an invalid record was on the disk, the record is corrupted. The
+error then contains its log sequence number (LSN).
 """
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ class JournalReplay:
     Attributes:
         name: the name of the journal.
         next_lsn: the LSN of the next record.
-        chain: the checksum of all records before it.
-        time: the time of the last record, in seconds of the clock.
-        ancestors: the journals and checkpoints that the journal continues, and the LSN from which it continues each.
+        chain: the checksum of all records before the next one.
+        time: the time of the last replayed record, in seconds of the clock.
+        ancestors: the names of the journals and checkpoints that this journal continues, as in `JournalWriter`.
         records: the records to replay.
         durable_lsn: the first LSN that may not have been on the disk at the time of the last write.
+        is_deterministic: whether all receipts equal the recorded ones so far.
     """
 
     name: str
@@ -53,24 +54,26 @@ class JournalReplay:
     ancestors: Mapping[str, int]
     records: list[StoredRecord] = field(default_factory=list)
     durable_lsn: int = 0
+    is_deterministic: bool = True
+
+    @property
+    def lineage(self) -> dict[str, int]:
+        """The ancestors of a journal that continues after the replayed records."""
+        return {**self.ancestors, self.name: self.next_lsn}
 
     def clock(self) -> float:
-        """The clock of the replay."""
+        """Return `time`. A checkpoint stores the name of this method, so it is not a lambda."""
         return self.time
 
     def read(self, segments: Sequence[Segment]) -> None:
-        """Find the records from `next_lsn` on.
-
-        Raises:
-            CheckpointError: naming a missing or a corrupted record.
-        """
+        """Read the records from `next_lsn` on. A missing, corrupted or foreign record raises `CheckpointError`."""
         chains = {self.next_lsn: self.chain}
         for segment, after in zip(segments, [*segments[1:], None], strict=True):
             if after is not None and after.first_lsn <= self.next_lsn:
                 continue
             if segment is segments[0] and segment.first_lsn > self.next_lsn:
-                told = f"the checkpoint holds what was before {self.next_lsn}: it is an older one"
-                raise CheckpointError(f"{segment.path}: begins with record {segment.first_lsn}, and {told}")
+                problem = f"the checkpoint ends before record {self.next_lsn}; pass a newer checkpoint"
+                raise CheckpointError(f"{segment.path}: starts with record {segment.first_lsn}, but {problem}")
             found, durable_lsn, num_trailing = scan(segment)
             self.durable_lsn = durable_lsn if after is None else after.first_lsn
             end = segment.first_lsn + len(found)
@@ -79,10 +82,10 @@ class JournalReplay:
             for record in found:
                 for lsn, chain in enumerate(record.content["chain"], record.lsn):
                     if chains.setdefault(lsn, chain) != chain:
-                        raise CheckpointError(f"{segment.path}: record {lsn} is of another copy of this server")
+                        raise CheckpointError(f"{segment.path}: record {lsn} belongs to another copy of this server")
             self.records += [record for record in found if record.lsn >= self.next_lsn + len(self.records)]
             if end < self.durable_lsn and self.durable_lsn > self.next_lsn:
-                raise corruption_error(segment.path, end)
+                raise _corruption_error(segment.path, end)
 
     def replay(
         self,
@@ -92,45 +95,24 @@ class JournalReplay:
     ) -> None:
         """Replay the records on a new server.
 
-        Args:
-            state: the state of the server.
-            apply_update: a function that applies an update with the recorded inputs.
-            round_base: a function that rounds a model as `dispatch` does.
+        `apply_update` applies an update with the recorded inputs, and `round_base` rounds a model as `dispatch` does.
 
         Raises:
-            CheckpointError: naming a record that is corrupted, or that the rule rejects.
-
-        Warns:
-            RuntimeWarning: if a receipt differs from the recorded one.
+            CheckpointError: if a record is corrupted, or the rule rejects an update. The message contains the LSN.
         """
         # A ticket may start from a version that another update replaced before the ticket was recorded.
         last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
         models: dict[int, StoredTree | None] = {}
-        has_warned = False
         for record in self.records:
-            now, content, place = state.value, record.content, f"{record.path}: record {record.lsn}"
+            now, content = state.value, record.content
             version = now.model_state.version
             if record.kind == "accepted":
-                try:
-                    with os_errors(f"{record.path}: cannot be read"):
-                        payload = read_payload(record)
-                except CheckpointError as error:
-                    if isinstance(error.__cause__, OSError):  # The file may be intact.
-                        raise
-                    if record.lsn < self.durable_lsn:
-                        raise corruption_error(record.path, record.lsn) from error
-                    LOG.warning("%s: truncated before record %d, whose write was incomplete", record.path, record.lsn)
+                payload = self._payload(record)
+                if payload is None:
                     break
                 if last_use.get(version, -1) > record.lsn:
                     models[version] = now.store.find(now.current_key)
-                try:
-                    receipt = apply_update(payload, content)
-                except ManifoldAggError as error:
-                    raise CheckpointError(f"{place}: {error}") from error
-                if not has_warned and repr(dict(vars(receipt))) != repr(content["receipt"]):
-                    has_warned = True
-                    told = f"its receipt was {Receipt(**content['receipt'])}, and is {receipt} now"
-                    warn_caller(f"{place}: {told}: the rule is not deterministic", RuntimeWarning)
+                self._apply(record, payload, apply_update)
                 now = state.value
             elif record.kind == "dispatched":
                 ticket = PendingTicket(*content["pending"])
@@ -139,7 +121,7 @@ class JournalReplay:
                     base = models.get(ticket.version) or now.store.find(now.current_key)
                     base = InMemoryTree(round_base(base.load())) if ticket.base_key[0] == "base" else base
                 now = now.with_ticket(content["ticket"], ticket, base)
-                self.time = ticket.issued_at  # Also if the clock went back.
+                self.time = ticket.issued_at  # This may be earlier than before, if the clock went back.
             elif record.kind == "norm":
                 client, norm = content["norm"]
                 norms = with_norm(now.model_state.norms, client, norm, content["window"])
@@ -151,10 +133,36 @@ class JournalReplay:
                         now = now.without_ticket(ticket_id, ended)
             if "rejected" in content:
                 now = now._replace(rejected=Map(content["rejected"]))
-            state.update(partial(_replaced_by, now))
+            state.update(lambda _, now=now: (now, None))  # type: ignore[misc]
             models = {version: model for version, model in models.items() if last_use[version] > record.lsn}
             self.next_lsn = record.lsn + 1
             self.time = max(self.time, content.get("time", self.time))
+
+    def _payload(self, record: StoredRecord) -> Payload | None:
+        """Return the payload of an accepted update; `None` if its write was incomplete."""
+        try:
+            with os_errors(f"{record.path}: cannot be read"):
+                return read_payload(record)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # The file may be intact.
+                raise
+            if record.lsn < self.durable_lsn:
+                raise _corruption_error(record.path, record.lsn) from error
+            LOG.warning("%s: truncated before record %d, whose write was incomplete", record.path, record.lsn)
+            return None
+
+    def _apply(
+        self, record: StoredRecord, payload: Payload, apply_update: Callable[[Payload, dict[str, Any]], Receipt]
+    ) -> None:
+        place, recorded = f"{record.path}: record {record.lsn}", record.content["receipt"]
+        try:
+            receipt = apply_update(payload, record.content)
+        except ManifoldAggError as error:
+            raise CheckpointError(f"{place}: {error}") from error
+        if self.is_deterministic and repr(dict(vars(receipt))) != repr(recorded):
+            self.is_deterministic = False
+            problem = f"the receipt was {Receipt(**recorded)}, and is {receipt} in the replay"
+            warn_caller(f"{place}: {problem}: the rule is not deterministic", RuntimeWarning)
 
 
 def recover(
@@ -163,26 +171,24 @@ def recover(
     """Return the latest complete checkpoint and the journal records after it; `None` without a journal.
 
     Args:
-        path: the path of a checkpoint, which may be missing if the journal contains a snapshot; or the checkpoint.
-        journal: the journal, which the caller has locked; `None` to resume without it.
+        path: a checkpoint, or its path. The file may be missing if the journal contains a snapshot.
+        journal: the journal, which the caller has locked; `None` to resume without a journal.
         ignore_journal: whether to resume without the journal of the checkpoint, if `journal` is `None`.
 
     Raises:
-        CheckpointError: if one of them cannot be read, or they do not belong together.
+        CheckpointError: if the checkpoint or the journal cannot be read, or they do not belong together.
     """
     firsts = [] if journal is None else journal.segments()
-    saved: LoadedCheckpoint | None = None
-    if isinstance(path, LoadedCheckpoint):
-        saved = path
-    elif not (firsts and isinstance(path, str | Path) and not os.path.lexists(path)):
-        saved = LoadedCheckpoint(path)
+    saved = path if isinstance(path, LoadedCheckpoint) else None
+    if saved is None and not (firsts and isinstance(path, str | Path) and not os.path.lexists(path)):
+        saved = LoadedCheckpoint(path)  # type: ignore[arg-type]
     if saved is not None and (journal is None or not firsts):
         if saved.position[2] and journal is not None:
-            raise CheckpointError(f"{journal.path}: the journal does not exist, but is required by {saved.path}")
+            raise CheckpointError(f"{journal.path}: the journal does not exist, but {saved.path} requires it")
         if saved.position[2] and not ignore_journal:
             raise CheckpointError(
-                f"{saved.path}: it has a journal: pass durability=Durability(journal=...), or ignore_journal=True to "
-                "resume without the updates since"
+                f"{saved.path}: expected the journal of this checkpoint; pass durability=Durability(journal=...), or "
+                "ignore_journal=True to resume without the updates after the checkpoint"
             )
         return saved, None if journal is None else JournalReplay(*saved.position, saved.time, {})
     assert journal is not None
@@ -192,23 +198,18 @@ def recover(
     _, lsn, chain = (name, 0, name) if saved is None else saved.position
     lineage += [] if saved is None else [saved.position[:2]]
     if any(part != name and first > ancestors.get(part, -1) for part, first in lineage):
-        told = f"is the journal of another server than {path if saved is None else saved.path}"
-        raise CheckpointError(f"{journal.path}: {told}, or of another copy of it")
+        problem = f"belongs to another server than {path if saved is None else saved.path}"
+        raise CheckpointError(f"{journal.path}: {problem}, or to another copy of this server")
     for segment in segments:
         if segment.header["snapshot"] is not None and segment.first_lsn >= lsn:
             lsn, chain = segment.first_lsn, segment.header["name"]
             saved = LoadedCheckpoint(segment.path, segment.header["snapshot"])
     if saved is None:
-        raise CheckpointError(f"{path}: is not there, and {journal.path} does not begin with a snapshot")
+        raise CheckpointError(f"{path}: does not exist, and the journal {journal.path} does not start with a snapshot")
     replay = JournalReplay(name, lsn, chain, saved.time, ancestors)
     replay.read(segments)
     return saved, replay
 
 
-def _replaced_by(state: ServerState, _: ServerState) -> tuple[ServerState, None]:
-    return state, None
-
-
-def corruption_error(path: Path, lsn: int) -> CheckpointError:
-    """Return the exception for a corrupted record."""
-    return CheckpointError(f"{path}: record {lsn} is corrupted: it was on the disk when a later one was written")
+def _corruption_error(path: Path, lsn: int) -> CheckpointError:
+    return CheckpointError(f"{path}: record {lsn} is corrupted: a later record states that it was on the disk")

@@ -1,4 +1,4 @@
-"""Spilled trees: each in an unlinked, memory-mapped temporary file, which the system frees with its last mapping."""
+"""Spilling of trees to unlinked, memory-mapped temporary files."""
 
 import mmap
 import os
@@ -16,31 +16,24 @@ import torch
 from torch import Tensor
 
 from manifoldagg._io import write_all
-from manifoldagg._validation import short_repr
-from manifoldagg.errors import ArgumentError, SpillError
+from manifoldagg.errors import SpillError
 from manifoldagg.federated.pytrees import Tree, size_of, tensors, tree_map
 from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["Spill", "SpilledTree", "open_unlinked"]
 
 ALIGNMENT = 64
-"""The alignment of each tensor in its file in bytes, which is that of torch in memory."""
+"""The alignment of a tensor in a file in bytes, as in the memory of torch."""
 MAX_TREES = 2**15
-"""The number of spilled trees in a process. Linux allows 65,530 mappings, and `malloc` and threads need some."""
+"""The maximum number of spilled trees in a process. Linux allows 65,530 mappings, and other code needs some."""
 
 
 class Spill:
-    """Spills trees to unlinked temporary files, which have no name in any folder.
+    """Writer of trees to unlinked temporary files in the file system of `folder`.
 
-    Each file is mapped into memory, and its descriptor is closed. The system frees the file with its last mapping: when
-    the last reference to the tree is deleted, or when the process ends, even if it is killed. A child of `os.fork` can
-    load the trees of its parent. Their files then exist until both processes have released them.
-
-    Args:
-        folder: the folder whose file system stores the files; `None` for the system's temporary folder.
-
-    Raises:
-        ArgumentError: if the folder does not exist.
+    The default is the system's temporary folder. The system frees a file when the last reference to the tree is
+    deleted, or when the process ends, even if it is killed. A child of `os.fork` can load the trees of the parent.
+    Their files exist until both processes release them.
 
     Example:
         >>> spilled = Spill().write({"m": torch.ones(2), "count": 3})
@@ -49,21 +42,16 @@ class Spill:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        if folder is not None and not (isinstance(folder, str | Path) and Path(folder).is_dir()):
-            raise ArgumentError(f"spill: expected a folder that exists, got {short_repr(folder)}")
         # The process may change its working directory before it writes.
         self._folder = Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
     def write(self, tree: Tree) -> "SpilledTree":
-        """Write the tree to a new file. Each tensor is written separately: views and shared memory become values.
+        """Write a tree to a new file. Each tensor is written separately, even if tensors share memory.
 
         Raises:
-            SpillError: if the tree cannot be written; no file remains. The error is `temporary` if a later attempt may
-                succeed: the disk is full, the folder is not accessible, or memory, descriptors or mappings are
-                exhausted. It is not temporary for trees with sparse, quantised or meta tensors, or with tensors of a
-                subclass.
-
-        Cost: one pass over the tensors, and a copy of those that are not contiguous or on another device.
+            SpillError: if the tree cannot be written. No file remains. The error is `temporary` if the disk is full,
+                the folder is not accessible, or the process has no more memory, descriptors or mappings. It is not
+                temporary if the tree contains a sparse, quantised or meta tensor, or a tensor of a subclass.
         """
         for tensor in tensors(tree):
             if reason := _unsupported_reason(tensor):
@@ -79,11 +67,7 @@ class Spill:
 
 
 class SpilledTree:
-    """A tree in its own unlinked file, which is freed with the last reference.
-
-    Args:
-        folder: the folder whose file system stores the file.
-        tree: the tree to write.
+    """Tree in an unlinked file, which is freed with the last reference to this object.
 
     Attributes:
         size: the bytes of memory that the tree used.
@@ -104,15 +88,15 @@ class SpilledTree:
         _SPILLED.add(self)
 
     def load(self, *, copy: bool = True) -> Tree:
-        """Load the tree with its tensors on their devices.
+        """Load the tree to the original devices.
 
         Args:
-            copy: whether to copy CPU tensors. Otherwise they are the mapped file, and the caller must not write.
+            copy: whether to copy CPU tensors. Otherwise, they refer to the mapped file and must not be written.
 
         Raises:
-            SpillError: if the file was altered; a `temporary` one if memory is exhausted.
+            SpillError: if the file was altered, or memory is exhausted. Only the second error is `temporary`.
 
-        Cost: one pass over the file for its checksum, and the copy.
+        Cost: one pass over the file for the checksum, and one for the copy.
         """
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
         if zlib.crc32(data.numpy().data) != self._checksum:
@@ -135,7 +119,7 @@ class SpilledTree:
         return f"SpilledTree(size={self.size})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store what it loads")
+        raise TypeError("a SpilledTree owns its file: it cannot be copied or pickled; store the loaded tree")
 
 
 _SPILLED: WeakSet[SpilledTree] = WeakSet()
@@ -157,18 +141,14 @@ def open_unlinked(folder: str | Path) -> FileIO:
     if sys.platform == "linux":
         # Some file systems, such as NFS, create only files with a name.
         with suppress(OSError):
-            # Between the two calls that `map` makes, no interrupt can leave the descriptor open.
+            # No Python code runs between the two calls of `map`, so an interrupt cannot leave the descriptor open.
             return next(map(_UnlinkedFile, map(os.open, [folder], [os.O_TMPFILE | os.O_RDWR], [0o600]), ["r+"]))
-    # An interrupt or a kill before this function has removed the name leaves an empty file.
+    # An interrupt within this function may leave an empty file.
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 def _map_file(file: FileIO, length: int) -> Any:
-    """Map a file into memory without keeping a descriptor open.
-
-    Raises:
-        OSError: if memory, mappings or descriptors are exhausted.
-    """
+    """Map a file into memory without an open descriptor; raise `OSError` if a resource is exhausted."""
     if not length:
         return torch.UntypedStorage(0, device="cpu")
     if sys.platform == "win32":
@@ -181,7 +161,7 @@ def _map_file(file: FileIO, length: int) -> Any:
 
 
 def _unsupported_reason(tensor: Tensor) -> str | None:
-    """Return why a file cannot store a tensor; `None` if it can."""
+    """Return the property of a tensor that a file cannot store; `None` if a file can store the tensor."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -190,7 +170,7 @@ def _unsupported_reason(tensor: Tensor) -> str | None:
 
 
 def _write_tensors(file: FileIO, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Write tensors one after another to a file; return the number of bytes and their checksum."""
+    """Write tensors to a file, and return the number of bytes and the checksum."""
     length = checksum = 0
     for tensor in leaves:
         data = tensor_bytes(tensor)

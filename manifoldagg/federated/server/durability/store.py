@@ -1,4 +1,4 @@
-"""The store of trees in memory or in files, as an immutable value."""
+"""The store of a server: models and client states in memory or in files, as an immutable value."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -12,27 +12,17 @@ from manifoldagg.federated.server.durability.spill import SpilledTree
 __all__ = ["InMemoryTree", "Store", "StoreKey", "StoredTree"]
 
 StoreKey = tuple[str, Hashable]
-"""A kind (`"version"`, `"base"`, `"client"`) and a name."""
+"""A kind (`"version"`, `"base"` or `"client"`) and a name."""
 SPILLED = "spilled"
 
 
 class InMemoryTree:
-    """A reference-counted tree in memory.
+    """Tree in memory, which must not be modified.
 
     Args:
-        tree: an immutable tree.
-        on_free: a function that receives the tree after its last reference is gone.
-        size: the bytes of the tree, if they are known.
-
-    Example:
-        >>> import torch
-        >>> spare = []
-        >>> kept = InMemoryTree(torch.zeros(2), on_free=spare.append)
-        >>> kept.size, spare
-        (8, [])
-        >>> del kept
-        >>> spare
-        [tensor([0., 0.])]
+        tree: the tree.
+        on_free: a function that receives the tree when the last reference to this object is deleted.
+        size: the bytes of the tree; `None` to compute them.
     """
 
     __slots__ = ("_on_free", "size", "tree")
@@ -43,7 +33,7 @@ class InMemoryTree:
         self._on_free = on_free
 
     def load(self, *, copy: bool = True) -> Tree:
-        """Return the tree itself, because it is immutable."""
+        """Return the tree without a copy."""
         return self.tree
 
     def __del__(self) -> None:
@@ -56,12 +46,12 @@ StoredTree = InMemoryTree | SpilledTree
 
 
 class Store(NamedTuple):
-    """Reference-counted trees by key. Every change is a new store that shares its unchanged parts.
+    """Immutable store of trees by key, with reference counts. Every change returns a new store.
 
     Attributes:
-        entries: each tree, and the number of its references.
-        evictable: the keys of the trees in memory that may be evicted to a file, the oldest first.
-        used_bytes: the bytes in memory by kind; `"spilled"` counts the bytes in files.
+        entries: the tree and the number of references of each key.
+        evictable: the keys of the trees that can be evicted to files, the oldest first.
+        used_bytes: the bytes in memory by kind, and the bytes in files as `"spilled"`.
 
     Example:
         >>> import torch
@@ -79,40 +69,27 @@ class Store(NamedTuple):
         return key in self.entries
 
     def find(self, key: StoreKey) -> StoredTree | None:
-        """Return the entry of a key, if it exists."""
+        """Return the stored tree of a key; `None` if the key does not exist."""
         held = self.entries.get(key)
         return None if held is None else held[0]
 
     def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
-        """Return the tree of a key, on its devices; `None` if it does not exist.
-
-        Args:
-            key: the key.
-            copy: whether to copy a spilled tree. Otherwise its CPU tensors are its file, and are read-only.
-
-        Raises:
-            SpillError: if its file was altered.
-        """
+        """Load the tree of a key, as in `SpilledTree.load`; return `None` if the key does not exist."""
         stored = None if key is None else self.find(key)
         return None if stored is None else stored.load(copy=copy)
 
     def retain(self, key: StoreKey, tree: StoredTree | None = None) -> "Store":
-        """Return the store with one more reference to a key; `tree` is its value if the key is new."""
+        """Return the store with one more reference to a key. A new key requires `tree`."""
         return self.replaced((), {key: tree})
 
     def release(self, key: StoreKey) -> "Store":
-        """Return the store with one reference less to a key."""
+        """Return the store with one less reference to a key."""
         return self.replaced((key,), {})
 
     def replaced(self, released: Iterable[StoreKey], retained: Mapping[StoreKey, StoredTree | None]) -> "Store":
-        """Return the store with one reference less to each released key, and then one more to each retained key.
+        """Return the store with one less reference to each released key, and then one more to each retained key.
 
-        Args:
-            released: the keys. A key may occur several times.
-            retained: the value of each key if the key is new; otherwise the value is ignored and may be `None`.
-
-        Raises:
-            KeyError: if a released key does not exist, or a new key has no value.
+        A key may be released several times. A new key requires a tree; other trees are ignored.
         """
         entries = self.entries.mutate()
         changed: list[tuple[StoreKey, StoredTree, int]] = []
@@ -142,7 +119,7 @@ class Store(NamedTuple):
         return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """Return the store with a tree moved to its file; unchanged if the key has another value by now."""
+        """Return the store with a tree replaced by its file, unless another thread has replaced the tree."""
         found, references = self.entries.get(key, (None, 0))
         if found is not tree:
             return self
@@ -152,12 +129,12 @@ class Store(NamedTuple):
         return Store(self.entries.set(key, (spilled, references)), self.evictable.remove(key), used.finish())
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
-        """Return the store with a tree pinned in memory."""
+        """Return the store after excluding a tree from eviction."""
         fits = key in self.evictable.entries and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
-        """Return the oldest evictable tree if trees other than `exclude` use more than `limit` bytes of memory."""
+        """Return the oldest evictable tree if all trees except `exclude` use more than `limit` bytes of memory."""
         used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:
             return None
@@ -168,7 +145,7 @@ class Store(NamedTuple):
         return None
 
     def memory_usage(self, exclude: StoreKey) -> dict[str, int]:
-        """Return the bytes in memory by kind, without one key, and the bytes in files."""
+        """Return the bytes in memory by kind and the bytes in files, without the tree of one key."""
         used = {kind: self.used_bytes.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
         kept = self.find(exclude)
         if kept is not None:

@@ -1,4 +1,4 @@
-"""Event subscriptions: callbacks that receive every event in the state, in order."""
+"""Event subscriptions: the delivery of events to callbacks, in order."""
 
 import logging
 import threading
@@ -17,34 +17,28 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class EventDispatcher:
-    """Dispatcher that delivers the events in the state to subscribers.
+    """Dispatcher that delivers the pending events of a server to the subscribers.
 
-    - An event is recorded atomically with its change, and removed after all subscribers have received it.
-    - Subscribers receive one event at a time, in the order of the changes, before the call that caused it returns.
-    - `drain` never blocks: if another thread, or an outer call in this thread, is delivering events, it delivers the
-      new ones too. The events that result from calls of a callback are delivered next.
+    - A change and its event are recorded atomically. The event is removed after all subscribers have received it.
+    - Subscribers receive one event at a time, in the order of the changes, before the call that caused the event
+      returns.
+    - If another thread or an outer call is delivering events, the call returns immediately, and the other thread or
+      the outer call delivers the new events.
     - An `Exception` of a callback is logged to `logging.getLogger("manifoldagg")` and undoes nothing.
-    - `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate out of the call as interrupts. The change
-      stays in effect, and the next call resumes delivery with the subscribers that have not received the event. A
-      callback that raises one of them at every event blocks later events until it is unsubscribed.
-
-    Args:
-        state: the state of the server.
+    - `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate to the caller. The change stays in
+      effect. The next call delivers the event again, starting with this callback. A callback that raises one of these
+      exceptions at every event blocks all later events until it is unsubscribed.
     """
 
     def __init__(self, state: AtomicReference[ServerState]) -> None:
         self._state = state
-        # Held while its owner delivers events, and released however that ends.
+        # The owner delivers events. A `with` statement releases the lock, even after an interrupt.
         self._drain_lock = AtomicReference(threading.Lock())
-        # The current event and the subscribers that have received it; written by the delivering call only.
+        # The current event, and the subscribers that have received it. Only the owner of the lock writes this value.
         self._delivered: tuple[int, tuple[Subscription, ...]] = (-1, ())
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Subscribe a callback to all later events; return the function that unsubscribes it.
-
-        Raises:
-            ArgumentError: if it cannot be called.
-        """
+        """Subscribe a callback to all later events, and return a function that unsubscribes it."""
         if not callable(callback):
             raise ArgumentError(f"callback: expected a function of an event, got {short_repr(callback)}")
 
@@ -56,10 +50,10 @@ class EventDispatcher:
 
         def remove() -> None:
             def removed(now: ServerState) -> tuple[ServerState, None]:
-                return now._replace(subscriptions=tuple(one for one in now.subscriptions if one is not mine)), None
+                return now._replace(subscriptions=tuple(each for each in now.subscriptions if each is not mine)), None
 
             self._state.update(removed)
-            self.drain()  # events without subscribers
+            self.drain()  # This removes events without subscribers.
 
         return remove
 
@@ -71,10 +65,10 @@ class EventDispatcher:
     def drain(self) -> None:
         """Deliver all pending events, unless another call is doing so."""
         while self._state.value.pending_events and self._drain_once():
-            pass  # events that arrived after the last check
+            pass  # New events may have arrived after the last check.
 
     def _drain_once(self) -> bool:
-        """Deliver all pending events as the only dispatcher; return whether this call was responsible."""
+        """Deliver all pending events and return `True`, or return `False` if another call is doing so."""
         mine = threading.Lock()
         with mine:
             if self._drain_lock.update(lambda held: (held, held) if held.locked() else (mine, mine)) is not mine:
@@ -86,24 +80,15 @@ class EventDispatcher:
     def _deliver(self, index: int, event: Event) -> None:
         if self._delivered[0] != index:
             self._delivered = (index, ())
-        for one in self._state.value.subscriptions:
-            heard = self._delivered[1]
-            # An earlier callback may have unsubscribed this one.
-            if (
-                one.first_event > index
-                or _contains_identity(one, heard)
-                or not _contains_identity(one, self._state.value.subscriptions)
-            ):
+        for each in self._state.value.subscriptions:
+            delivered = self._delivered[1]
+            # An earlier callback may have unsubscribed this callback.
+            if each.first_event > index or each in delivered or each not in self._state.value.subscriptions:
                 continue
             try:
-                one.callback(event)
+                each.callback(event)
             except Exception:
-                LOG.exception("on_event: %r raised on %s", one.callback, event)
-            self._delivered = (index, (*heard, one))
+                LOG.exception("on_event: the callback %r raised an exception for %s", each.callback, event)
+            self._delivered = (index, (*delivered, each))
         self._state.update(lambda now: (now._replace(pending_events=now.pending_events.remove(index)), None))
         self._delivered = (-1, ())
-
-
-def _contains_identity(one: Subscription, some: tuple[Subscription, ...]) -> bool:
-    """Return whether a sequence contains this very object; equal objects are distinct."""
-    return any(other is one for other in some)

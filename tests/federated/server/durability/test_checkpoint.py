@@ -278,7 +278,7 @@ def test_what_averages_is_given_again(tmp_path):
     server = fresh(averaging=SWA(SPACE))
     server.save(tmp_path / FILE)
     with pytest.raises(
-        ArgumentError, match=r"averaging: expected a manifoldagg\..*SWA, whose state was saved, got None"
+        ArgumentError, match=r"averaging: expected an instance of manifoldagg\..*SWA, as in the checkpoint, got None"
     ):
         Server.resume(tmp_path / FILE, SPACE, Adds())
 
@@ -286,7 +286,7 @@ def test_what_averages_is_given_again(tmp_path):
         def update(self, version, model):
             pass
 
-    with pytest.raises(ArgumentError, match="averaging: expected a .*SWA.*, got .*Other"):
+    with pytest.raises(ArgumentError, match="averaging: expected an instance of .*SWA.*, got .*Other"):
         Server.resume(tmp_path / FILE, SPACE, Adds(), averaging=Other())
     fresh().save(tmp_path / FILE)
     assert Server.resume(tmp_path / FILE, SPACE, Adds(), averaging=SWA(SPACE)).version == 0

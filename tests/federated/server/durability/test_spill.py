@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from manifoldagg import _io, tensor_file
 from manifoldagg.errors import ArgumentError, SpillError
-from manifoldagg.federated import pytrees
+from manifoldagg.federated import MemoryPolicy, pytrees
 from manifoldagg.federated.server.durability import spill as module
 from manifoldagg.federated.server.durability.spill import Spill
 from tests.federated.fingerprint import bits
@@ -207,8 +207,8 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["no such folder", 3, b"bytes"])
 def test_a_folder_that_does_not_exist_is_refused(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match="spill: expected a folder that exists"):
-        Spill(folder)
+    with pytest.raises(ArgumentError, match="spill: expected an existing folder"):
+        MemoryPolicy(spill=folder)
 
 
 # A released tree leaves nothing.
