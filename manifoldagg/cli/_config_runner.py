@@ -19,6 +19,7 @@ from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.run_report import read_report
 from manifoldagg.experiments.tuning import with_rate
+from manifoldagg.experiments.weight_averaging import WeightAveraging
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.method import Method
 from manifoldagg.simulation.run_metadata import referenced_files, versions
@@ -29,7 +30,7 @@ EXCLUDED_OPTIONS = ("config", "only", "name")
 """Options that a file must not contain."""
 SHARED_SETTINGS = (
     *("clients", "num_updates", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "availability", "task_cost", "concurrency", "eval_every"),
+    *("scheduler", "delays", "availability", "task_cost", "concurrency", "buffer", "refill", "duration", "eval_every"),
 )
 """Options that are settings of a comparison with the same name and value."""
 FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
@@ -139,6 +140,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "model": stable_repr(given.model),
         "target": given.target if params["target"] is None else params["target"],
         "seeds": list(range(params["seeds"])),
+        "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
         "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
     }
@@ -151,4 +153,6 @@ def _methods(params: dict[str, Any]) -> list[Method]:
     names, rates = params["methods"], list(params["rate"] or ())
     if params["tune"]:
         return methods(names, rates)
-    return methods_with_scaled_rates(names, rates, clients=params["clients"], concurrency=params["concurrency"])[0]
+    return methods_with_scaled_rates(
+        names, rates, clients=params["clients"], concurrency=params["concurrency"], buffer=params["buffer"]
+    )[0]

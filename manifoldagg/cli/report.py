@@ -67,7 +67,10 @@ def report_command(
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
     """Format a table for each problem, with the accuracy at the end and at equal cost."""
     for problem in combined.runs:
-        frame = combined.table(problem).iloc[:, [0, *range(2, 7)]]
+        frame = combined.table(problem)
+        frame = frame.loc[
+            :, [name for name in frame.columns if name == "method" or name.endswith(", %") or " to " in name]
+        ]
         heads = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in frame.columns]
         grid = new_table(*heads, title=Text(problem), caption="accuracies in %, means with their 95 % intervals")
         fold_names(grid, frame["method"])

@@ -19,9 +19,11 @@ from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
 from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.experiments.weight_averaging import WeightAveraging
 from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
+from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
@@ -90,7 +92,11 @@ class Comparison:
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
         """Return a table row for each method, with means and sample standard deviations over the seeds."""
-        return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
+        averaged = "averaging" in self.settings
+        return {
+            name: _summarise(runs, self.settings["target"]) | (_summarise_average(runs) if averaged else {})
+            for name, runs in self.runs.items()
+        }
 
     def results(self) -> dict[str, object]:
         """Return all results except the log as a JSON-compatible tree. Equal settings give bit-identical results."""
@@ -136,6 +142,9 @@ def compare(
     availability: Availability | str = None,
     task_cost: str = "fixed",
     concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
+    averaging: WeightAveraging | str | None = None,
     eval_every: int = 1,
     executor: ExecutorLike = None,
     progress: Callable[[str, int], None] | None = None,
@@ -164,7 +173,12 @@ def compare(
         delays: the delays of clients that work independently, instead of a scheduler.
         availability: the changes of the clients' availability.
         task_cost: the cost of a task: `"fixed"` or `"trainer"`.
-        concurrency: the number of tasks in flight.
+        concurrency: the number of clients in flight. The default is all clients: each client has one task, and receives
+            the next task after its update.
+        buffer: the number of updates in each step of the rules with a buffer. Other rules ignore it.
+        refill: the number of free slots at which the server dispatches again, to all of them. The default is 1.
+        averaging: the settings of a weight average that each run computes and evaluates next to its model, or their
+            text, such as `"start=0.75,cycle=5"`.
         eval_every: the number of updates between evaluations.
         executor: the executor that trains, or a function that returns an executor for all runs. The results do not
             depend on it.
@@ -202,7 +216,11 @@ def compare(
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
+    if isinstance(averaging, str):
+        averaging = WeightAveraging.parse(averaging)
     options: dict[str, Any] = {"num_updates": num_updates, "task_cost": task_cost, "concurrency": concurrency}
+    if refill is not None:
+        options["refill"] = refill
     named: dict[str, Any] = {"scheduler": scheduler, "delays": delays, "availability": availability}
     with single_threaded(), shared_executor(executor) as workers, ExitStack() as stack:
         split = partial(
@@ -217,12 +235,18 @@ def compare(
         federations = [split(seed=seed) for seed in range(seeds)]
         files = referenced_files(*named.values())
         workload = registry.parse_workload(scheduler, delays, availability)
+        first = federations[0].trainable_clients
+        if averaging is not None:
+            methods = averaging.apply(methods, num_updates, first)
+        buffers = {method.name: _buffer_of(method, first, buffer) for method in methods}
+        if buffer is not None and not any(buffers.values()):
+            raise ArgumentError("buffer: expected a method with a buffer, such as fedbuff; omit buffer")
         for federation in federations:
             for method in methods:
-                _check_startable(federation, method, workload, concurrency)
+                _check_startable(federation, method, workload, concurrency, buffers[method.name], refill)
         tuned: dict[str, object] | None = None
         if tuning is not None:
-            options_of_search = {**options, **named, "executor": workers, "progress": progress}
+            options_of_search = {**options, **named, "buffer": buffer, "executor": workers, "progress": progress}
             methods, tuned = tuning.apply(
                 methods, split, validation=validation, num_used_seeds=seeds, **options_of_search
             )
@@ -245,7 +269,7 @@ def compare(
             "task_cost": task_cost,
             "concurrency": concurrency,
             "eval_every": eval_every,
-            **({} if duration is None else {"duration": duration}),
+            **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
@@ -265,6 +289,7 @@ def compare(
 
         def run_method(method: Method, federation: FederatedDataset) -> RunResult:
             name, seed = method.name, federation.seed
+            rule: Any = method.bind(federation.trainable_clients, buffers[name]).rule
             finished = None if stored is None else stored.load_run(name, seed)
             if finished is None:
                 with error_context(f"methods: {name}"):
@@ -273,6 +298,8 @@ def compare(
                         method,
                         **options,
                         **workload,
+                        buffer=buffers[name],
+                        averaging=None if averaging is None else averaging.for_run(rule, num_updates),
                         eval_every=eval_every,
                         duration=duration,
                         executor=workers,
@@ -309,20 +336,36 @@ def _check_methods(methods: Any) -> None:
         raise ArgumentError("methods: expected at least one method, and distinct names")
 
 
+def _given(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not `None`. New settings do not change the results without them."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _buffer_of(method: Method, clients: list[int], buffer: int | None) -> int | None:
+    """Return the argument `buffer` of a run: `None` for a rule without a buffer."""
+    with error_context(f"methods: {method.name}"):
+        return buffer if buffer is not None and has_buffer(method.bind(clients).rule) else None
+
+
 def _check_startable(
-    federation: FederatedDataset, method: Method, workload: Mapping[str, Any], concurrency: int | None
+    federation: FederatedDataset,
+    method: Method,
+    workload: Mapping[str, Any],
+    concurrency: int | None,
+    buffer: int | None,
+    refill: int | None,
 ) -> None:
     """Check that a run can start: the method fits the clients, and its trainer accepts the server's message."""
     clients = federation.trainable_clients
     with error_context(f"methods: {method.name}"):
-        rule: Any = method.bind(clients).rule
-        sampler_for(rule, clients, concurrency, np.random.default_rng(0))
+        rule: Any = method.bind(clients, buffer).rule
+        sampler_for(rule, clients, concurrency, np.random.default_rng(0), refill=refill)
         sizes = {client: len(federation.train[client]) for client in clients}
         message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
         steps = getattr(method.trainer, "num_steps", None)
         if steps is not None:
             steps(message, federation.num_batches(clients[0]))
-    course = build_event_loop(federation, rule, **workload, concurrency=concurrency)
+    course = build_event_loop(federation, rule, **workload, concurrency=concurrency, refill=refill)
     while isinstance(event := course.next(), DispatchEvent):
         with error_context("scheduler"):
             course.submit(event.client, float(federation.num_batches(event.client)))
@@ -382,6 +425,20 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
         "rejected": sum(run_.rejected for run_ in runs),
         "gradients_mean": statistics.fmean(row.gradients for row in last),
         "bytes_mean": statistics.fmean(row.bytes for row in last),
+    }
+
+
+def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
+    """Return the mean final accuracy and loss of the average, and the loss of the model, over runs that have them."""
+    last = [run_.evaluations[-1] for run_ in runs]
+    accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]
+    losses = [row.loss for row in last if row.loss is not None]
+    average_losses = [row.average_loss for row in last if row.average_loss is not None]
+    return {
+        "average_mean": statistics.fmean(accuracy) if accuracy else None,
+        "average_sd": _standard_deviation(accuracy),
+        "loss_mean": statistics.fmean(losses) if losses else None,
+        "average_loss_mean": statistics.fmean(average_losses) if average_losses else None,
     }
 
 

@@ -13,6 +13,7 @@ from manifoldagg.simulation.cost import AXES, Evaluation
 __all__ = ["LoggedRun", "read_reports"]
 
 INTEGER_FIELDS = ("updates", "gradients", "bytes_down", "bytes_up", "rejected", "staleness_max")
+OPTIONAL_FIELDS = ("loss", "average_accuracy", "average_loss")
 PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
     *("scheduler", "delays", "availability", "files", "task_cost"),
@@ -192,7 +193,7 @@ def _parse_evaluation(tree: Mapping[str, Any]) -> Evaluation:
         raise ValueError(f"{', '.join(odd)}: missing or unknown")
     for name, value in tree.items():
         kind = int if name in INTEGER_FIELDS else int | float
-        if name == "loss" and value is None:
+        if name in OPTIONAL_FIELDS and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name}: {value!r}")

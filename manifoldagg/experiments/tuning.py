@@ -15,6 +15,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, Stabil
 from manifoldagg.experiments.registry import Factory
 from manifoldagg.experiments.tuning_cache import TuningCache, cache_key, cache_path
 from manifoldagg.federated.clients.determinism import single_threaded
+from manifoldagg.federated.stability import has_buffer
 from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.delays import Delays
@@ -25,7 +26,7 @@ from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.schedulers import SchedulerFactory
 from manifoldagg.simulation.spec_parser import error_context
 
-__all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_rate"]
+__all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_option", "with_rate"]
 
 MAX_DOUBLINGS = 5
 """The maximum number of doublings between the start of a search and its end."""
@@ -181,6 +182,8 @@ def tune(
     availability: Availability | str = None,
     task_cost: str = "fixed",
     concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
     executor: ExecutorLike = None,
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
@@ -193,13 +196,15 @@ def tune(
     Args:
         method: the method. Its rate is the start of the search.
         federations: a federated data set for each repetition.
-        num_updates: the number of updates. This and the next six arguments are as in
+        num_updates: the number of updates. This and the next eight arguments are as in
             [`run`][manifoldagg.simulation.run].
         scheduler: a function that returns a scheduler, or its name.
         delays: the delays of clients that work independently, or their name.
         availability: the availability of the clients, or its name.
         task_cost: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
+        buffer: the number of updates in each step of a rule with a buffer. Other rules ignore it.
+        refill: the number of free slots at which the server dispatches again.
         executor: the executor that trains.
         cache: a folder with a file for each search, which stores each finished run immediately. All inputs identify a
             search, including the content of data and files. Functions are identified by their names.
@@ -223,7 +228,8 @@ def tune(
         raise ArgumentError("federations: expected at least one FederatedDataset, got an empty list")
     clients = federations[0].trainable_clients
     with error_context(f"methods: {method.name}"):
-        start = find_rate(method.bind(clients).rule, method.rate_field)
+        rule = method.bind(clients).rule
+        start = find_rate(rule, method.rate_field)
     if start is None:
         return None
     options: dict[str, Any] = {
@@ -232,6 +238,10 @@ def tune(
         "concurrency": concurrency,
         "eval_every": max(1, num_updates // NUM_EVALUATIONS),
     }
+    if buffer is not None and has_buffer(rule):
+        options["buffer"] = buffer
+    if refill is not None:
+        options["refill"] = refill
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
     key = {} if cache is None else cache_key(method, federations, options, specs)
     finished = TuningCache(None if cache is None else cache_path(Path(cache), method, key), key)
@@ -241,7 +251,7 @@ def tune(
         advance = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
         try:
             rated = with_rate(method, rate)
-            rated.bind(clients)
+            rated.bind(clients, options.get("buffer"))
         except ValueError:
             return 0.0
         try:
@@ -272,22 +282,31 @@ def with_rate(method: Method, rate: float) -> Method:
     """
     if method.rate_field is None:
         raise ArgumentError(f"method: expected a method with a rate, got {method.name}, whose rate is fixed")
+    return with_option(method, method.rate_field, rate)
+
+
+def with_option(method: Method, option: str, value: Any) -> Method:
+    """Return the method with another value of an option of its rule, whose name may be a dotted path.
+
+    Raises:
+        ArgumentError: if the rule has no such option.
+    """
     rule: Any = method.rule
     if callable(rule) and not (isinstance(rule, Factory) or hasattr(rule, "step")):
-        return replace(method, rule=RateOverride(rule, method.rate_field, rate))
-    return replace(method, rule=_with_option(rule, method.rate_field, rate))
+        return replace(method, rule=OptionOverride(rule, option, value))
+    return replace(method, rule=_with_option(rule, option, value))
 
 
 @dataclass(frozen=True)
-class RateOverride:
-    """A rule factory with another rate."""
+class OptionOverride:
+    """A rule factory with another value of an option."""
 
     factory: Callable[[Sequence[int]], Any]
-    rate_field: str
-    rate: float
+    option: str
+    value: Any
 
     def __call__(self, clients: Sequence[int]) -> Any:
-        return _with_option(self.factory(clients), self.rate_field, self.rate)
+        return _with_option(self.factory(clients), self.option, self.value)
 
 
 def find_rate(rule: Any, rate_field: str | None) -> float | None:

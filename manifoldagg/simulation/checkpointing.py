@@ -19,7 +19,7 @@ from manifoldagg.federated.pytrees import Tree, copy_tensor
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
 from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointWriter
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
-from manifoldagg.federated.types import ClientState
+from manifoldagg.federated.types import Averaging, ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
@@ -167,13 +167,13 @@ class LoadedRun:
         self.seconds: float = self._tree["seconds"]
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]
 
-    def server(self, space: Manifold, rule: Rule) -> Server:
-        """Restore the server.
+    def server(self, space: Manifold, rule: Rule, averaging: Averaging | None) -> Server:
+        """Restore the server, and the state of its average.
 
         Raises:
             CheckpointError: if the space or the rule differs. The message contains the first difference.
         """
-        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
+        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule, averaging=averaging)
 
     def client_states(self) -> Map[int, ClientState]:
         """Return the client states."""

@@ -231,6 +231,7 @@ def build_event_loop(
     delays: Delays = None,
     availability: Availability = None,
     concurrency: int | None = None,
+    refill: int | None = None,
 ) -> EventLoop:
     """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
 
@@ -242,7 +243,7 @@ def build_event_loop(
     def stream(name: int) -> np.random.Generator:
         return np.random.default_rng([federation.seed, name])
 
-    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM))
+    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM), refill=refill)
     if scheduler is not None and delays is not None:
         raise ArgumentError("delays: expected either a scheduler or delays, got both")
     if delays is not None:

@@ -17,6 +17,7 @@ from manifoldagg.federated.server.client_sampling import rule_attribute, sampler
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import check_option
 from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.stability import with_buffer_size
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
 from manifoldagg.integrations.flower.loop import AggregateFn, FlowerMessage, TrainingLoop
@@ -53,6 +54,8 @@ class Asynchronous(TrainingLoop):
             buffers or frozen. `None`: the names and dtypes of the arrays determine it.
         updates: the number of accepted updates in each round. `None`: the number of nodes at the beginning.
         concurrency: the number of tasks in flight. `None`: one for each node.
+        buffer: the number of updates in each step of a rule with a buffer. `None`: the size in the rule.
+        refill: the number of free slots at which the strategy sends the next tasks, to all of them. `None`: 1.
         task_timeout: the timeout of a task or an evaluation in seconds. `None`: `timeout` of `start`.
         wire: whether messages have the wire format, which only nodes with `client_app` read. `None`: if the rule
             requires or sends more than models.
@@ -97,6 +100,8 @@ class Asynchronous(TrainingLoop):
         model: nn.Module | Callable[[], nn.Module] | None = None,
         updates: int | None = None,
         concurrency: int | None = None,
+        buffer: int | None = None,
+        refill: int | None = None,
         task_timeout: float | None = None,
         wire: bool | None = None,
         compress: bool = False,
@@ -117,14 +122,15 @@ class Asynchronous(TrainingLoop):
         **server_options: Any,
     ) -> None:
         super().__init__()
-        self.rule = check_rule(rule)
+        check_rule(rule)
+        self.rule = rule = rule if buffer is None else with_buffer_size(rule, buffer)
         if model is not None and not callable(model):
             raise ArgumentError(f"model: expected a module or a function that returns one, got {short_repr(model)}")
         for name, count in (("updates", updates), ("concurrency", concurrency)):
             if count is not None:
                 check_count(name, count)
-        if concurrency is not None:
-            sampler_for(rule, list(rule_attribute(rule, "routing") or ()), concurrency, np.random.default_rng(0))
+        routed = list(rule_attribute(rule, "routing") or ())
+        sampler_for(rule, routed, concurrency, np.random.default_rng(0), refill=refill)
         check_option("durability", durability, Durability)
         check_buffer_policy(buffer_policy)
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
@@ -136,6 +142,7 @@ class Asynchronous(TrainingLoop):
         self.model = model
         self.updates = updates
         self.concurrency = concurrency
+        self.refill = refill
         self.task_timeout = None if task_timeout is None else check_number("task_timeout", task_timeout, above=0)
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
@@ -166,6 +173,7 @@ class Asynchronous(TrainingLoop):
             "├──> Asynchronous:",
             f"│\t├── Updates per round: {self.updates or 'one per node'}",
             f"│\t├── Concurrency: {self.concurrency or 'one task per node'}",
+            f"│\t├── Refill: when {self.refill or 1} of the tasks have ended",
             f"│\t├── Task timeout: {timeout}",
             f"│\t└── Messages: {'wire format' if wire else 'ArrayRecord'}",
             "├──> Sampling:",
