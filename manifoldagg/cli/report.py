@@ -68,9 +68,8 @@ def report_tables(combined: CombinedReport) -> Iterable[Table]:
     """Format a table for each problem, with the accuracy at the end and at equal cost."""
     for problem in combined.runs:
         frame = combined.table(problem)
-        frame = frame.loc[
-            :, [name for name in frame.columns if name == "method" or name.endswith(", %") or " to " in name]
-        ]
+        shown = [name for name in frame if name == "method" or name.endswith(", %") or name.startswith("updates to")]
+        frame = frame[shown]
         heads = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in frame.columns]
         grid = new_table(*heads, title=Text(problem), caption="accuracies in %, means with their 95 % intervals")
         fold_names(grid, frame["method"])

@@ -91,7 +91,6 @@ class RunResult:
             self,
             updates=len(self.trace),
             accuracy=self.evaluations[-1].accuracy if self.evaluations else None,
-            average_accuracy=self.evaluations[-1].average_accuracy if self.evaluations else None,
             evaluations=len(self.evaluations),
             seconds=self.seconds,
         )

@@ -321,7 +321,7 @@ def test_a_rule_of_ones_own_is_tuned():
     starts = {name: one["start"] if isinstance(one, dict) else one for name, one in told.items()}
     assert starts == {"Signs": 0.1, "slow": 0.05, "Plain": None, "Bound": 0.25, "Signs(rate=1)": "by hand"}
     for name in ("Signs", "slow", "Bound"):
-        assert f"rate={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
+        assert f"={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
 
 
 def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
