@@ -31,10 +31,10 @@ from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
-from manifoldagg.experiments.run_report import check_destination, read_report, write_report
+from manifoldagg.experiments.report import check_destination, read_report, write_report
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.simulation.executors import processes
-from manifoldagg.simulation.stable_repr import stable_repr
+from manifoldagg.simulation.metadata import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 

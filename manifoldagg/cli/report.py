@@ -13,7 +13,7 @@ from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import fold_names, new_table
 from manifoldagg.experiments.combined_report import FILES, CombinedReport, load_reports, write_combined_report
-from manifoldagg.experiments.run_report import check_destination
+from manifoldagg.experiments.report import check_destination
 from manifoldagg.simulation.cost import AXES
 
 __all__ = ["report_command", "report_tables"]

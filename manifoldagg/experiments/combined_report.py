@@ -12,11 +12,10 @@ from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent
-from manifoldagg.experiments.report_data import LoggedRun, Runs, read_reports
-from manifoldagg.experiments.run_report import check_destination
+from manifoldagg.experiments.report import LoggedRun, Runs, check_destination, read_reports
+from manifoldagg.experiments.spec_parser import choose
 from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, mean_ci
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
-from manifoldagg.simulation.spec_parser import choose
 
 __all__ = ["FILES", "CombinedReport", "load_reports", "markdown_table", "write_combined_report"]
 

@@ -17,28 +17,27 @@ from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.errors import ArgumentError, StabilityWarning
+from manifoldagg.experiments import workloads
 from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
+from manifoldagg.experiments.spec_parser import error_context
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.experiments.weight_averaging import WeightAveraging
+from manifoldagg.experiments.workloads import referenced_files
 from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
-from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
+from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
 from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
 from manifoldagg.simulation.executors import ExecutorLike, shared_executor
-from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.metadata import stable_repr
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
-from manifoldagg.simulation.spec_parser import error_context
-from manifoldagg.simulation.stable_repr import stable_repr
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["Comparison", "Landscape", "compare"]
@@ -216,6 +215,9 @@ def compare(
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
+    partition_name = stable_repr(partition)
+    if isinstance(partition, str):
+        partition = workloads.partition(partition)
     if isinstance(averaging, str):
         averaging = WeightAveraging.parse(averaging)
     options: dict[str, Any] = {"num_updates": num_updates, "task_cost": task_cost, "concurrency": concurrency}
@@ -234,7 +236,7 @@ def compare(
         )
         federations = [split(seed=seed) for seed in range(seeds)]
         files = referenced_files(*named.values())
-        workload = registry.parse_workload(scheduler, delays, availability)
+        workload = workloads.parse_workload(scheduler, delays, availability)
         first = federations[0].trainable_clients
         if averaging is not None:
             methods = averaging.apply(methods, num_updates, first)
@@ -259,7 +261,7 @@ def compare(
             "num_updates": num_updates,
             "seeds": list(range(seeds)),
             "model": stable_repr(dataset.model),
-            "partition": stable_repr(partition),
+            "partition": partition_name,
             "holdout": holdout,
             "validation": validation,
             "batch": batch,

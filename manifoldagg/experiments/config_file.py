@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.spec_parser import choose
+from manifoldagg.experiments.spec_parser import choose
 
 __all__ = ["DEFAULTS", "Option", "command_lines", "options_by_name"]
 

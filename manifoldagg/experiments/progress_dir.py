@@ -19,8 +19,8 @@ from manifoldagg._io import FileLock
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.metadata import check_compatible, versions
 from manifoldagg.simulation.method import RunResult
-from manifoldagg.simulation.run_metadata import check_compatible, versions
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["ComparisonProgress", "LearnedCurve", "remove"]

@@ -1,5 +1,7 @@
 """Tuning: a line search for the global rate of each method, on seeds that no comparison uses."""
 
+import hashlib
+import json
 import math
 import statistics
 import warnings
@@ -9,24 +11,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manifoldagg import __version__
+from manifoldagg._io import atomic_write
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, StabilityWarning
+from manifoldagg.experiments import workloads
 from manifoldagg.experiments.registry import Factory
-from manifoldagg.experiments.tuning_cache import TuningCache, cache_key, cache_path
+from manifoldagg.experiments.spec_parser import error_context
+from manifoldagg.experiments.workloads import referenced_files
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.stability import has_buffer
-from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.dataset import FederatedDataset, check_federation
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import run
 from manifoldagg.simulation.executors import ExecutorLike, shared_executor
-from manifoldagg.simulation.federated_dataset import FederatedDataset, check_federation
+from manifoldagg.simulation.metadata import stable_repr
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.schedulers import SchedulerFactory
-from manifoldagg.simulation.spec_parser import error_context
+from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_option", "with_rate"]
+__all__ = [
+    "Search",
+    "Tuning",
+    "TuningCache",
+    "cache_key",
+    "cache_path",
+    "find_rate",
+    "line_search",
+    "tail_accuracy",
+    "tune",
+    "with_option",
+    "with_rate",
+]
 
 MAX_DOUBLINGS = 5
 """The maximum number of doublings between the start of a search and its end."""
@@ -245,7 +263,7 @@ def tune(
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
     key = {} if cache is None else cache_key(method, federations, options, specs)
     finished = TuningCache(None if cache is None else cache_path(Path(cache), method, key), key)
-    workload = registry.parse_workload(scheduler, delays, availability)
+    workload = workloads.parse_workload(scheduler, delays, availability)
 
     def run_once(rate: float, federation: FederatedDataset) -> float:
         advance = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
@@ -352,3 +370,85 @@ def _with_option(rule: Any, option: str, value: Any) -> Any:
         if isinstance(rule, Factory)
         else replace(rule, **{name: after})
     )
+
+
+def cache_key(
+    method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return all settings, except for the rate, that determine the runs of a search."""
+    for name, given in specs.items():
+        if given is not None and not isinstance(given, str):
+            raise ArgumentError(
+                f"cache: expected a name for {name}, as functions cannot be identified; got {short_repr(given)}"
+            )
+    data = federations[0].dataset
+    return {
+        "manifoldagg": __version__,
+        "rule": stable_repr(method.rule),
+        "trainer": stable_repr(method.trainer),
+        "rate": method.rate_field,
+        "data": {"name": data.name, "checksum": f"{data.checksum:08x}", "model": stable_repr(data.model)},
+        "federations": {str(federation.seed): _digest(federation) for federation in federations},
+        **options,
+        **specs,
+        "files": referenced_files(*specs.values()),
+    }
+
+
+def cache_path(folder: Path, method: Method, key: Mapping[str, object]) -> Path:
+    """Return the path of a search's file, which is named after the rule and a digest of all settings."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
+
+
+class TuningCache:
+    """The finished runs of a search, and their file."""
+
+    def __init__(self, path: Path | None, key: Mapping[str, object]) -> None:
+        self._path = path
+        self._key = key
+        self._tail_accuracy = self._read(path) if path is not None and path.exists() else {}
+
+    def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
+        """Return the cached result of a run, or run it and cache the result."""
+        done = self._tail_accuracy.setdefault(repr(rate), {})
+        if str(seed) not in done:
+            done[str(seed)] = execute()
+            self._write()
+        return done[str(seed)]
+
+    def _read(self, path: Path) -> dict[str, dict[str, float]]:
+        try:
+            tree = json.loads(path.read_text())
+            found: dict[str, dict[str, float]] = tree["tail_accuracy"]
+            numbers = [value for seeds in found.values() for value in seeds.values()]
+            if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
+                raise ValueError
+        except OSError as error:
+            raise ArgumentError(f"cache: {path} cannot be read: {error.strerror or error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ArgumentError(f"cache: {path}: expected the file of a search; delete it to search again") from None
+        return found
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        tree = {"key": self._key, "tail_accuracy": self._tail_accuracy}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path) as draft:
+                draft.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ArgumentError(f"cache: {self._path} cannot be written: {error.strerror or error}") from error
+
+
+def _digest(federation: FederatedDataset) -> str:
+    """Compute a digest of the split and of the initial model with its weights."""
+    model = federation.model()
+    digest = hashlib.sha256(repr((federation.batch, model)).encode())
+    for part in (*federation.train, *federation.held_out):
+        digest.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
+    for name, tensor in model.state_dict().items():
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

@@ -9,12 +9,12 @@ from typing import Any
 from manifoldagg._validation import check_count, check_number
 from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.spec_parser import build, parse_spec
 from manifoldagg.experiments.tuning import with_option
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.client_sampling import rule_attribute
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.method import Method
-from manifoldagg.simulation.spec_parser import build, parse_spec
 
 __all__ = ["WeightAveraging"]
 

@@ -23,11 +23,11 @@ from manifoldagg.federated.types import Averaging, ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.dataset import TaskId
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
-from manifoldagg.simulation.federated_dataset import TaskId
 from manifoldagg.simulation.lookahead import Lookahead
-from manifoldagg.simulation.run_metadata import check_compatible
+from manifoldagg.simulation.metadata import check_compatible
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["EventLog", "LoadedRun", "RunCheckpointer", "RunSnapshot"]

@@ -14,7 +14,7 @@ from manifoldagg.federated import Message, Payload, Trainer, train_client
 from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 
 __all__ = ["ClientTask", "GradientCounter", "bitwise_equal", "run_task"]
 

@@ -21,14 +21,14 @@ from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.checkpointing import EventLog, LoadedRun, RunCheckpointer, RunSnapshot
 from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop, build_event_loop
 from manifoldagg.simulation.executors import ExecutorLike
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.metadata import run_metadata
 from manifoldagg.simulation.method import Method, RunResult, check_method
-from manifoldagg.simulation.run_metadata import run_metadata
 from manifoldagg.simulation.schedulers import SchedulerLike
 from manifoldagg.simulation.task_runner import TaskRunner
 from manifoldagg.simulation.trace import TaskRecord

@@ -17,7 +17,7 @@ from manifoldagg.federated import Server
 from manifoldagg.federated.types import Averaging
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.cost import Cost, Evaluation
-from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["EvaluationLog", "Evaluator", "SampleMetrics", "gini", "theil"]
 

@@ -12,9 +12,8 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler, sampler_for, shorten
 from manifoldagg.simulation.availability import Availability, AvailabilityChange, AvailabilityTrace
-from manifoldagg.simulation.delays import Delay, Delays
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.delays import Delay, Delays, Empirical, assign_profiles
 from manifoldagg.simulation.schedulers import (
     Completion,
     IndependentClients,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.dataset import TaskId
 from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
-from manifoldagg.simulation.federated_dataset import TaskId
 
 __all__ = ["Lookahead"]
 

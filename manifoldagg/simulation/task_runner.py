@@ -13,8 +13,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.client_task import ClientTask
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.executors import ExecutorLike, RestartingExecutor
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, TaskResult, execute_local
 
 __all__ = ["TaskOrder", "TaskRunner"]

@@ -19,7 +19,7 @@ from manifoldagg.federated.types import ClientState
 from manifoldagg.kernels import set_backend
 from manifoldagg.kernels.backends import selection
 from manifoldagg.simulation.client_task import ALIGNMENT, ClientTask, GradientCounter, run_task
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["Packed", "RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local", "execute_scattered"]

@@ -23,7 +23,7 @@ from manifoldagg.experiments import plots
 from manifoldagg.experiments.combined_report import load_reports, write_combined_report
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method
-from manifoldagg.experiments.run_report import write_report
+from manifoldagg.experiments.report import write_report
 from manifoldagg.experiments.statistics import compare_pairs, holm, mean_ci
 from manifoldagg.simulation import Evaluation
 from manifoldagg.simulation.cost import AXES

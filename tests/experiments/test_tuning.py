@@ -287,7 +287,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
         seen = now
     changes.write_text("time,client,kind\n901,1,leave\n")
     assert len(files(**CHANGES["availability"])) == len(seen) + 1
-    monkeypatch.setattr("manifoldagg.experiments.tuning_cache.__version__", "9")
+    monkeypatch.setattr("manifoldagg.experiments.tuning.__version__", "9")
     assert len(files()) == len(seen) + 2
 
 

@@ -10,7 +10,7 @@ from manifoldagg.experiments.combined_report import load_reports, write_combined
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.registry import method, methods
-from manifoldagg.experiments.run_report import write_report
+from manifoldagg.experiments.report import write_report
 from manifoldagg.experiments.weight_averaging import WeightAveraging
 from manifoldagg.federated import rules
 from tests.simulation.test_run import clusters

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.delays import Deterministic, Exponential, Gaussian, HalfNormal, LogNormal, Uniform
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
+from manifoldagg.simulation.delays import (
+    Deterministic,
+    Empirical,
+    Exponential,
+    Gaussian,
+    HalfNormal,
+    LogNormal,
+    Uniform,
+    assign_profiles,
+)
 from tests.support import seeds
 
 SHARES = np.concatenate([[0.0], np.logspace(-6, -1, 11), np.linspace(0.1, 0.9, 17), 1 - np.logspace(-1, -6, 11)])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.experiments.gantt import draw_trace
+from manifoldagg.experiments.plots import draw_trace
 from manifoldagg.simulation import PriorityScheduler
 from manifoldagg.simulation.delays import Deterministic, Uniform
 from manifoldagg.simulation.schedulers import IndependentClients

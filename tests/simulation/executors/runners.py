@@ -29,6 +29,7 @@ from manifoldagg.simulation import (
     Method,
     churn,
     dirichlet_partition,
+    iid_partition,
 )
 
 
@@ -310,7 +311,10 @@ def wide(parameters):
     """A federation of a model with so many parameters."""
     made = clouds()
     return FederatedDataset.split(
-        LabelledDataset("wide", made.inputs, made.labels, partial(linear, parameters), 0.9), 5, partition="iid", seed=0
+        LabelledDataset("wide", made.inputs, made.labels, partial(linear, parameters), 0.9),
+        5,
+        partition=iid_partition,
+        seed=0,
     )
 
 

@@ -1,5 +1,6 @@
-"""Registry of schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`."""
+"""Workloads by name: schedulers, delays, availability traces and partitions, such as `priority:workers=2`."""
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -10,22 +11,7 @@ import numpy as np
 
 from manifoldagg._validation import renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing.plan import read_rates
-from manifoldagg.simulation import delays as distributions
-from manifoldagg.simulation import partitions
-from manifoldagg.simulation.availability import (
-    Availability,
-    AvailabilityChange,
-    AvailabilityFactory,
-    churn,
-    read_changes,
-)
-from manifoldagg.simulation.delays import Delay, DelayFactory, Delays, Deterministic, Exponential
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
-from manifoldagg.simulation.spec_parser import (
+from manifoldagg.experiments.spec_parser import (
     OptionReaders,
     Reader,
     choose,
@@ -37,9 +23,31 @@ from manifoldagg.simulation.spec_parser import (
     reader,
     user_reader,
 )
+from manifoldagg.routing.plan import read_rates
+from manifoldagg.simulation import delays as distributions
+from manifoldagg.simulation import partitions
+from manifoldagg.simulation.availability import (
+    Availability,
+    AvailabilityChange,
+    AvailabilityFactory,
+    churn,
+    read_changes,
+)
+from manifoldagg.simulation.delays import (
+    Delay,
+    DelayFactory,
+    Delays,
+    Deterministic,
+    Empirical,
+    Exponential,
+    assign_profiles,
+)
+from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.partitions import Partition
+from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
 from manifoldagg.simulation.trace import ReplayScheduler, read_trace
 
-__all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
+__all__ = ["availability", "delays", "parse_workload", "partition", "referenced_files", "scheduler"]
 
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
@@ -152,6 +160,22 @@ def parse_workload(
     return {name: PARSERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
 
 
+def referenced_files(*specs: object) -> dict[str, str]:
+    """Return the files that specs such as `csv:measured.csv` refer to, with the SHA-256 hash of each file.
+
+    Args:
+        *specs: the settings. Only strings can refer to files.
+
+    Example:
+        >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
+        {}
+    """
+    options = [
+        value for text in specs if isinstance(text, str) for value in parse_spec("settings", text).options.values()
+    ]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
+
+
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
     given = parse_kwargs(where, PriorityScheduler, options, excluded=("clients", "generator"))
 
@@ -228,7 +252,10 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
 DELAY_READERS: dict[str, Reader] = {
     name.lower(): reader(made)
     for name, made in vars(distributions).items()
-    if name in distributions.__all__ and isinstance(made, type) and issubclass(made, Delay) and made is not Delay
+    if name in distributions.__all__
+    and isinstance(made, type)
+    and issubclass(made, Delay)
+    and made not in (Delay, Empirical)
 }
 CSV_READER: dict[str, Reader] = {"csv": reader(_empirical)}
 USER_DELAYS = user_reader("a Delay", Delay, num_arguments=2)
