@@ -1,139 +1,35 @@
-"""Reports of comparisons: a folder of results and plots, written atomically, and its reader."""
+"""Reports of comparisons: a folder of results and plots, which is written atomically, and its reader."""
 
 import json
-import math
 import os
 import platform
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from manifoldagg._io import atomic_write, check_matplotlib
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import Comparison
-from manifoldagg.simulation.cost import AXES, Evaluation
+from manifoldagg.simulation.cost import Evaluation
 from manifoldagg.simulation.metadata import versions
 
 __all__ = ["LoggedRun", "check_destination", "environment_info", "read_report", "read_reports", "write_report"]
 
 FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
-
-
-def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
-    """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
-
-    Returns:
-        The files, in that order.
-
-    Raises:
-        ArgumentError: if `folder` contains other files than a report, or cannot be written.
-    """
-    folder = Path(folder)
-    check_destination(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder) as draft:
-            draft.mkdir()
-            _write_json(draft / FILES[0], comparison.results())
-            lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
-            (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
-            _write_json(draft / FILES[2], comparison.timing() | environment_info())
-            _draw(comparison, draft)
-    except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
-    return [folder / file for file in FILES if (folder / file).exists()]
-
-
-def read_report(folder: Path) -> dict[str, object]:
-    """Read the files of a report in the format of `--json`, including `log`, `timing` and `files`.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if a file is not JSON.
-    """
-    results, log, timing = ((folder / file).read_text(encoding="utf-8") for file in FILES[:3])
-    rows = [json.loads(line) for line in log.splitlines()]
-    files = [str(folder / file) for file in FILES if (folder / file).exists()]
-    return {**json.loads(results), "log": rows, "timing": json.loads(timing), "files": files}
-
-
-def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:
-    """Check that a report can be written to a folder, and that an existing folder is a report.
-
-    Args:
-        folder: the folder.
-        files: patterns of the files of a report.
-        option: the option that names the folder, for the error.
-
-    Raises:
-        ArgumentError: if the folder contains other files, or cannot be created.
-    """
-    check_matplotlib()
-    try:
-        if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
-            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another folder")
-        parent = next(parent for parent in folder.absolute().parents if parent.exists())
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent):
-            pass
-    except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from None
-
-
-def _is_report(folder: Path, files: Sequence[str]) -> bool:
-    return folder.is_dir() and all(
-        entry.is_file() and any(fnmatchcase(entry.name, file) for file in files) for entry in folder.iterdir()
-    )
-
-
-def _write_json(path: Path, tree: object) -> None:
-    """Write a tree as JSON with one line for each entry and each list of plain values."""
-    lines = json.dumps(tree, indent=1, allow_nan=False)
-    lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
-    path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
-
-
-def environment_info() -> dict[str, object]:
-    """Return the versions and the machine of the timings."""
-    return {
-        "versions": {"python": platform.python_version(), **versions()},
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
-    }
-
-
-def _draw(comparison: Comparison, folder: Path) -> None:
-    """Draw the plots. Traces and planes show the first seed, and the other plots show all seeds."""
-    settings = comparison.settings
-    title = f"{settings['data']['name']}, {settings['clients']} clients"
-    rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
-    plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
-    clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
-    plots.draw_clients(folder / "clients.png", clients, title=title)
-    traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
-    plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
-    if comparison.landscape is not None:
-        found = comparison.landscape
-        planes = {
-            f"training data of client {found.client}": found.local,
-            "held-out data of all clients": found.held_out,
-        }
-        title = f"{found.method}: the curve learned in update {found.update_index}"
-        plots.draw_planes(folder / "plane.png", planes, title=title)
-
-
-INTEGER_FIELDS = ("updates", "gradients", "bytes_down", "bytes_up", "rejected", "staleness_max")
-OPTIONAL_FIELDS = ("loss", "average_accuracy", "average_loss")
 PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
     *("scheduler", "delays", "availability", "files", "task_cost"),
 )
 """The settings that define a problem, together with the data."""
 UNCHECKED_SETTINGS = ("data", "methods", "seeds", "clients_without_samples", *PROBLEM_SETTINGS)
-"""The settings that define a problem, or that are expected to differ between reports of a problem."""
+"""The settings that define a problem, or that usually differ between the reports of a problem."""
 Runs = dict[str, dict[str, dict[int, "LoggedRun"]]]
 """Runs by problem, method and seed."""
 
@@ -176,11 +72,49 @@ class _Report:
         return "none" if value is None else str(value)
 
 
+def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
+    """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
+
+    Returns:
+        The files, in that order.
+
+    Raises:
+        ArgumentError: if `folder` contains other files than a report, or cannot be written.
+    """
+    folder = Path(folder)
+    check_destination(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder) as draft:
+            draft.mkdir()
+            _write_json(draft / FILES[0], comparison.results())
+            lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
+            (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
+            _write_json(draft / FILES[2], comparison.timing() | environment_info())
+            _draw(comparison, draft)
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
+    return [folder / file for file in FILES if (folder / file).exists()]
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """Read the files of a report in the format of `--json`, including `log`, `timing` and `files`.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if a file is not JSON.
+    """
+    results, log, timing = ((folder / file).read_text(encoding="utf-8") for file in FILES[:3])
+    rows = [json.loads(line) for line in log.splitlines()]
+    files = [str(folder / file) for file in FILES if (folder / file).exists()]
+    return {**json.loads(results), "log": rows, "timing": json.loads(timing), "files": files}
+
+
 def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float], list[str]]:
     """Read the reports of `manifoldagg compare` in these folders.
 
-    A problem is a data set (identified by its name and a checksum of its samples), a model, a split and the settings of
-    the order of events. The names of problems with the same data set contain their differences.
+    A problem is a data set (its name and a checksum of its samples), a model, a split and the settings of the order of
+    events. The names of problems with the same data set contain their differences.
 
     Returns:
         The runs by problem, method and seed, the target of each problem, and a sentence for each other setting in which
@@ -193,7 +127,7 @@ def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float],
     reports = [_read_report(Path(folder)) for folder in folders]
     if not reports:
         raise ArgumentError("folders: expected at least one report, got an empty list")
-    names = _problem_names(reports)
+    names = _problem_names(list(dict.fromkeys(report.problem for report in reports)))
     runs: Runs = {}
     targets: dict[str, float] = {}
     for report in reports:
@@ -209,19 +143,78 @@ def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float],
     return runs, targets, _setting_differences(reports)
 
 
-def _problem_names(reports: Sequence[_Report]) -> dict[tuple[str, ...], str]:
-    known = list(dict.fromkeys(report.problem for report in reports))
+def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> None:
+    """Check that a report can be written to a folder, and that an existing folder is a report.
+
+    Args:
+        folder: the folder.
+        files: patterns of the files of a report.
+        option: the option that names the folder, for the error.
+
+    Raises:
+        ArgumentError: if the folder contains other files, or cannot be created.
+    """
+    check_matplotlib()
+    try:
+        if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
+            raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another folder")
+        parent = next(parent for parent in folder.absolute().parents if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from None
+
+
+def environment_info() -> dict[str, object]:
+    """Return the versions and the machine of the timings."""
+    return {
+        "versions": {"python": platform.python_version(), **versions()},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+    }
+
+
+def _is_report(folder: Path, files: Sequence[str]) -> bool:
+    return folder.is_dir() and all(
+        entry.is_file() and any(fnmatchcase(entry.name, file) for file in files) for entry in folder.iterdir()
+    )
+
+
+def _write_json(path: Path, tree: object) -> None:
+    """Write a tree as JSON with one line for each entry and each list of plain values."""
+    lines = json.dumps(tree, indent=1, allow_nan=False)
+    lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
+    path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
+
+
+def _draw(comparison: Comparison, folder: Path) -> None:
+    """Draw the plots. Traces and planes show the first seed, and the other plots show all seeds."""
+    settings = comparison.settings
+    title = f"{settings['data']['name']}, {settings['clients']} clients"
+    rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
+    plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
+    clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
+    plots.draw_clients(folder / "clients.png", clients, title=title)
+    traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
+    plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
+    if comparison.landscape is not None:
+        found = comparison.landscape
+        planes = {
+            f"training data of client {found.client}": found.local,
+            "held-out data of all clients": found.held_out,
+        }
+        title = f"{found.method}: the curve learned in update {found.update_index}"
+        plots.draw_planes(folder / "plane.png", planes, title=title)
+
+
+def _problem_names(known: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Name each problem after its data set and the settings in which problems with this data set differ."""
+    frame = pd.DataFrame(known, columns=["name", "", *PROBLEM_SETTINGS])
     names = {}
-    for problem in known:
-        like = [other for other in known if other[0] == problem[0]]
-        differences = [
-            f"{key} {mine}".strip()
-            for key, mine, *others in zip(
-                ("", *PROBLEM_SETTINGS), problem[1:], *(other[1:] for other in like), strict=True
-            )
-            if len(set(others)) > 1
-        ]
-        names[problem] = f"{problem[0]} ({', '.join(differences)})" if differences else problem[0]
+    for name, like in frame.groupby("name"):
+        differing = [key for key in like.columns[1:] if like[key].nunique() > 1]
+        for problem, row in zip((known[i] for i in like.index), like[differing].itertuples(index=False), strict=True):
+            text = ", ".join(f"{key} {value}".strip() for key, value in zip(differing, row, strict=True))
+            names[problem] = f"{name} ({text})" if text else str(name)
     return names
 
 
@@ -237,77 +230,35 @@ def _setting_differences(reports: Sequence[_Report]) -> list[str]:
     for report in reports:
         for method, made in report.settings["methods"].items():
             folder, before = seen.setdefault(method, (report.folder, made))
-            if made != before:
-                parts = [
-                    f"{part} {before[part]} and {made.get(part)}" for part in before if before[part] != made.get(part)
-                ]
+            parts = [f"{part} {before[part]} and {made.get(part)}" for part in before if before[part] != made.get(part)]
+            if parts:
                 notes.append(f"{method}: differs between {folder} and {report.folder}: {'; '.join(parts)}")
     return notes
 
 
 def _read_report(folder: Path) -> _Report:
-    path, log = folder / "results.json", folder / "log.jsonl"
-    results = _read_json(path)
     try:
+        results = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
         settings = results["settings"]
-        (settings["data"]["name"], settings["data"]["checksum"], settings["target"] + 0.0, settings["num_updates"] + 0)
-        wanted = [(method, seed) for method in settings["methods"] for seed in settings["seeds"]]
-        clients = {
-            (method, seed): [float(x) for x in run["client_accuracy"]]
-            for method, found in results["methods"].items()
-            for seed, run in zip(settings["seeds"], found["runs"], strict=True)
+        rows: dict[tuple[str, int], list[Evaluation]] = {}
+        for line in (folder / FILES[1]).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.setdefault((row.pop("method"), row.pop("seed")), []).append(Evaluation(**row))
+        runs = {
+            (method, seed): LoggedRun(folder, rows[method, seed], run["client_accuracy"])
+            for method in settings["methods"]
+            for seed, run in zip(settings["seeds"], results["methods"][method]["runs"], strict=True)
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"folders: {path}: expected a file of `manifoldagg compare`; {error!r}") from None
-    rows = _read_log(log)
-    for method, seed in wanted:
-        where = f"folders: {log}: expected rows of {method}, seed {seed}"
-        if (method, seed) not in rows or (method, seed) not in clients:
-            raise ArgumentError(f"{where}, got a log without them")
-        first, last = rows[method, seed][0].updates, rows[method, seed][-1].updates
-        if (first, last) != (0, settings["num_updates"]):
-            raise ArgumentError(
-                f"{where}, from update 0 to {settings['num_updates']}, got rows from update {first} to {last}"
-            )
-    return _Report(folder, settings, {key: LoggedRun(folder, rows[key], clients[key]) for key in wanted})
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        report = _Report(folder, settings, runs)
+        for (method, seed), logged in runs.items():
+            first, last = logged.evaluations[0].updates, logged.evaluations[-1].updates
+            if first or not (last == settings["num_updates"] or "duration" in settings):
+                raise ValueError(
+                    f"the log of {method}, seed {seed} has updates {first} to {last} of {settings['num_updates']}"
+                )
+        _ = report.problem, settings["target"] + 0.0
     except OSError as error:
-        raise ArgumentError(f"folders: {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"folders: {path}: expected JSON; {error}") from None
-
-
-def _read_log(path: Path) -> dict[tuple[str, int], list[Evaluation]]:
-    """Read the log of each method and seed."""
-    rows: dict[tuple[str, int], list[Evaluation]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"folders: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            tree = json.loads(line)
-            before = rows.setdefault((tree.pop("method"), tree.pop("seed")), [])
-            row = _parse_evaluation(tree)
-            if before and any(row.value_on(axis) < before[-1].value_on(axis) for axis in AXES):
-                raise ValueError("its cost is lower than that of the previous row")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ArgumentError(f"folders: {path}, line {number}: expected an evaluation; {error}") from None
-        before.append(row)
-    return rows
-
-
-def _parse_evaluation(tree: Mapping[str, Any]) -> Evaluation:
-    if odd := sorted({field.name for field in fields(Evaluation)} ^ set(tree)):
-        raise ValueError(f"{', '.join(odd)}: missing or unknown")
-    for name, value in tree.items():
-        kind = int if name in INTEGER_FIELDS else int | float
-        if name in OPTIONAL_FIELDS and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{name}: {value!r}")
-    return Evaluation(**tree)
+        raise ArgumentError(f"folders: {error.filename} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ArgumentError(f"folders: {folder}: expected a report of `manifoldagg compare`; {error!r}") from None
+    return report
