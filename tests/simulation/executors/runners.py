@@ -330,3 +330,21 @@ class DiesOnceSent:
             put = SimpleQueue.put
             SimpleQueue.put = lambda queue, obj: (put(queue, obj), os.kill(os.getpid(), signal.SIGKILL))
         return Carries(3).train(space, message, loss, batches, memory, generator=generator)
+
+
+@dataclass(frozen=True)
+class DiesWhenCollected:
+    """Kills its Dask worker once, when the scheduler collects the first result from this worker."""
+
+    file: str
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        if not Path(self.file).exists():
+            from distributed import get_worker
+
+            async def die(*args, **kwargs):
+                Path(self.file).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            get_worker().handlers["get_data"] = die
+        return Carries(3).train(space, message, loss, batches, memory, generator=generator)
