@@ -2,7 +2,7 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
-from manifoldagg.curves import Bezier, Plane, plane
+from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments import workloads
+from manifoldagg.experiments.landscape import Landscape, compute_landscape
 from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
 from manifoldagg.experiments.spec_parser import error_context
 from manifoldagg.experiments.tuning import Tuning
@@ -40,22 +40,9 @@ from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
 from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Comparison", "Landscape", "compare"]
+__all__ = ["Comparison", "compare"]
 LANDSCAPE_AFTER = 0.5
 """The fraction of the updates after which the first curve that arrives is used for the plane."""
-MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
-"""The maximum numbers of samples and of labels on which the loss of a plane is computed."""
-
-
-@dataclass(frozen=True)
-class Landscape:
-    """Planes of one learned curve: the loss on the client's own data, and on all held-out data."""
-
-    method: str
-    update_index: int
-    client: int
-    local: Plane
-    held_out: Plane
 
 
 @dataclass(frozen=True)
@@ -117,10 +104,8 @@ class Comparison:
     def timing(self) -> dict[str, dict[str, list[float]]]:
         """Return the wall-clock seconds of training and of evaluation, by method, for each seed."""
         return {
-            "seconds": {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()},
-            "evaluation_seconds": {
-                name: [run_.evaluation_seconds for run_ in runs] for name, runs in self.runs.items()
-            },
+            key: {name: [getattr(run_, key) for run_ in runs] for name, runs in self.runs.items()}
+            for key in ("seconds", "evaluation_seconds")
         }
 
 
@@ -168,14 +153,15 @@ def compare(
         validation: the fraction of the training data that replaces the test set, as in `FederatedDataset.split`.
         batch: the number of samples in a minibatch.
         target: the target accuracy up to which updates are counted. The default is that of the data set.
-        scheduler: a function that returns a scheduler for each run, as in [`run`][manifoldagg.simulation.run].
+        scheduler: a function that returns a scheduler for each run. This and the next six arguments are as in
+            [`run`][manifoldagg.simulation.run].
         delays: the delays of clients that work independently, instead of a scheduler.
         availability: the changes of the clients' availability.
         task_cost: the cost of a task: `"fixed"` or `"trainer"`.
         concurrency: the number of clients in flight. The default is all clients: each client has one task, and receives
             the next task after its update.
         buffer: the number of updates in each step of the rules with a buffer. Other rules ignore it.
-        refill: the number of free slots at which the server dispatches again, to all of them. The default is 1.
+        refill: the number of free slots at which the server dispatches again. The default is 1.
         averaging: the settings of a weight average that each run computes and evaluates next to its model, or their
             text, such as `"start=0.75,cycle=5"`.
         eval_every: the number of updates between evaluations.
@@ -279,49 +265,71 @@ def compare(
             "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
-        curves = {} if stored is None else stored.load_curves(settings["methods"])
-
-        def save_curve(name: str, event: UpdateEvent) -> None:
-            is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-            if is_curve and name not in curves and event.update_index >= LANDSCAPE_AFTER * num_updates:
-                phi = torch.cat([event.message.start[None], event.payload.points])
-                curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
-                if stored is not None:
-                    stored.save_curve(curves[name])
-
-        def run_method(method: Method, federation: FederatedDataset) -> RunResult:
-            name, seed = method.name, federation.seed
-            rule: Any = method.bind(federation.trainable_clients, buffers[name]).rule
-            finished = None if stored is None else stored.load_run(name, seed)
-            if finished is None:
-                with error_context(f"methods: {name}"):
-                    finished = run(
-                        federation,
-                        method,
-                        **options,
-                        **workload,
-                        buffer=buffers[name],
-                        averaging=None if averaging is None else averaging.for_run(rule, num_updates),
-                        eval_every=eval_every,
-                        duration=duration,
-                        executor=workers,
-                        on_update=partial(save_curve, name) if seed == 0 else None,
-                        progress=progress and partial(progress, name, seed),
-                        log=None if stored is None else partial(stored.log_evaluation, name, seed),
-                        checkpoint=None if stored is None else stored.checkpoint_policy(name, seed),
-                        resume=stored is not None,
-                    )
-                if stored is not None:
-                    stored.save_run(name, seed, finished)
-            elif stored is not None:
-                for row in finished.evaluations:
-                    stored.log_evaluation(name, seed, row)
-            return finished
-
-        runs = {method.name: [run_method(method, federation) for federation in federations] for method in methods}
-        drawn = next((curves[name] for name in runs if name in curves), None)
-        landscape = None if drawn is None else _compute_landscape(federations[0], drawn)
+        options |= {**workload, "eval_every": eval_every, "duration": duration, "executor": workers}
+        runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"])
+        runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
+        drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
+        landscape = None if drawn is None else compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
+
+
+class _Runner:
+    """The runs of a comparison, whose results and curves are stored in a folder if there is one."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        averaging: WeightAveraging | None,
+        buffers: Mapping[str, int | None],
+        stored: ComparisonProgress | None,
+        progress: Callable[[str, int], None] | None,
+        names: Iterable[str],
+    ) -> None:
+        self._options = options
+        self._averaging = averaging
+        self._buffers = buffers
+        self._stored = stored
+        self._progress = progress
+        self.curves = {} if stored is None else stored.load_curves(names)
+
+    def run(self, method: Method, federation: FederatedDataset) -> RunResult:
+        """Run a method, or load its finished run."""
+        name, seed, stored = method.name, federation.seed, self._stored
+        finished = None if stored is None else stored.load_run(name, seed)
+        if stored is not None and finished is not None:
+            for row in finished.evaluations:
+                stored.log_evaluation(name, seed, row)
+            return finished
+        options = {
+            **self._options,
+            "buffer": self._buffers[name],
+            "averaging": self._average_of(method, federation),
+            "on_update": partial(self._save_curve, name) if seed == 0 else None,
+            "progress": self._progress and partial(self._progress, name, seed),
+        }
+        with error_context(f"methods: {name}"):
+            if stored is None:
+                return run(federation, method, **options)
+            log, policy = partial(stored.log_evaluation, name, seed), stored.checkpoint_policy(name, seed)
+            finished = run(federation, method, **options, log=log, checkpoint=policy, resume=True)
+        stored.save_run(name, seed, finished)
+        return finished
+
+    def _average_of(self, method: Method, federation: FederatedDataset) -> Callable[[ParameterSpace], SWA] | None:
+        if self._averaging is None:
+            return None
+        rule: Any = method.bind(federation.trainable_clients, self._buffers[method.name]).rule
+        return self._averaging.for_run(rule, self._options["num_updates"])
+
+    def _save_curve(self, name: str, event: UpdateEvent) -> None:
+        """Save the first curve of a method that arrives in the second half of a run."""
+        is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
+        late = event.update_index >= LANDSCAPE_AFTER * self._options["num_updates"]
+        if is_curve and late and name not in self.curves:
+            phi = torch.cat([event.message.start[None], event.payload.points])
+            self.curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
+            if self._stored is not None:
+                self._stored.save_curve(self.curves[name])
 
 
 def _check_methods(methods: Any) -> None:
@@ -371,28 +379,6 @@ def _check_startable(
     while isinstance(event := course.next(), DispatchEvent):
         with error_context("scheduler"):
             course.submit(event.client, float(federation.num_batches(event.client)))
-
-
-def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
-    """Compute the loss over the plane of a client's curve."""
-    model, dataset = federation.model(), federation.dataset
-    space = ParameterSpace.of(model)
-    loss = space.loss(model, nn.functional.cross_entropy)
-
-    def over(samples: np.ndarray) -> Plane:
-        most = min(MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS * len(dataset.labels) // dataset.labels.numel())
-        if len(samples) > most:
-            samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
-        batch = dataset.inputs[samples], dataset.labels[samples]
-
-        def value(theta: Tensor) -> float:
-            with torch.no_grad():
-                return loss(theta, batch).item()
-
-        return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
-
-    local, held_out = over(federation.train[curve.client]), over(np.concatenate(federation.held_out))
-    return Landscape(curve.method, curve.update_index, curve.client, local, held_out)
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:

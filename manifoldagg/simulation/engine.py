@@ -55,18 +55,9 @@ class UpdateEvent:
 class Simulator:
     """A simulated run, which can stop between any two events.
 
-    Args:
-        federation: the federated data set.
-        method: the method, bound to the clients.
-        event_loop: the order of dispatches and completions.
-        metadata: all settings that determine the run.
-        num_updates: the number of updates of the run; `None` for no limit.
-        duration: the virtual time of the run; infinity for no limit.
-        task_cost: one of `TASK_COSTS`.
-        averaging: the average of the versions of the model, or a function of the space that returns it.
-        executor: the executor of the client tasks.
-        loaded: the checkpoint of an interrupted run, to resume from.
-        on_update: called with each update.
+    `advance` processes one event: the server dispatches a task to a client, a client completes a task, or a client
+    drops out. The arguments are those of `run`, except these: `method` is bound to the clients, `duration` may be
+    infinite, `metadata` contains all settings of the run, and `loaded` is the checkpoint of an interrupted run.
 
     Attributes:
         cost: the cost so far.
