@@ -44,10 +44,7 @@ class LearnedCurve(NamedTuple):
 class ComparisonProgress:
     """Stored progress of a running comparison. The end of a `with` block unlocks the folder and keeps its files.
 
-    Args:
-        folder: the folder, which is created if it is missing.
-        settings: the settings that determine the results.
-        resume: whether to resume from the stored progress. Otherwise, it is removed.
+    Without `resume`, existing progress is removed.
 
     Raises:
         ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.

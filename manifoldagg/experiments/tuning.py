@@ -35,9 +35,6 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = [
     "Search",
     "Tuning",
-    "TuningCache",
-    "cache_key",
-    "cache_path",
     "find_rate",
     "line_search",
     "tail_accuracy",
@@ -261,8 +258,8 @@ def tune(
     if refill is not None:
         options["refill"] = refill
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
-    key = {} if cache is None else cache_key(method, federations, options, specs)
-    finished = TuningCache(None if cache is None else cache_path(Path(cache), method, key), key)
+    key = {} if cache is None else _cache_key(method, federations, options, specs)
+    finished = _TuningCache(cache, method, key)
     workload = workloads.parse_workload(scheduler, delays, availability)
 
     def run_once(rate: float, federation: FederatedDataset) -> float:
@@ -372,7 +369,7 @@ def _with_option(rule: Any, option: str, value: Any) -> Any:
     )
 
 
-def cache_key(
+def _cache_key(
     method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
 ) -> dict[str, object]:
     """Return all settings, except for the rate, that determine the runs of a search."""
@@ -395,45 +392,45 @@ def cache_key(
     }
 
 
-def cache_path(folder: Path, method: Method, key: Mapping[str, object]) -> Path:
-    """Return the path of a search's file, which is named after the rule and a digest of all settings."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"{''.join(filter(str.isalnum, method.name.partition('(')[0]))}-{digest}.json"
+class _TuningCache:
+    """The finished runs of a search, and their file, whose name contains a digest of all settings of the search."""
 
-
-class TuningCache:
-    """The finished runs of a search, and their file."""
-
-    def __init__(self, path: Path | None, key: Mapping[str, object]) -> None:
-        self._path = path
+    def __init__(self, folder: Path | None, method: Method, key: Mapping[str, object]) -> None:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        name = "".join(filter(str.isalnum, method.name.partition("(")[0]))
+        self._path = None if folder is None else Path(folder) / f"{name}-{digest}.json"
         self._key = key
-        self._tail_accuracy = self._read(path) if path is not None and path.exists() else {}
+        self._scores: dict[str, dict[str, float]] = self._read()
 
     def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
         """Return the cached result of a run, or run it and cache the result."""
-        done = self._tail_accuracy.setdefault(repr(rate), {})
+        done = self._scores.setdefault(repr(rate), {})
         if str(seed) not in done:
             done[str(seed)] = execute()
             self._write()
         return done[str(seed)]
 
-    def _read(self, path: Path) -> dict[str, dict[str, float]]:
+    def _read(self) -> dict[str, dict[str, float]]:
+        if self._path is None or not self._path.exists():
+            return {}
         try:
-            tree = json.loads(path.read_text())
+            tree = json.loads(self._path.read_text())
             found: dict[str, dict[str, float]] = tree["tail_accuracy"]
             numbers = [value for seeds in found.values() for value in seeds.values()]
             if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
                 raise ValueError
         except OSError as error:
-            raise ArgumentError(f"cache: {path} cannot be read: {error.strerror or error}") from error
+            raise ArgumentError(f"cache: {self._path} cannot be read: {error.strerror or error}") from error
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ArgumentError(f"cache: {path}: expected the file of a search; delete it to search again") from None
+            raise ArgumentError(
+                f"cache: {self._path}: expected the file of a search; delete it to search again"
+            ) from None
         return found
 
     def _write(self) -> None:
         if self._path is None:
             return
-        tree = {"key": self._key, "tail_accuracy": self._tail_accuracy}
+        tree = {"key": self._key, "tail_accuracy": self._scores}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._path) as draft:

@@ -95,10 +95,7 @@ class LabelledDataset:
 
 
 def check_dataset(dataset: object) -> LabelledDataset:
-    """Return `dataset`, which must be a data set and not its name.
-
-    Raises:
-        ArgumentError: if it is invalid.
+    """Return `dataset`, or raise an `ArgumentError` if it is not a data set.
 
     Example:
         >>> check_dataset("mnist")
@@ -113,14 +110,7 @@ def check_dataset(dataset: object) -> LabelledDataset:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Minibatches of a client's samples, reshuffled in every epoch.
-
-    Args:
-        inputs: the inputs (samples, ...).
-        labels: the labels (samples,).
-        size: the number of samples per batch. The last batch can be smaller.
-        generator: the generator of the order.
-    """
+    """Minibatches of a client's samples, reshuffled in every epoch. The last batch can be smaller than `size`."""
 
     inputs: Tensor
     labels: Tensor
@@ -304,11 +294,7 @@ class FederatedDataset:
 
 
 def check_federation(name: str, federation: object) -> FederatedDataset:
-    """Check that `federation` is a federated data set and not a plain data set, and return it.
-
-    Raises:
-        ArgumentError: if it is invalid.
-    """
+    """Return `federation`, or raise an `ArgumentError` if it is not a federated data set."""
     return check_instance(
         name, federation, FederatedDataset, "FederatedDataset.split(dataset, clients, partition=iid_partition, seed=0)"
     )
@@ -340,11 +326,7 @@ def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.n
 
 
 def _check_parts(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
-    """Check the result of a partition: an array of indices for each client, without duplicates.
-
-    Raises:
-        ArgumentError: if the result is invalid.
-    """
+    """Check the result of a partition: an array of indices for each client, without duplicates."""
     if len(parts) != clients:
         raise ArgumentError(f"partition: expected {clients} parts, one for each client, got {len(parts)}")
     positions = np.concatenate(parts)

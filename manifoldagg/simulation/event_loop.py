@@ -160,7 +160,7 @@ class EventLoop:
         return self.pending_event
 
     def submit(self, client: int, work: float) -> TaskId:
-        """Dispatch a task of `work` units to the client of the last `DispatchEvent`.
+        """Dispatch a task of `work` units to the client of the last `DispatchEvent`, and return its identifier.
 
         Raises:
             ArgumentError: if the last event is not a `DispatchEvent` of this client, or the scheduler rejects the task.
@@ -181,11 +181,7 @@ class EventLoop:
         return key
 
     def acknowledge(self, accepted: bool) -> None:
-        """Report whether the server applied the last update.
-
-        Raises:
-            ArgumentError: if the last event was not a completion.
-        """
+        """Report whether the server applied the last update. The last event must be a completion."""
         if not isinstance(self.pending_event, CompletionEvent):
             raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")
         client = self.pending_event.task_id.client
@@ -232,11 +228,7 @@ def build_event_loop(
     concurrency: int | None = None,
     refill: int | None = None,
 ) -> EventLoop:
-    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it and the affected clients.
-    """
+    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run]."""
     clients = federation.trainable_clients
 
     def stream(name: int) -> np.random.Generator:

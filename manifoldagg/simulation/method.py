@@ -53,10 +53,7 @@ class Method:
 
 
 def check_method(name: str, method: object) -> Method:
-    """Check that `method` is a `Method` and not a name or a rule, and return it.
-
-    Raises:
-        ArgumentError: if it is invalid.
+    """Return `method`, or raise an `ArgumentError` if it is not a `Method`.
 
     Example:
         >>> check_method("method", "fedasync")

@@ -268,11 +268,7 @@ def natural_partition(
 
 
 def check_concentration(value: float) -> float:
-    """Convert a concentration to a float >= 0, which may be infinity.
-
-    Raises:
-        ArgumentError: if `value` is invalid.
-    """
+    """Convert a concentration to a float >= 0, which may be infinity."""
     try:
         number = math.nan if isinstance(value, str | bool) else float(value)
     except (TypeError, ValueError):
@@ -285,11 +281,7 @@ def check_concentration(value: float) -> float:
 def _encode_labels(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, int]:
-    """Return the labels as integers from 0, and the number of different labels.
-
-    Raises:
-        ArgumentError: if `labels` is empty, there are more clients than samples, or `generator` is invalid.
-    """
+    """Check the arguments of a partition. Return the labels as integers from 0, and the number of labels."""
     labels = np.asarray(labels)
     if labels.ndim != 1 or labels.size == 0:
         raise ArgumentError(f"labels: expected a non-empty vector, got shape {labels.shape}")

@@ -138,11 +138,7 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
 
 
 def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
-    """Check that `records` are task records, and return them as a list.
-
-    Raises:
-        ArgumentError: if an element is not a task record. The message names the first one.
-    """
+    """Return `records` as a list, or raise an `ArgumentError` with the first element that is not a task record."""
     records = list(records)
     for i, record in enumerate(records):
         if not isinstance(record, TaskRecord):
