@@ -93,7 +93,7 @@ def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]
         return [f"--{key}"] * value
     if option.multiple and isinstance(value, dict):
         return [f"--{key}={name}={_text(f'{where}: {name}', one)}" for name, one in value.items()]
-    if isinstance(value, list) and value and option.multiple:
+    if isinstance(value, list) and option.multiple:
         return [f"--{key}={_text(where, one)}" for one in value]
     if isinstance(value, list) and value and option.type.name == "text":
         return [f"--{key}={','.join(_text(where, one) for one in value)}"]
