@@ -98,7 +98,8 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
                 raise ArgumentError(f"expected the columns {', '.join(_COLUMNS)}")
             line = 2
             for client, *numbers, staleness in table:
-                records.append(TaskRecord(parse_client(client), *map(float, numbers), int(staleness)))
+                work, dispatched, started, finished = map(float, numbers)
+                records.append(TaskRecord(parse_client(client), work, dispatched, started, finished, int(staleness)))
                 line = table.line_num + 1
     except OSError as error:
         raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
