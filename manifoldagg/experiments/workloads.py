@@ -1,4 +1,8 @@
-"""Workloads by name: schedulers, delays, availability traces and partitions, such as `priority:workers=2`."""
+"""Workloads by name: schedulers, delays, availability traces and partitions, such as `priority:workers=2`.
+
+If a name is unknown, the functions raise an `ArgumentError` with the nearest known name. They also raise an
+`ArgumentError` if the value of an option is invalid.
+"""
 
 import hashlib
 import inspect
@@ -65,9 +69,6 @@ def scheduler(text: str) -> SchedulerFactory:
     | `replay` | `path` of a trace |
     | `module:name` | those of your own function, other than the clients and the generator |
 
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
-
     Example:
         >>> make = scheduler("independent:delays=uniform,delays.low=1,delays.high=3")
         >>> clients = make(range(2), np.random.default_rng(0))
@@ -86,9 +87,6 @@ def delays(text: str) -> Delay | DelayFactory:
     `csv` are those of [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is your own
     delay, a class or a function that makes a delay, or a function of the clients and a generator.
 
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
-
     Example:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
@@ -102,9 +100,6 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 
     `up` and `down` of [`churn`][manifoldagg.simulation.churn] are means of exponential times, or distributions by name
     (`up=uniform,up.low=100,up.high=300`). A file has the columns `time`, `client` and `kind`.
-
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
@@ -122,9 +117,6 @@ def partition(text: str) -> Partition:
 
     The names are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`,
     `disjoint`; or `module:name`, your own function with the same arguments.
-
-    Raises:
-        ArgumentError: if the name or an option is unknown, with the nearest known name.
 
     Example:
         >>> split = partition("shards:shards_per_client=2")
@@ -148,9 +140,6 @@ def parse_workload(
     scheduler: SchedulerFactory | str | None, delays: Delays, availability: Availability | str
 ) -> dict[str, Any]:
     """Parse the string arguments of [`run`][manifoldagg.simulation.run]; other values are unchanged.
-
-    Raises:
-        ArgumentError: as the functions above.
 
     Example:
         >>> parse_workload(None, "exponential:mean=10", None)

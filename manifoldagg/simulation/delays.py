@@ -2,7 +2,7 @@ r"""Delay distributions: the duration of a unit of work, sampled by the inverse-
 
 $F^{-1}(U)$ has the distribution function F if U is uniform on [0, 1). Every draw uses exactly one number of the
 generator. So runs with the same seed use the same uniform numbers for all distributions. U has 53 bits, so draws from a
-normal distribution are within 8.2 standard deviations.
+normal distribution are within 8.2 standard deviations. An invalid parameter raises an `ArgumentError` that names it.
 """
 
 import csv
@@ -87,9 +87,6 @@ class Deterministic(Delay):
     Args:
         seconds: the delay, which must not be negative.
 
-    Raises:
-        ArgumentError: if `seconds` is invalid.
-
     Example:
         >>> Deterministic(2.0).draw(np.random.default_rng(0), work=3.0)
         6.0
@@ -120,9 +117,6 @@ class Gaussian(Delay):
     Args:
         location: the mean before truncation, which must be positive.
         scale: the standard deviation before truncation, which must not be negative.
-
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
 
     Source: OrthoFL §5.1.
 
@@ -171,9 +165,6 @@ class LogNormal(Delay):
     Args:
         mean: the mean a, which must be positive.
         deviation: the standard deviation d, from 0 to $10^6 a$.
-
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
 
     Source: OrthoFL D.4.
 
@@ -259,9 +250,6 @@ class Uniform(Delay):
         low: the smallest delay, which must not be negative.
         high: the largest delay, which must be at least `low`.
 
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
-
     Example:
         >>> Uniform(1.0, 3.0).quantile(0.25)
         1.5
@@ -316,9 +304,6 @@ class Empirical(Delay):
     Args:
         computation: the computation times $t_i$ in seconds per unit of work, (n,).
         communication: the communication times $c_i$ in seconds per task, (n,). The default is 0.
-
-    Raises:
-        ArgumentError: if a number is invalid. The message names it.
 
     Example:
         >>> delay = Empirical((1.0, 3.0), (0.5, 0.25))
