@@ -261,6 +261,11 @@ def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys)
     assert done() == {"first", "second"}
     assert done() == set()
     assert done("--jobs", 1) == set()
+    for setting in ({"duration": 9.0}, {"swa": "start=0.5"}):
+        tables["second"] = {"methods": "fedasync:trainer.epochs=1", **setting}
+        written(tmp_path / "two.toml", defaults=SMALL, **tables)
+        assert done() == {"second"}
+        assert done() == set()
     tables["second"]["rate"] = 2.0
     written(tmp_path / "two.toml", defaults=SMALL, **tables)
     assert done() == {"second"}
