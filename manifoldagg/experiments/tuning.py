@@ -225,8 +225,7 @@ def tune(
             search, including the content of data and files. Functions are identified by their names.
         progress: a function that is called with the method's name and rate, and the seed, after each update.
 
-    Returns:
-        The search with the tried rates, or `None` if the method has no rate or a fixed rate.
+    The result is `None` if the method has no rate or a fixed rate.
 
     Raises:
         ArgumentError: for the same reasons as in `run`, if `rate_field` of the method is not a field of its rule, if a

@@ -173,7 +173,7 @@ class Asynchronous(TrainingLoop):
             "├──> Asynchronous:",
             f"│\t├── Updates per round: {self.updates or 'one per node'}",
             f"│\t├── Concurrency: {self.concurrency or 'one task per node'}",
-            f"│\t├── Refill: when {self.refill or 1} of the tasks have ended",
+            f"│\t├── Free slots before the next tasks: {self.refill or 1}",
             f"│\t├── Task timeout: {timeout}",
             f"│\t└── Messages: {'wire format' if wire else 'ArrayRecord'}",
             "├──> Sampling:",
