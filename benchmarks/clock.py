@@ -19,13 +19,13 @@ from manifoldagg.simulation.availability import AvailabilityChange, Availability
 from manifoldagg.simulation.delays import (
     Delay,
     Deterministic,
+    Empirical,
     Exponential,
     Gaussian,
     HalfNormal,
     LogNormal,
     Uniform,
 )
-from manifoldagg.simulation.empirical_delays import Empirical
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler
 from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord

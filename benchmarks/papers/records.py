@@ -13,7 +13,7 @@ import torch
 
 from manifoldagg._io import atomic_write
 from manifoldagg.experiments.statistics import MeanCI, mean_ci
-from manifoldagg.simulation.run_metadata import versions
+from manifoldagg.simulation.metadata import versions
 
 __all__ = ["RESULTS", "ROOT", "Parts", "cell", "command", "markdown", "table", "write"]
 

@@ -24,7 +24,7 @@ from manifoldagg._io import new_figure
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.combined_report import CombinedReport, load_reports, write_combined_report
 from manifoldagg.experiments.plots import draw_accuracy
-from manifoldagg.experiments.report_data import LoggedRun
+from manifoldagg.experiments.report import LoggedRun
 from manifoldagg.experiments.statistics import MeanCI, compare_pairs, mean_ci
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 

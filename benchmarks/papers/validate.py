@@ -19,12 +19,12 @@ from typing import Any
 import typer
 
 from manifoldagg.cli.app import app
-from manifoldagg.experiments import load_dataset
+from manifoldagg.experiments import load_dataset, workloads
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.registry import methods
-from manifoldagg.experiments.run_report import environment_info
+from manifoldagg.experiments.report import environment_info
 from manifoldagg.experiments.tuning import Tuning
-from manifoldagg.simulation import FederatedDataset, processes, registry
+from manifoldagg.simulation import FederatedDataset, processes
 from manifoldagg.simulation.executors import shared_executor
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def main() -> None:
 def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[dict[str, Any]]:
     """What `compare` would try with these options, one method after the other."""
     problem = load_dataset(options["data"], options["model"])
-    partition = registry.partition(options["partition"])
+    partition = workloads.partition(options["partition"])
     split = partial(FederatedDataset.split, problem, options["clients"], partition=partition)
     first = max(Tuning.seeds[0], options["seeds"])
     tuning = Tuning(range(first, first + options["tune_seeds"]), cache=cache)

@@ -13,23 +13,24 @@ from rich.console import Console
 
 from manifoldagg.cli._console import UsageError
 from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments import workloads
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.datasets import DATASETS, load_dataset
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.registry import methods
-from manifoldagg.experiments.run_report import read_report
+from manifoldagg.experiments.report import read_report
+from manifoldagg.experiments.spec_parser import Spec, error_context, parse_literal, parse_spec
 from manifoldagg.experiments.tuning import with_rate
-from manifoldagg.simulation import registry
+from manifoldagg.experiments.weight_averaging import WeightAveraging
+from manifoldagg.experiments.workloads import referenced_files
+from manifoldagg.simulation.metadata import stable_repr, versions
 from manifoldagg.simulation.method import Method
-from manifoldagg.simulation.run_metadata import referenced_files, versions
-from manifoldagg.simulation.spec_parser import Spec, error_context, parse_literal, parse_spec
-from manifoldagg.simulation.stable_repr import stable_repr
 
 EXCLUDED_OPTIONS = ("config", "only", "name")
 """Options that a file must not contain."""
 SHARED_SETTINGS = (
     *("clients", "num_updates", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "availability", "task_cost", "concurrency", "eval_every"),
+    *("scheduler", "delays", "availability", "task_cost", "concurrency", "buffer", "refill", "duration", "eval_every"),
 )
 """Options that are settings of a comparison with the same name and value."""
 FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
@@ -72,8 +73,8 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
                 if here != there:
                     made.params["out"] = parent / made.params["out"]
                 _methods(made.params)
-                registry.partition(made.params["partition"])
-                registry.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
+                workloads.partition(made.params["partition"])
+                workloads.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
         for count, (name, made) in enumerate(runs.items(), start=1):
             console = Console(stderr=made.params["as_json"])
             with error_context(f"{path}: {name}"):
@@ -139,6 +140,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "model": stable_repr(given.model),
         "target": given.target if params["target"] is None else params["target"],
         "seeds": list(range(params["seeds"])),
+        "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
         "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
     }
@@ -151,4 +153,6 @@ def _methods(params: dict[str, Any]) -> list[Method]:
     names, rates = params["methods"], list(params["rate"] or ())
     if params["tune"]:
         return methods(names, rates)
-    return methods_with_scaled_rates(names, rates, clients=params["clients"], concurrency=params["concurrency"])[0]
+    return methods_with_scaled_rates(
+        names, rates, clients=params["clients"], concurrency=params["concurrency"], buffer=params["buffer"]
+    )[0]

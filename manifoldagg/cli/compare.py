@@ -31,10 +31,10 @@ from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
-from manifoldagg.experiments.run_report import check_destination, read_report, write_report
+from manifoldagg.experiments.report import check_destination, read_report, write_report
 from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.simulation.executors import processes
-from manifoldagg.simulation.stable_repr import stable_repr
+from manifoldagg.simulation.metadata import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 
@@ -127,7 +127,29 @@ def compare_command(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="The number of clients that train at the same time.  [default: all clients]", show_default=False
+            help="The number of clients that train at the same time.  [default: all clients, with one task each]",
+            show_default=False,
+        ),
+    ] = None,
+    buffer: Annotated[
+        int | None,
+        typer.Option(
+            help="The number of updates in each step of the methods with a buffer.  [default: the size in the method]",
+            show_default=False,
+        ),
+    ] = None,
+    refill: Annotated[
+        int | None,
+        typer.Option(
+            help="Dispatch again when this number of slots is free, to all of them.  [default: 1]", show_default=False
+        ),
+    ] = None,
+    swa: Annotated[
+        str | None,
+        typer.Option(
+            help="Also average the models of each run, and evaluate the average: `start=0.75,cycle=5` averages every "
+            "fifth version of the last quarter. `period=20` lets `asynccurve` write its average to the model.",
+            show_default=False,
         ),
     ] = None,
     tune: Annotated[
@@ -223,7 +245,9 @@ def compare_command(
     if tune:
         chosen = methods_by_name(methods, rate or [])
     else:
-        chosen, scaled = methods_with_scaled_rates(methods, rate or [], clients=clients, concurrency=concurrency)
+        chosen, scaled = methods_with_scaled_rates(
+            methods, rate or [], clients=clients, concurrency=concurrency, buffer=buffer
+        )
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise ArgumentError(f"name: expected the name of a folder in --out, got {name!r}")
     problem = load_dataset(data, model)
@@ -240,7 +264,11 @@ def compare_command(
         "task_cost": task_cost,
         "concurrency": concurrency,
         "eval_every": eval_every,
-        **({} if duration is None else {"duration": duration}),
+        **{
+            name: value
+            for name, value in (("duration", duration), ("buffer", buffer), ("refill", refill), ("averaging", swa))
+            if value is not None
+        },
     }
     first = max(Tuning.seeds[0], seeds)
     apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None
@@ -347,8 +375,9 @@ def comparison_table(comparison: Comparison) -> Table:
     counts = (settings["clients"], "client"), (settings["num_updates"], "update"), (seeds, "seed")
     size = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
     target = f"updates\nto {format_percent(settings['target'])}"
+    averages = ("avg.\nacc.", "loss", "avg.\nloss") if "averaging" in settings else ()
     grid = new_table(
-        *("method", "final\nacc.", "best\nacc.", target, "stale\nmean/max", "Gini", "train\ns", "eval\ns"),
+        *("method", "final\nacc.", *averages, "best\nacc.", target, "stale\nmean/max", "Gini", "train\ns", "eval\ns"),
         title=f"{settings['data']['name']}: {size}",
         caption="accuracies in %, staleness in versions",
     )
@@ -359,6 +388,7 @@ def comparison_table(comparison: Comparison) -> Table:
         grid.add_row(
             Text(name),
             _format_mean(row["final_mean"], row["final_sd"]),
+            *([] if not averages else _average_cells(row)),
             _format_mean(row["best_mean"], row["best_sd"]),
             "never" if updates is None else f"{updates:.0f}{share}",
             f"{row['staleness_mean']:.1f}/{row['staleness_max']}",
@@ -392,6 +422,13 @@ def _format_search(search: dict[str, Any] | str | None) -> str:
     return f"rate {chosen:g} of {tried} ({100 * scores[chosen]:.1f} % of validation samples{end})"
 
 
+def _average_cells(row: dict[str, float | int | None]) -> list[str]:
+    """Format the accuracy of the average, the loss of the model and the loss of the average."""
+    losses = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("loss_mean", "average_loss_mean")]
+    return [_format_mean(row["average_mean"], row["average_sd"]), *losses]
+
+
 def _format_mean(mean: float | int | None, deviation: float | int | None) -> str:
-    assert mean is not None
+    if mean is None:
+        return "none"
     return f"{100 * mean:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")

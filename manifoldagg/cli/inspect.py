@@ -68,22 +68,11 @@ def inspect_command(
 
 @dataclass
 class Summary:
-    """Numbers that `inspect` reports.
+    """Numbers that `inspect` reports, for a checkpoint or a journal.
 
-    Attributes:
-        path: the given path.
-        kind: `"checkpoint"` or `"journal"`.
-        formats: the format versions of the files.
-        num_bytes: the size of the files.
-        version: the version of the model after the last record.
-        num_updates: the number of accepted updates, or `None` if only a checkpoint contains it.
-        clients: the clients with a ticket, an update or a weight.
-        staleness: the number of accepted updates by staleness.
-        rejections: the client or ticket and the reason of each final rejection, in order.
-        counts: the number of rejections by invalid field.
-        records: the number of records by kind.
-        notes: messages about harmless findings.
-        damage: the message about a corrupted file.
+    `version` is the version of the model after the last record. `num_updates` is `None` if only a checkpoint contains
+    it. `clients` have a ticket, an update or a weight. `staleness` counts accepted updates, `counts` rejections by
+    invalid field, and `records` records by kind. `damage` is the message about a corrupted file.
     """
 
     path: Path

@@ -13,7 +13,7 @@ from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import fold_names, new_table
 from manifoldagg.experiments.combined_report import FILES, CombinedReport, load_reports, write_combined_report
-from manifoldagg.experiments.run_report import check_destination
+from manifoldagg.experiments.report import check_destination
 from manifoldagg.simulation.cost import AXES
 
 __all__ = ["report_command", "report_tables"]
@@ -67,7 +67,9 @@ def report_command(
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
     """Format a table for each problem, with the accuracy at the end and at equal cost."""
     for problem in combined.runs:
-        frame = combined.table(problem).iloc[:, [0, *range(2, 7)]]
+        frame = combined.table(problem)
+        shown = [name for name in frame if name == "method" or name.endswith(", %") or name.startswith("updates to")]
+        frame = frame[shown]
         heads = [head.replace(", %", "").replace("at ", "at\n").replace(" to ", "\nto ") for head in frame.columns]
         grid = new_table(*heads, title=Text(problem), caption="accuracies in %, means with their 95 % intervals")
         fold_names(grid, frame["method"])

@@ -12,11 +12,10 @@ from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent
-from manifoldagg.experiments.report_data import LoggedRun, Runs, read_reports
-from manifoldagg.experiments.run_report import check_destination
+from manifoldagg.experiments.report import LoggedRun, Runs, check_destination, read_reports
+from manifoldagg.experiments.spec_parser import choose
 from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, mean_ci
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
-from manifoldagg.simulation.spec_parser import choose
 
 __all__ = ["FILES", "CombinedReport", "load_reports", "markdown_table", "write_combined_report"]
 
@@ -24,6 +23,7 @@ FILES = ("report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "a
 BUDGET_AXES = ("time", "gradients", "bytes")
 """The axes of the columns with the accuracy at equal cost."""
 MEANS = ("final", *(f"at_{axis}" for axis in AXES), "updates_to_target", "time_to_target", "loss", "gini", "theil")
+MEANS += ("average", "average_loss")
 """The columns of a run for which `CombinedReport.frame` contains means with intervals."""
 BUDGET_NAMES = {axis: f"equal {axis}" for axis in AXES} | {"time": "equal virtual time"}
 TABLE_NOTE = """\
@@ -86,6 +86,8 @@ class CombinedReport:
             "loss": np.nan if last.loss is None else last.loss,
             "gini": last.gini,
             "theil": last.theil,
+            "average": np.nan if last.average_accuracy is None else last.average_accuracy,
+            "average_loss": np.nan if last.average_loss is None else last.average_loss,
             **{f"spent_{axis}": last.value_on(axis) for axis in AXES},
         }
 
@@ -149,6 +151,7 @@ class CombinedReport:
         frame = self.frame()
         frame = frame[frame["problem"] == problem]
         at = {f"at {_format_amount(axis, self.budget(problem, axis))}, %": f"at_{axis}" for axis in BUDGET_AXES}
+        has_average = bool(frame["average"].notna().any())
         target = format_percent(self.targets[problem])
         reached = [
             f" ({count} of {seeds})" if 0 < count < seeds else ""
@@ -166,11 +169,14 @@ class CombinedReport:
                 "method": frame["method"].to_list(),
                 "seeds": frame["seeds"].astype(str).to_list(),
                 "final, %": _format(frame, "final", ".1f", scale=100),
+                **({"average, %": _format(frame, "average", ".1f", scale=100)} if has_average else {}),
                 **{heading: _format(frame, name, ".1f", scale=100) for heading, name in at.items()},
                 **to_target,
                 **{
-                    heading: ["" if np.isnan(value) else f"{value:.3f}" for value in frame[heading.lower()]]
-                    for heading in ("loss", "Gini", "Theil")
+                    heading: [
+                        "" if np.isnan(value) else f"{value:.3f}" for value in frame[heading.lower().replace(" ", "_")]
+                    ]
+                    for heading in ("loss", *(["average loss"] if has_average else []), "Gini", "Theil")
                 },
                 "gradients": [f"{round(value):,}" for value in frame["spent_gradients"]],
                 "sent": [_format_amount("bytes", value) for value in frame["spent_bytes"]],

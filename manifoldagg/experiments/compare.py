@@ -2,7 +2,7 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -11,50 +11,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
-from manifoldagg.curves import Bezier, Plane, plane
+from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, StabilityWarning
+from manifoldagg.experiments import workloads
+from manifoldagg.experiments.landscape import Landscape, compute_landscape
 from manifoldagg.experiments.progress_dir import ComparisonProgress, LearnedCurve
+from manifoldagg.experiments.spec_parser import error_context
 from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.experiments.weight_averaging import WeightAveraging
+from manifoldagg.experiments.workloads import referenced_files
 from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
+from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation import registry
 from manifoldagg.simulation.availability import Availability
-from manifoldagg.simulation.dataset import LabelledDataset, check_dataset
+from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
 from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
 from manifoldagg.simulation.executors import ExecutorLike, shared_executor
-from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.metadata import stable_repr
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.run_metadata import referenced_files
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
-from manifoldagg.simulation.spec_parser import error_context
-from manifoldagg.simulation.stable_repr import stable_repr
 from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Comparison", "Landscape", "compare"]
+__all__ = ["Comparison", "compare"]
 LANDSCAPE_AFTER = 0.5
 """The fraction of the updates after which the first curve that arrives is used for the plane."""
-MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
-"""The maximum numbers of samples and of labels on which the loss of a plane is computed."""
-
-
-@dataclass(frozen=True)
-class Landscape:
-    """Planes of one learned curve: the loss on the client's own data, and on all held-out data."""
-
-    method: str
-    update_index: int
-    client: int
-    local: Plane
-    held_out: Plane
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,11 @@ class Comparison:
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
         """Return a table row for each method, with means and sample standard deviations over the seeds."""
-        return {name: _summarise(runs, self.settings["target"]) for name, runs in self.runs.items()}
+        averaged = "averaging" in self.settings
+        return {
+            name: _summarise(runs, self.settings["target"]) | (_summarise_average(runs) if averaged else {})
+            for name, runs in self.runs.items()
+        }
 
     def results(self) -> dict[str, object]:
         """Return all results except the log as a JSON-compatible tree. Equal settings give bit-identical results."""
@@ -112,10 +104,8 @@ class Comparison:
     def timing(self) -> dict[str, dict[str, list[float]]]:
         """Return the wall-clock seconds of training and of evaluation, by method, for each seed."""
         return {
-            "seconds": {name: [run_.seconds for run_ in runs] for name, runs in self.runs.items()},
-            "evaluation_seconds": {
-                name: [run_.evaluation_seconds for run_ in runs] for name, runs in self.runs.items()
-            },
+            key: {name: [getattr(run_, key) for run_ in runs] for name, runs in self.runs.items()}
+            for key in ("seconds", "evaluation_seconds")
         }
 
 
@@ -136,6 +126,9 @@ def compare(
     availability: Availability | str = None,
     task_cost: str = "fixed",
     concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
+    averaging: WeightAveraging | str | None = None,
     eval_every: int = 1,
     executor: ExecutorLike = None,
     progress: Callable[[str, int], None] | None = None,
@@ -160,11 +153,17 @@ def compare(
         validation: the fraction of the training data that replaces the test set, as in `FederatedDataset.split`.
         batch: the number of samples in a minibatch.
         target: the target accuracy up to which updates are counted. The default is that of the data set.
-        scheduler: a function that returns a scheduler for each run, as in [`run`][manifoldagg.simulation.run].
+        scheduler: a function that returns a scheduler for each run. This and the next six arguments are as in
+            [`run`][manifoldagg.simulation.run].
         delays: the delays of clients that work independently, instead of a scheduler.
         availability: the changes of the clients' availability.
         task_cost: the cost of a task: `"fixed"` or `"trainer"`.
-        concurrency: the number of tasks in flight.
+        concurrency: the number of clients in flight. The default is all clients: each client has one task, and receives
+            the next task after its update.
+        buffer: the number of updates in each step of the rules with a buffer. Other rules ignore it.
+        refill: the number of free slots at which the server dispatches again. The default is 1.
+        averaging: the settings of a weight average that each run computes and evaluates next to its model, or their
+            text, such as `"start=0.75,cycle=5"`.
         eval_every: the number of updates between evaluations.
         executor: the executor that trains, or a function that returns an executor for all runs. The results do not
             depend on it.
@@ -202,7 +201,14 @@ def compare(
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
+    partition_name = stable_repr(partition)
+    if isinstance(partition, str):
+        partition = workloads.partition(partition)
+    if isinstance(averaging, str):
+        averaging = WeightAveraging.parse(averaging)
     options: dict[str, Any] = {"num_updates": num_updates, "task_cost": task_cost, "concurrency": concurrency}
+    if refill is not None:
+        options["refill"] = refill
     named: dict[str, Any] = {"scheduler": scheduler, "delays": delays, "availability": availability}
     with single_threaded(), shared_executor(executor) as workers, ExitStack() as stack:
         split = partial(
@@ -216,13 +222,19 @@ def compare(
         )
         federations = [split(seed=seed) for seed in range(seeds)]
         files = referenced_files(*named.values())
-        workload = registry.parse_workload(scheduler, delays, availability)
+        workload = workloads.parse_workload(scheduler, delays, availability)
+        first = federations[0].trainable_clients
+        if averaging is not None:
+            methods = averaging.apply(methods, num_updates, first)
+        buffers = {method.name: _buffer_of(method, first, buffer) for method in methods}
+        if buffer is not None and not any(buffers.values()):
+            raise ArgumentError("buffer: expected a method with a buffer, such as fedbuff; omit buffer")
         for federation in federations:
             for method in methods:
-                _check_startable(federation, method, workload, concurrency)
+                _check_startable(federation, method, workload, concurrency, buffers[method.name], refill)
         tuned: dict[str, object] | None = None
         if tuning is not None:
-            options_of_search = {**options, **named, "executor": workers, "progress": progress}
+            options_of_search = {**options, **named, "buffer": buffer, "executor": workers, "progress": progress}
             methods, tuned = tuning.apply(
                 methods, split, validation=validation, num_used_seeds=seeds, **options_of_search
             )
@@ -235,7 +247,7 @@ def compare(
             "num_updates": num_updates,
             "seeds": list(range(seeds)),
             "model": stable_repr(dataset.model),
-            "partition": stable_repr(partition),
+            "partition": partition_name,
             "holdout": holdout,
             "validation": validation,
             "batch": batch,
@@ -245,7 +257,7 @@ def compare(
             "task_cost": task_cost,
             "concurrency": concurrency,
             "eval_every": eval_every,
-            **({} if duration is None else {"duration": duration}),
+            **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
@@ -253,46 +265,71 @@ def compare(
             "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
-        curves = {} if stored is None else stored.load_curves(settings["methods"])
-
-        def save_curve(name: str, event: UpdateEvent) -> None:
-            is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-            if is_curve and name not in curves and event.update_index >= LANDSCAPE_AFTER * num_updates:
-                phi = torch.cat([event.message.start[None], event.payload.points])
-                curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
-                if stored is not None:
-                    stored.save_curve(curves[name])
-
-        def run_method(method: Method, federation: FederatedDataset) -> RunResult:
-            name, seed = method.name, federation.seed
-            finished = None if stored is None else stored.load_run(name, seed)
-            if finished is None:
-                with error_context(f"methods: {name}"):
-                    finished = run(
-                        federation,
-                        method,
-                        **options,
-                        **workload,
-                        eval_every=eval_every,
-                        duration=duration,
-                        executor=workers,
-                        on_update=partial(save_curve, name) if seed == 0 else None,
-                        progress=progress and partial(progress, name, seed),
-                        log=None if stored is None else partial(stored.log_evaluation, name, seed),
-                        checkpoint=None if stored is None else stored.checkpoint_policy(name, seed),
-                        resume=stored is not None,
-                    )
-                if stored is not None:
-                    stored.save_run(name, seed, finished)
-            elif stored is not None:
-                for row in finished.evaluations:
-                    stored.log_evaluation(name, seed, row)
-            return finished
-
-        runs = {method.name: [run_method(method, federation) for federation in federations] for method in methods}
-        drawn = next((curves[name] for name in runs if name in curves), None)
-        landscape = None if drawn is None else _compute_landscape(federations[0], drawn)
+        options |= {**workload, "eval_every": eval_every, "duration": duration, "executor": workers}
+        runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"])
+        runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
+        drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
+        landscape = None if drawn is None else compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
+
+
+class _Runner:
+    """The runs of a comparison, whose results and curves are stored in a folder if there is one."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        averaging: WeightAveraging | None,
+        buffers: Mapping[str, int | None],
+        stored: ComparisonProgress | None,
+        progress: Callable[[str, int], None] | None,
+        names: Iterable[str],
+    ) -> None:
+        self._options = options
+        self._averaging = averaging
+        self._buffers = buffers
+        self._stored = stored
+        self._progress = progress
+        self.curves = {} if stored is None else stored.load_curves(names)
+
+    def run(self, method: Method, federation: FederatedDataset) -> RunResult:
+        """Run a method, or load its finished run."""
+        name, seed, stored = method.name, federation.seed, self._stored
+        finished = None if stored is None else stored.load_run(name, seed)
+        if stored is not None and finished is not None:
+            for row in finished.evaluations:
+                stored.log_evaluation(name, seed, row)
+            return finished
+        options = {
+            **self._options,
+            "buffer": self._buffers[name],
+            "averaging": self._average_of(method, federation),
+            "on_update": partial(self._save_curve, name) if seed == 0 else None,
+            "progress": self._progress and partial(self._progress, name, seed),
+        }
+        with error_context(f"methods: {name}"):
+            if stored is None:
+                return run(federation, method, **options)
+            log, policy = partial(stored.log_evaluation, name, seed), stored.checkpoint_policy(name, seed)
+            finished = run(federation, method, **options, log=log, checkpoint=policy, resume=True)
+        stored.save_run(name, seed, finished)
+        return finished
+
+    def _average_of(self, method: Method, federation: FederatedDataset) -> Callable[[ParameterSpace], SWA] | None:
+        if self._averaging is None:
+            return None
+        rule: Any = method.bind(federation.trainable_clients, self._buffers[method.name]).rule
+        return self._averaging.for_run(rule, self._options["num_updates"])
+
+    def _save_curve(self, name: str, event: UpdateEvent) -> None:
+        """Save the first curve of a method that arrives in the second half of a run."""
+        is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
+        late = event.update_index >= LANDSCAPE_AFTER * self._options["num_updates"]
+        if is_curve and late and name not in self.curves:
+            phi = torch.cat([event.message.start[None], event.payload.points])
+            self.curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
+            if self._stored is not None:
+                self._stored.save_curve(self.curves[name])
 
 
 def _check_methods(methods: Any) -> None:
@@ -309,45 +346,39 @@ def _check_methods(methods: Any) -> None:
         raise ArgumentError("methods: expected at least one method, and distinct names")
 
 
+def _given(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not `None`. New settings do not change the results without them."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _buffer_of(method: Method, clients: list[int], buffer: int | None) -> int | None:
+    """Return the argument `buffer` of a run: `None` for a rule without a buffer."""
+    with error_context(f"methods: {method.name}"):
+        return buffer if buffer is not None and has_buffer(method.bind(clients).rule) else None
+
+
 def _check_startable(
-    federation: FederatedDataset, method: Method, workload: Mapping[str, Any], concurrency: int | None
+    federation: FederatedDataset,
+    method: Method,
+    workload: Mapping[str, Any],
+    concurrency: int | None,
+    buffer: int | None,
+    refill: int | None,
 ) -> None:
     """Check that a run can start: the method fits the clients, and its trainer accepts the server's message."""
     clients = federation.trainable_clients
     with error_context(f"methods: {method.name}"):
-        rule: Any = method.bind(clients).rule
-        sampler_for(rule, clients, concurrency, np.random.default_rng(0))
+        rule: Any = method.bind(clients, buffer).rule
+        sampler_for(rule, clients, concurrency, np.random.default_rng(0), refill=refill)
         sizes = {client: len(federation.train[client]) for client in clients}
         message = Server.of(federation.model(), rule, weights=sizes).dispatch(clients[0]).message
         steps = getattr(method.trainer, "num_steps", None)
         if steps is not None:
             steps(message, federation.num_batches(clients[0]))
-    course = build_event_loop(federation, rule, **workload, concurrency=concurrency)
+    course = build_event_loop(federation, rule, **workload, concurrency=concurrency, refill=refill)
     while isinstance(event := course.next(), DispatchEvent):
         with error_context("scheduler"):
             course.submit(event.client, float(federation.num_batches(event.client)))
-
-
-def _compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
-    """Compute the loss over the plane of a client's curve."""
-    model, dataset = federation.model(), federation.dataset
-    space = ParameterSpace.of(model)
-    loss = space.loss(model, nn.functional.cross_entropy)
-
-    def over(samples: np.ndarray) -> Plane:
-        most = min(MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS * len(dataset.labels) // dataset.labels.numel())
-        if len(samples) > most:
-            samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
-        batch = dataset.inputs[samples], dataset.labels[samples]
-
-        def value(theta: Tensor) -> float:
-            with torch.no_grad():
-                return loss(theta, batch).item()
-
-        return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
-
-    local, held_out = over(federation.train[curve.client]), over(np.concatenate(federation.held_out))
-    return Landscape(curve.method, curve.update_index, curve.client, local, held_out)
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:
@@ -382,6 +413,20 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
         "rejected": sum(run_.rejected for run_ in runs),
         "gradients_mean": statistics.fmean(row.gradients for row in last),
         "bytes_mean": statistics.fmean(row.bytes for row in last),
+    }
+
+
+def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
+    """Return the mean final accuracy and loss of the average, and the loss of the model, over runs that have them."""
+    last = [run_.evaluations[-1] for run_ in runs]
+    accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]
+    losses = [row.loss for row in last if row.loss is not None]
+    average_losses = [row.average_loss for row in last if row.average_loss is not None]
+    return {
+        "average_mean": statistics.fmean(accuracy) if accuracy else None,
+        "average_sd": _standard_deviation(accuracy),
+        "loss_mean": statistics.fmean(losses) if losses else None,
+        "average_loss_mean": statistics.fmean(average_losses) if average_losses else None,
     }
 
 

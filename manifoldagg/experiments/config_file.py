@@ -7,18 +7,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.spec_parser import choose
+from manifoldagg.experiments.spec_parser import choose
 
 __all__ = ["DEFAULTS", "Option", "command_lines", "options_by_name"]
 
 DEFAULTS = "defaults"
 """The name of the table with the options that all comparisons share."""
-VALUE_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
-    "integer": ("an integer", (int,)),
-    "float": ("a number", (int, float)),
-    "boolean": ("true or false", (bool,)),
-}
-"""The description and the classes of the values of each option type. Other option types expect words."""
 
 
 @runtime_checkable
@@ -70,7 +64,9 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
         name: [
             argument
             for key, value in (shared | table).items()
-            for argument in _to_arguments(f"config: {path}: {name if key in table else DEFAULTS}", key, options, value)
+            for argument in _to_arguments(
+                f"config: {path}: {name if key in table else DEFAULTS}", key, options[key], value
+            )
         ]
         for name, table in tree.items()
         if name in wanted
@@ -88,25 +84,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise ArgumentError(f"config: {path}: expected tables of options, got values nested too deep") from None
 
 
-def _to_arguments(where: str, key: str, options: Mapping[str, Option], value: Any) -> list[str]:
-    """Return a key and its value as arguments of the command line."""
-    where, option = f"{where}: {key}", options[key]
+def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]:
+    """Return a key and its value as arguments of the command line, which checks the values of numbers."""
+    where = f"{where}: {key}"
     if option.type.name == "boolean":
-        return [f"--{key}"] * (_format_value(where, option, value) == "True")
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{where}: expected true or false, got {short_repr(value)}")
+        return [f"--{key}"] * value
     if option.multiple and isinstance(value, dict):
-        return [f"--{key}={name}={_format_value(f'{where}: {name}', option, one)}" for name, one in value.items()]
-    values = value if option.multiple and isinstance(value, list) else [value]
-    return [f"--{key}={_format_value(where, option, one)}" for one in values]
+        return [f"--{key}={name}={_text(f'{where}: {name}', one)}" for name, one in value.items()]
+    if isinstance(value, list) and option.multiple:
+        return [f"--{key}={_text(where, one)}" for one in value]
+    if isinstance(value, list) and value and option.type.name == "text":
+        return [f"--{key}={','.join(_text(where, one) for one in value)}"]
+    return [f"--{key}={_text(where, value)}"]
 
 
-def _format_value(where: str, option: Option, value: Any) -> str:
-    expected, kinds = VALUE_TYPES.get(option.type.name, ("words", (str,)))
-    if option.multiple and option.type.name not in VALUE_TYPES:
-        expected, kinds = "words or a number", (str, int, float)
-    elif option.type.name == "text":
-        expected = "words, or a list of them"
-        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-            return ",".join(value)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}")
+def _text(where: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ArgumentError(f"{where}: expected a word or a number, got {short_repr(value)}")
     return str(value)

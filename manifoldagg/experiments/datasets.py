@@ -17,9 +17,7 @@ from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
 from manifoldagg.experiments.readers import PARTS, read_images
-from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
-from manifoldagg.simulation.dataset import LabelledDataset, Signature
-from manifoldagg.simulation.spec_parser import (
+from manifoldagg.experiments.spec_parser import (
     Reader,
     choose,
     error_context,
@@ -29,6 +27,8 @@ from manifoldagg.simulation.spec_parser import (
     reader,
     user_reader,
 )
+from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
+from manifoldagg.simulation.dataset import LabelledDataset, Signature
 
 __all__ = ["digits", "fashion_mnist", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 

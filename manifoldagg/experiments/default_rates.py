@@ -6,7 +6,13 @@ from typing import Any
 from manifoldagg._validation import check_count
 from manifoldagg.experiments.registry import methods, parse_methods
 from manifoldagg.experiments.tuning import find_rate, with_rate
-from manifoldagg.federated.stability import is_synchronous, stability_limit, updates_per_step
+from manifoldagg.federated.stability import (
+    has_buffer,
+    is_synchronous,
+    stability_limit,
+    updates_per_step,
+    with_buffer_size,
+)
 from manifoldagg.simulation.method import Method
 
 __all__ = ["methods_with_scaled_rates"]
@@ -20,7 +26,12 @@ of accuracy."""
 
 
 def methods_with_scaled_rates(
-    names: Sequence[str] | str, rates: Sequence[str] = (), *, clients: int, concurrency: int | None = None
+    names: Sequence[str] | str,
+    rates: Sequence[str] = (),
+    *,
+    clients: int,
+    concurrency: int | None = None,
+    buffer: int | None = None,
 ) -> tuple[list[Method], list[str]]:
     r"""Build the named methods with default rates scaled to the clients, and return a line for each scaled rate.
 
@@ -37,6 +48,7 @@ def methods_with_scaled_rates(
         rates: the explicit rates, as in `methods`.
         clients: the number $N$ of clients.
         concurrency: the number of clients that train at the same time. `None` means all clients.
+        buffer: the number of updates in each step of a rule with a buffer. `None` means the size in the rule.
 
     Raises:
         ArgumentError: for the same reasons as in `methods`, or if `clients` or `concurrency` is not a positive integer.
@@ -54,7 +66,7 @@ def methods_with_scaled_rates(
     lines = []
     for place, (spec, made) in enumerate(zip(parse_methods(names), chosen, strict=True)):
         # A name with a colon is a rule in a user module, whose rate is not a tuned default.
-        found = None if ":" in spec.name else _scale_rate(made, clients, in_flight)
+        found = None if ":" in spec.name else _scale_rate(made, clients, in_flight, buffer)
         if found is not None and found[0] != found[1]:
             chosen[place] = with_rate(made, found[1])
             lines.append(
@@ -64,7 +76,7 @@ def methods_with_scaled_rates(
     return chosen, lines
 
 
-def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, float] | None:
+def _scale_rate(method: Method, clients: int, concurrency: int, buffer: int | None) -> tuple[float, float] | None:
     """Return the default and the scaled rate of a method, or `None` if its rate is not a multiple of an update."""
     rule: Any = method.bind(range(clients)).rule
     rate = find_rate(rule, method.rate_field)
@@ -79,7 +91,7 @@ def _scale_rate(method: Method, clients: int, concurrency: int) -> tuple[float, 
     if kind == "latest":
         return rate, _round(rate * TUNED_CLIENTS / clients)
     if kind == "mean" and not is_synchronous(rule):
-        size = updates_per_step(rule)
+        size = updates_per_step(rule if buffer is None or not has_buffer(rule) else with_buffer_size(rule, buffer))
         # A rate of 1 steps to the mean of the buffer, so a higher limit does not justify a higher rate.
         part = rate / stability_limit(TUNED_CLIENTS, size)
         return rate, min(rate, _round(part * stability_limit(concurrency, size)))

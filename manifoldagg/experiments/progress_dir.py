@@ -19,8 +19,8 @@ from manifoldagg._io import FileLock
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.metadata import check_compatible, versions
 from manifoldagg.simulation.method import RunResult
-from manifoldagg.simulation.run_metadata import check_compatible, versions
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["ComparisonProgress", "LearnedCurve", "remove"]
@@ -44,10 +44,7 @@ class LearnedCurve(NamedTuple):
 class ComparisonProgress:
     """Stored progress of a running comparison. The end of a `with` block unlocks the folder and keeps its files.
 
-    Args:
-        folder: the folder, which is created if it is missing.
-        settings: the settings that determine the results.
-        resume: whether to resume from the stored progress. Otherwise, it is removed.
+    Without `resume`, existing progress is removed.
 
     Raises:
         ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.

@@ -5,7 +5,6 @@ import math
 import os
 import struct
 import zlib
-from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,7 @@ DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"
 PARTS = ("train", "t10k")
 IMAGE_SIZE = 28
 MAX_DIMENSIONS = 32
-MAX_GZIP_RATIO = 1032
-"""The maximum compression ratio of gzip."""
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
@@ -41,8 +39,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
         A tensor in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ArgumentError: if the file cannot be read, has another magic number, is truncated, has further bytes, or
-            declares more numbers than a file of its size can contain. The size is checked before numbers are read.
+        ArgumentError: if the file cannot be read, has another magic number, is truncated, or has further bytes.
 
     Source: LeCun, Cortes, Burges, The MNIST database, file formats.
 
@@ -57,18 +54,34 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
     """
     path = Path(path)
     try:
-        stored = path.stat().st_size
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            if not packed:
-                return _read_array(path, raw, stored)
-            with gzip.open(raw) as unpacked:
-                return _read_array(path, unpacked, MAX_GZIP_RATIO * stored)
+        data = path.read_bytes()
+        if data.startswith(GZIP_MAGIC):
+            data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ArgumentError(f"path: {path}: expected a whole gzip file, but: {error}") from None
     except OSError as error:
         raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in DTYPES or not 1 <= data[3] <= MAX_DIMENSIONS:
+        types = ", ".join(f"{code:02x}" for code in DTYPES)
+        raise ArgumentError(
+            f"path: {path}: expected a file that starts with 00 00, a type ({types}) and 1 to {MAX_DIMENSIONS:02x} "
+            f"dimensions, got {data[:4].hex(' ') or 'an empty file'}"
+        )
+    begin = 4 + 4 * data[3]
+    if len(data) < begin:
+        raise ArgumentError(f"path: {path}: expected {data[3]} dimensions, but the file ends before they do")
+    dimensions = struct.unpack(f">{data[3]}I", data[4:begin])
+    dtype = np.dtype(DTYPES[data[2]])
+    size = dtype.itemsize * math.prod(dimensions)
+    if len(data) - begin != size:
+        raise ArgumentError(
+            f"path: {path}: expected {size} bytes of numbers for dimensions {dimensions}, got {len(data) - begin}"
+        )
+    numbers = np.frombuffer(data, dtype.newbyteorder(">"), offset=begin).astype(dtype)
+    try:
+        return torch.from_numpy(numbers.reshape(dimensions))
+    except ValueError as error:
+        raise ArgumentError(f"path: {path}: expected dimensions of an array, got {dimensions}: {error}") from None
 
 
 def read_images(
@@ -106,29 +119,3 @@ def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
         if (folder / name).is_file():
             return read_idx(folder / name), folder / name
     raise ArgumentError(f"folder: {folder}: expected one of the files {', '.join(names)}")
-
-
-def _read_array(path: Path, stream: BufferedIOBase, max_bytes: int) -> Tensor:
-    """Read the array of an unpacked stream of at most `max_bytes` bytes."""
-    magic = stream.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
-        types = ", ".join(f"{code:02x}" for code in DTYPES)
-        expected = f"00 00, a type ({types}) and 1 to {MAX_DIMENSIONS:02x} dimensions"
-        raise ArgumentError(
-            f"path: {path}: expected a file that starts with {expected}, got {magic.hex(' ') or 'an empty file'}"
-        )
-    header = stream.read(4 * magic[3])
-    if len(header) < 4 * magic[3]:
-        raise ArgumentError(f"path: {path}: expected {magic[3]} dimensions, but the file ends before they do")
-    dimensions = struct.unpack(f">{magic[3]}I", header)
-    dtype = np.dtype(DTYPES[magic[2]])
-    size = dtype.itemsize * math.prod(dimensions)
-    expected = f"{size} bytes of numbers for dimensions {dimensions}"
-    if size > max_bytes - 4 - len(header) or dtype.itemsize * math.prod(max(n, 1) for n in dimensions) >= 2**63:
-        raise ArgumentError(f"path: {path}: expected {expected}; the file is too small for them")
-    numbers = stream.read(size)
-    if len(numbers) < size:
-        raise ArgumentError(f"path: {path}: expected {expected}; the file ends after {len(numbers)}")
-    if stream.read(1):
-        raise ArgumentError(f"path: {path}: expected {expected}; the file continues after them")
-    return torch.from_numpy(np.frombuffer(numbers, dtype.newbyteorder(">")).astype(dtype).reshape(dimensions))

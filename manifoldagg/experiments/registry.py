@@ -17,10 +17,7 @@ from manifoldagg import corrections, curves
 from manifoldagg._validation import check_number, short_repr
 from manifoldagg.corrections import Correction
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness
-from manifoldagg.federated import clients as trainers
-from manifoldagg.simulation.method import Method
-from manifoldagg.simulation.spec_parser import (
+from manifoldagg.experiments.spec_parser import (
     MODULE_NAME,
     Reader,
     Spec,
@@ -36,6 +33,9 @@ from manifoldagg.simulation.spec_parser import (
     reader,
     user_reader,
 )
+from manifoldagg.federated import Rule, Trainer, rules, schedules, staleness
+from manifoldagg.federated import clients as trainers
+from manifoldagg.simulation.method import Method
 
 __all__ = ["RULES", "TRAINERS", "method", "methods", "parse_methods"]
 

@@ -23,12 +23,9 @@ TEST_COLUMNS = ("first", "second", "count", "wins", "losses", "median_difference
 
 @dataclass(frozen=True)
 class MeanCI:
-    """A mean with its 95 % confidence interval.
+    """A mean of `count` values with its 95 % confidence interval.
 
-    Attributes:
-        value: the mean.
-        half_width: half the length of the interval, or `None` for a single value.
-        count: the number of values.
+    `half_width` is half the length of the interval, or `None` for a single value.
     """
 
     value: float

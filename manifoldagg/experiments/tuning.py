@@ -1,5 +1,7 @@
 """Tuning: a line search for the global rate of each method, on seeds that no comparison uses."""
 
+import hashlib
+import json
 import math
 import statistics
 import warnings
@@ -9,23 +11,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manifoldagg import __version__
+from manifoldagg._io import atomic_write
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_choice, check_count, check_number
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, StabilityWarning
+from manifoldagg.experiments import workloads
 from manifoldagg.experiments.registry import Factory
-from manifoldagg.experiments.tuning_cache import TuningCache, cache_key, cache_path
+from manifoldagg.experiments.spec_parser import error_context
+from manifoldagg.experiments.workloads import referenced_files
 from manifoldagg.federated.clients.determinism import single_threaded
-from manifoldagg.simulation import registry
+from manifoldagg.federated.stability import has_buffer
 from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.dataset import FederatedDataset, check_federation
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import run
 from manifoldagg.simulation.executors import ExecutorLike, shared_executor
-from manifoldagg.simulation.federated_dataset import FederatedDataset, check_federation
+from manifoldagg.simulation.metadata import stable_repr
 from manifoldagg.simulation.method import Method, RunResult, check_method
 from manifoldagg.simulation.schedulers import SchedulerFactory
-from manifoldagg.simulation.spec_parser import error_context
+from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["Search", "Tuning", "find_rate", "line_search", "tail_accuracy", "tune", "with_rate"]
+__all__ = [
+    "Search",
+    "Tuning",
+    "find_rate",
+    "line_search",
+    "tail_accuracy",
+    "tune",
+    "with_option",
+    "with_rate",
+]
 
 MAX_DOUBLINGS = 5
 """The maximum number of doublings between the start of a search and its end."""
@@ -181,6 +197,8 @@ def tune(
     availability: Availability | str = None,
     task_cost: str = "fixed",
     concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
     executor: ExecutorLike = None,
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
@@ -193,20 +211,21 @@ def tune(
     Args:
         method: the method. Its rate is the start of the search.
         federations: a federated data set for each repetition.
-        num_updates: the number of updates. This and the next six arguments are as in
+        num_updates: the number of updates. This and the next eight arguments are as in
             [`run`][manifoldagg.simulation.run].
         scheduler: a function that returns a scheduler, or its name.
         delays: the delays of clients that work independently, or their name.
         availability: the availability of the clients, or its name.
         task_cost: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
+        buffer: the number of updates in each step of a rule with a buffer. Other rules ignore it.
+        refill: the number of free slots at which the server dispatches again.
         executor: the executor that trains.
         cache: a folder with a file for each search, which stores each finished run immediately. All inputs identify a
             search, including the content of data and files. Functions are identified by their names.
         progress: a function that is called with the method's name and rate, and the seed, after each update.
 
-    Returns:
-        The search with the tried rates, or `None` if the method has no rate or a fixed rate.
+    The result is `None` if the method has no rate or a fixed rate.
 
     Raises:
         ArgumentError: for the same reasons as in `run`, if `rate_field` of the method is not a field of its rule, if a
@@ -223,7 +242,8 @@ def tune(
         raise ArgumentError("federations: expected at least one FederatedDataset, got an empty list")
     clients = federations[0].trainable_clients
     with error_context(f"methods: {method.name}"):
-        start = find_rate(method.bind(clients).rule, method.rate_field)
+        rule = method.bind(clients).rule
+        start = find_rate(rule, method.rate_field)
     if start is None:
         return None
     options: dict[str, Any] = {
@@ -232,16 +252,20 @@ def tune(
         "concurrency": concurrency,
         "eval_every": max(1, num_updates // NUM_EVALUATIONS),
     }
+    if buffer is not None and has_buffer(rule):
+        options["buffer"] = buffer
+    if refill is not None:
+        options["refill"] = refill
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
-    key = {} if cache is None else cache_key(method, federations, options, specs)
-    finished = TuningCache(None if cache is None else cache_path(Path(cache), method, key), key)
-    workload = registry.parse_workload(scheduler, delays, availability)
+    key = {} if cache is None else _cache_key(method, federations, options, specs)
+    finished = _TuningCache(cache, method, key)
+    workload = workloads.parse_workload(scheduler, delays, availability)
 
     def run_once(rate: float, federation: FederatedDataset) -> float:
         advance = progress and partial(progress, f"{method.name}, rate {rate:g}", federation.seed)
         try:
             rated = with_rate(method, rate)
-            rated.bind(clients)
+            rated.bind(clients, options.get("buffer"))
         except ValueError:
             return 0.0
         try:
@@ -272,22 +296,31 @@ def with_rate(method: Method, rate: float) -> Method:
     """
     if method.rate_field is None:
         raise ArgumentError(f"method: expected a method with a rate, got {method.name}, whose rate is fixed")
+    return with_option(method, method.rate_field, rate)
+
+
+def with_option(method: Method, option: str, value: Any) -> Method:
+    """Return the method with another value of an option of its rule, whose name may be a dotted path.
+
+    Raises:
+        ArgumentError: if the rule has no such option.
+    """
     rule: Any = method.rule
     if callable(rule) and not (isinstance(rule, Factory) or hasattr(rule, "step")):
-        return replace(method, rule=RateOverride(rule, method.rate_field, rate))
-    return replace(method, rule=_with_option(rule, method.rate_field, rate))
+        return replace(method, rule=OptionOverride(rule, option, value))
+    return replace(method, rule=_with_option(rule, option, value))
 
 
 @dataclass(frozen=True)
-class RateOverride:
-    """A rule factory with another rate."""
+class OptionOverride:
+    """A rule factory with another value of an option."""
 
     factory: Callable[[Sequence[int]], Any]
-    rate_field: str
-    rate: float
+    option: str
+    value: Any
 
     def __call__(self, clients: Sequence[int]) -> Any:
-        return _with_option(self.factory(clients), self.rate_field, self.rate)
+        return _with_option(self.factory(clients), self.option, self.value)
 
 
 def find_rate(rule: Any, rate_field: str | None) -> float | None:
@@ -333,3 +366,85 @@ def _with_option(rule: Any, option: str, value: Any) -> Any:
         if isinstance(rule, Factory)
         else replace(rule, **{name: after})
     )
+
+
+def _cache_key(
+    method: Method, federations: Sequence[FederatedDataset], options: Mapping[str, object], specs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return all settings, except for the rate, that determine the runs of a search."""
+    for name, given in specs.items():
+        if given is not None and not isinstance(given, str):
+            raise ArgumentError(
+                f"cache: expected a name for {name}, as functions cannot be identified; got {short_repr(given)}"
+            )
+    data = federations[0].dataset
+    return {
+        "manifoldagg": __version__,
+        "rule": stable_repr(method.rule),
+        "trainer": stable_repr(method.trainer),
+        "rate": method.rate_field,
+        "data": {"name": data.name, "checksum": f"{data.checksum:08x}", "model": stable_repr(data.model)},
+        "federations": {str(federation.seed): _digest(federation) for federation in federations},
+        **options,
+        **specs,
+        "files": referenced_files(*specs.values()),
+    }
+
+
+class _TuningCache:
+    """The finished runs of a search, and their file, whose name contains a digest of all settings of the search."""
+
+    def __init__(self, folder: Path | None, method: Method, key: Mapping[str, object]) -> None:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        name = "".join(filter(str.isalnum, method.name.partition("(")[0]))
+        self._path = None if folder is None else Path(folder) / f"{name}-{digest}.json"
+        self._key = key
+        self._scores: dict[str, dict[str, float]] = self._read()
+
+    def get_or_run(self, rate: float, seed: int, execute: Callable[[], float]) -> float:
+        """Return the cached result of a run, or run it and cache the result."""
+        done = self._scores.setdefault(repr(rate), {})
+        if str(seed) not in done:
+            done[str(seed)] = execute()
+            self._write()
+        return done[str(seed)]
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            tree = json.loads(self._path.read_text())
+            found: dict[str, dict[str, float]] = tree["tail_accuracy"]
+            numbers = [value for seeds in found.values() for value in seeds.values()]
+            if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
+                raise ValueError
+        except OSError as error:
+            raise ArgumentError(f"cache: {self._path} cannot be read: {error.strerror or error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ArgumentError(
+                f"cache: {self._path}: expected the file of a search; delete it to search again"
+            ) from None
+        return found
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        tree = {"key": self._key, "tail_accuracy": self._scores}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path) as draft:
+                draft.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ArgumentError(f"cache: {self._path} cannot be written: {error.strerror or error}") from error
+
+
+def _digest(federation: FederatedDataset) -> str:
+    """Compute a digest of the split and of the initial model with its weights."""
+    model = federation.model()
+    digest = hashlib.sha256(repr((federation.batch, model)).encode())
+    for part in (*federation.train, *federation.held_out):
+        digest.update(repr(len(part)).encode() + part.astype("<i8").tobytes())
+    for name, tensor in model.state_dict().items():
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

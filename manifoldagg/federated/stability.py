@@ -6,6 +6,7 @@ about $m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the osc
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from manifoldagg._validation import check_count, warn_caller
@@ -13,7 +14,15 @@ from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.federated.schedules import weight_at
 from manifoldagg.federated.types import check_rule_protocol
 
-__all__ = ["is_synchronous", "stability_limit", "suggest_rate", "updates_per_step", "warn_if_unstable"]
+__all__ = [
+    "has_buffer",
+    "is_synchronous",
+    "stability_limit",
+    "suggest_rate",
+    "updates_per_step",
+    "warn_if_unstable",
+    "with_buffer_size",
+]
 
 RATE_KINDS = ("share", "step", "mean", "latest")
 """The kinds of rates that are multiples of a displacement. Other rates are, for example, lengths of Adam steps."""
@@ -211,3 +220,36 @@ def updates_per_step(rule: Any) -> int:
         (5, 1)
     """
     return int(getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1)
+
+
+def with_buffer_size(rule: Any, size: int) -> Any:
+    """Return a buffered rule, or a rule that wraps one, with another number of updates in each step.
+
+    Raises:
+        ArgumentError: if the rule has no buffer, or `size` is not a positive integer. The message names `buffer`.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedBuff, Momentum
+        >>> with_buffer_size(Momentum(FedBuff(size=10)), 4).rule.size
+        4
+    """
+    check_count("buffer", size)
+    names = {field.name for field in fields(rule)} if is_dataclass(rule) else set()
+    if "size" in names:
+        return replace(rule, size=size)
+    if "rule" in names:
+        return replace(rule, rule=with_buffer_size(rule.rule, size))
+    raise ArgumentError(f"buffer: expected a rule with a buffer, such as FedBuff, got {type(rule).__name__}")
+
+
+def has_buffer(rule: Any) -> bool:
+    """Return whether `with_buffer_size` accepts a rule.
+
+    Example:
+        >>> from manifoldagg.federated.rules import FedAsync, FedBuff
+        >>> has_buffer(FedBuff(5)), has_buffer(FedAsync())
+        (True, False)
+    """
+    while rule is not None and not isinstance(getattr(rule, "size", None), int):
+        rule = getattr(rule, "rule", None)
+    return is_dataclass(rule)

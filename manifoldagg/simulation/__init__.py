@@ -4,21 +4,21 @@ from manifoldagg.simulation.availability import AvailabilityChange, Availability
 from manifoldagg.simulation.client_task import ClientTask, run_task
 from manifoldagg.simulation.clock import VirtualClock
 from manifoldagg.simulation.cost import Evaluation
-from manifoldagg.simulation.dataset import Batches, LabelledDataset
+from manifoldagg.simulation.dataset import Batches, FederatedDataset, LabelledDataset, TaskId
 from manifoldagg.simulation.delays import (
     Delay,
     Deterministic,
+    Empirical,
     Exponential,
     Gaussian,
     HalfNormal,
     LogNormal,
     Uniform,
+    assign_profiles,
 )
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
 from manifoldagg.simulation.engine import UpdateEvent, run
 from manifoldagg.simulation.evaluation import gini, theil
 from manifoldagg.simulation.executors import RestartingExecutor, processes
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.method import Method, RunResult
 from manifoldagg.simulation.partitions import (

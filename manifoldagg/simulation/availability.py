@@ -197,21 +197,20 @@ def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
     Raises:
         ArgumentError: if the file is invalid. The message names the file and the line.
     """
-    path = Path(path)
     changes: list[AvailabilityChange[Any]] = []
+    line = 1
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             table = csv.reader(file, strict=True, skipinitialspace=True)
             if next(table, None) != COLUMNS:
-                raise ArgumentError(f"path: {path}: expected the columns {', '.join(COLUMNS)}")
-            for row in table:
-                try:
-                    time, client, kind = row
-                    changes.append(AvailabilityChange(float(time), parse_client(client), kind))
-                except ValueError as error:
-                    raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ArgumentError(f"path: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise ArgumentError(f"expected the columns {', '.join(COLUMNS)}")
+            for time, client, kind in table:
+                line = table.line_num
+                changes.append(AvailabilityChange(float(time), parse_client(client), kind))
+    except OSError as error:
+        raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, csv.Error) as error:
+        raise ArgumentError(f"path: {path}, line {line}: {error}") from None
     return changes
 
 

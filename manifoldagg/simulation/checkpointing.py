@@ -20,15 +20,15 @@ from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint,
 from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointWriter
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.options import check_option
-from manifoldagg.federated.types import ClientState
+from manifoldagg.federated.types import Averaging, ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.dataset import TaskId
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
-from manifoldagg.simulation.federated_dataset import TaskId
 from manifoldagg.simulation.lookahead import Lookahead
-from manifoldagg.simulation.run_metadata import check_compatible
+from manifoldagg.simulation.metadata import check_compatible
 from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["EventLog", "LoadedRun", "RunCheckpointer", "RunSnapshot"]
@@ -58,22 +58,8 @@ class EventLog:
 class RunSnapshot(NamedTuple):
     """State of a run between two events.
 
-    Taking a snapshot needs constant time, because the run replaces its data or appends to them.
-
-    Attributes:
-        metadata: all settings that determine the run.
-        server: the snapshot of the server.
-        tickets: the tickets in flight.
-        client_states: the client state after the last update of each client.
-        cost: the cost so far.
-        event_log: the event log, to which the run appends later events.
-        num_events: the number of events of the snapshot.
-        num_dispatched: the number of dispatched tasks of the snapshot.
-        evaluation_log: the evaluation log, to which the run appends later evaluations.
-        num_evaluations: the number of evaluations of the snapshot.
-        client_accuracy: the accuracy of the best model for each client.
-        seconds: the wall-clock seconds without evaluation.
-        evaluation_seconds: the wall-clock seconds of evaluation.
+    Taking a snapshot needs constant time, because the run replaces its data or appends to them. The numbers
+    `num_events`, `num_dispatched` and `num_evaluations` are the lengths of the logs at the snapshot.
     """
 
     metadata: Mapping[str, Any]
@@ -99,8 +85,7 @@ class RunSnapshot(NamedTuple):
         """Return the snapshot as plain values and tensors.
 
         Raises:
-            CheckpointError: if a part of the rule cannot be identified by name, such as a lambda. The message describes
-                it.
+            CheckpointError: if a part of the rule cannot be identified by name, such as a lambda.
         """
         server = self.server.tree()
         pool = _TensorPool(_models_by_version(server))
@@ -129,11 +114,7 @@ class RunSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
-        """Write the snapshot to a file, and record the duration.
-
-        Raises:
-            CheckpointError: if a value cannot be saved (the message names it), or after a system error.
-        """
+        """Write the snapshot to a file, and record the duration. Raise a `CheckpointError` if this fails."""
         begun = time.perf_counter()
         tensor_file.save(path, KIND, self.tree(), keep=keep)
         note(seconds=time.perf_counter() - begun)
@@ -146,16 +127,9 @@ class LoadedRun:
         path: the path of the file.
         metadata: all settings that determine the run to resume.
 
-    Attributes:
-        cost: the cost up to the snapshot.
-        evaluations: the evaluations up to the snapshot.
-        client_accuracy: the accuracy of the best model for each client.
-        seconds: the wall-clock seconds without evaluation.
-        evaluation_seconds: the wall-clock seconds of evaluation.
-
     Raises:
-        CheckpointError: if the file is truncated, altered or not a checkpoint of a run, or if it belongs to another run
-            (the message contains the first difference).
+        CheckpointError: if the file is damaged or is not a checkpoint of a run, or if it belongs to another run (the
+            message contains the first difference).
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -168,13 +142,9 @@ class LoadedRun:
         self.seconds: float = self._tree["seconds"]
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]
 
-    def server(self, space: Manifold, rule: Rule) -> Server:
-        """Restore the server.
-
-        Raises:
-            CheckpointError: if the space or the rule differs. The message contains the first difference.
-        """
-        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule)
+    def server(self, space: Manifold, rule: Rule, averaging: Averaging | None) -> Server:
+        """Restore the server and its average. Raise a `CheckpointError` if the space or the rule differs."""
+        return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule, averaging=averaging)
 
     def client_states(self) -> Map[int, ClientState]:
         """Return the client states."""
@@ -247,11 +217,7 @@ class LoadedRun:
 
 
 class _TensorPool:
-    """Pool of the tensors of messages, without duplicates and without models that the server stores.
-
-    Args:
-        models: the models of the server, by version.
-    """
+    """Pool of the tensors of messages, without duplicates and without the models that the server stores."""
 
     def __init__(self, models: Mapping[int, Tensor]) -> None:
         self._models = models
@@ -291,9 +257,6 @@ class RunCheckpointer:
     Args:
         policy: the interval and the path of the checkpoints. `None` disables checkpoints.
         num_updates: the number of updates at the start.
-
-    Raises:
-        ArgumentError: if `policy` is invalid.
     """
 
     def __init__(self, policy: CheckpointPolicy | None, num_updates: int) -> None:

@@ -14,7 +14,7 @@ from manifoldagg.federated import Message, Payload, Trainer, train_client
 from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 
 __all__ = ["ClientTask", "GradientCounter", "bitwise_equal", "run_task"]
 
@@ -24,15 +24,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class ClientTask:
-    """A task with all inputs that determine its payload.
-
-    Attributes:
-        federation: the federated data set, with minibatches and seeds.
-        trainer: the trainer of the client.
-        task_id: the identifier of the task.
-        message: the message of the server.
-        client_state: the client state after the client's previous task.
-    """
+    """A task with all inputs that determine its payload. `client_state` is that after the client's previous task."""
 
     federation: FederatedDataset
     trainer: Trainer
@@ -42,15 +34,9 @@ class ClientTask:
 
 
 class GradientCounter:
-    """A criterion that counts its differentiable evaluations.
+    """A criterion that counts its differentiable evaluations in `gradients`.
 
     A call counts once, even if a custom trainer maps it over several points with `vmap`.
-
-    Args:
-        criterion: a function of (output, target) that returns a scalar.
-
-    Attributes:
-        gradients: the number of differentiable evaluations.
 
     Example:
         >>> loss = GradientCounter(nn.functional.mse_loss)

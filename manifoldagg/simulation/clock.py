@@ -43,11 +43,7 @@ class VirtualClock(Generic[T]):
         return len(self._pending)
 
     def schedule(self, delay: float, event: T) -> None:
-        """Schedule `event` at `delay` >= 0 from now.
-
-        Raises:
-            ArgumentError: if `delay` is negative or not a number.
-        """
+        """Schedule `event` at `delay` >= 0 from now."""
         self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
 
     def schedule_at(self, time: float, event: T, *, order: int | None = None) -> int:
@@ -91,18 +87,15 @@ class VirtualClock(Generic[T]):
         return time, event
 
     def advance(self, time: float) -> None:
-        """Advance the time by an interval without events.
-
-        Raises:
-            ArgumentError: if `time` is in the past, or after the earliest event.
-        """
+        """Advance the time by an interval without events. Raises an `ArgumentError` if there is an event before
+        `time`."""
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
     def cancel(self, event_id: int) -> None:
         """Cancel one scheduled event, identified by the return value of `schedule_at`.
 
         Raises:
-            ArgumentError: if the event has already happened or was cancelled, or if there is no such event.
+            ArgumentError: if the event is not scheduled.
         """
         if check_count("event_id", event_id, at_least=0) not in self._pending:
             raise ArgumentError(f"event_id: expected an identifier of a scheduled event, got {short_repr(event_id)}")
@@ -132,11 +125,7 @@ class VirtualClock(Generic[T]):
 
 
 def check_generator(generator: np.random.Generator) -> np.random.Generator:
-    """Check that `generator` is a NumPy generator, and return it.
-
-    Raises:
-        ArgumentError: if it is not.
-    """
+    """Return `generator`, or raise an `ArgumentError` if it is not a NumPy generator."""
     if not isinstance(generator, np.random.Generator):
         raise ArgumentError(f"generator: expected a numpy.random.Generator, got {type(generator).__name__}")
     return generator

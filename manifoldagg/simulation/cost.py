@@ -61,6 +61,8 @@ class Evaluation(Cost):
         theil: the Theil index of the clients' accuracies.
         staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 without updates.
         staleness_max: the largest staleness of these updates.
+        average_accuracy: the accuracy of the run's weight average on the same samples; `None` without an average.
+        average_loss: the mean cross-entropy of the average; `None` without an average, or if it is not finite.
 
     Example:
         >>> row = Evaluation(updates=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
@@ -74,6 +76,8 @@ class Evaluation(Cost):
     theil: float
     staleness: float = 0.0
     staleness_max: int = 0
+    average_accuracy: float | None = None
+    average_loss: float | None = None
 
 
 def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:

@@ -1,19 +1,24 @@
-"""Data sets: samples with labels, the model for them, and minibatches."""
+"""Data sets, and their split over clients: samples with labels, the model for them, and seeded minibatches."""
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_instance
+from manifoldagg._validation import check_count, check_instance, check_number, short_repr
 from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.determinism import seeded_model, task_generator
+from manifoldagg.simulation.partitions import Partition
 from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["Batches", "LabelledDataset", "check_dataset", "checksum"]
+__all__ = ["Batches", "FederatedDataset", "LabelledDataset", "TaskId", "check_dataset", "check_federation", "checksum"]
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,7 @@ class LabelledDataset:
 
 
 def check_dataset(dataset: object) -> LabelledDataset:
-    """Return `dataset`, which must be a data set and not its name.
-
-    Raises:
-        ArgumentError: if it is invalid.
+    """Return `dataset`, or raise an `ArgumentError` if it is not a data set.
 
     Example:
         >>> check_dataset("mnist")
@@ -108,14 +110,7 @@ def check_dataset(dataset: object) -> LabelledDataset:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Minibatches of a client's samples, reshuffled in every epoch.
-
-    Args:
-        inputs: the inputs (samples, ...).
-        labels: the labels (samples,).
-        size: the number of samples per batch. The last batch can be smaller.
-        generator: the generator of the order.
-    """
+    """Minibatches of a client's samples, reshuffled in every epoch. The last batch can be smaller than `size`."""
 
     inputs: Tensor
     labels: Tensor
@@ -147,3 +142,195 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
     for part in parts:
         value = zlib.crc32(tensor_bytes(part) if isinstance(part, Tensor) else part.tobytes(), value)
     return value
+
+
+SPLIT_STREAM, BATCH_STREAM = 0, 2
+"""Independent streams of random numbers under one seed; others are in `event_loop` and
+`federated.clients.determinism`."""
+
+
+class TaskId(NamedTuple):
+    """The identifier of a task.
+
+    Attributes:
+        client: the client of the task.
+        task_index: the number of earlier tasks of this client.
+    """
+
+    client: int
+    task_index: int
+
+
+@dataclass(frozen=True)
+class FederatedDataset:
+    """Split of a data set over clients, with training and held-out samples.
+
+    Attributes:
+        dataset: the data set.
+        train: the indices of the training samples of each client.
+        held_out: the indices of the held-out samples of each client, disjoint from `train`. All of them form the test
+            set.
+        batch: the number of samples per minibatch.
+        seed: the seed of all random numbers of a run.
+    """
+
+    dataset: LabelledDataset
+    train: list[np.ndarray]
+    held_out: list[np.ndarray]
+    batch: int
+    seed: int
+
+    @staticmethod
+    def split(
+        dataset: LabelledDataset,
+        clients: int,
+        *,
+        partition: Partition,
+        seed: int,
+        holdout: float | None = None,
+        validation: float = 0.0,
+        batch: int = 16,
+    ) -> "FederatedDataset":
+        """Split a data set over clients, and hold out a part of every client's samples.
+
+        If the data set has a test split, its samples are split together with the others. The held-out samples of a
+        client are then its samples of the test split.
+
+        Args:
+            dataset: the data set.
+            clients: the number of clients.
+            partition: a function of the labels, `clients` and `generator=`, such as `iid_partition` or
+                `partial(dirichlet_partition, concentration=0.5)`. If it has an argument `user_ids` that is not bound,
+                it receives the `user_ids` of the data set. The label of a sequence is its last label.
+            seed: the seed of all random numbers.
+            holdout: the held-out fraction. The default is the test split of the data set, or 0.2 without a test split.
+            validation: the fraction of the training samples that replaces the held-out samples. Use it to choose
+                settings without access to the test samples.
+            batch: the number of samples per minibatch.
+
+        Raises:
+            ArgumentError: if an argument is invalid. The message names it.
+
+        Example:
+            >>> from manifoldagg.simulation import iid_partition
+            >>> inputs, labels = torch.zeros(20, 2), torch.arange(20) % 2
+            >>> points = LabelledDataset("points", inputs, labels, lambda: nn.Linear(2, 2), target=1.0)
+            >>> federation = FederatedDataset.split(points, 2, partition=iid_partition, seed=0)
+            >>> [len(part) for part in (*federation.train, *federation.held_out)]
+            [8, 8, 2, 2]
+        """
+        given = check_dataset(dataset).test_mask is not None
+        if given and holdout is not None:
+            raise ArgumentError(
+                f"holdout: expected None, as {dataset.name} has a test split; got {short_repr(holdout)}"
+            )
+        part_out = 0.2 if holdout is None else check_number("holdout", holdout, above=0, at_most=0.9)
+        check_number("validation", validation, at_least=0, at_most=0.9)
+        check_count("batch", batch)
+        check_count("seed", seed, at_least=0)
+        if not callable(partition):
+            raise ArgumentError(f"partition: expected a function such as iid_partition, got {short_repr(partition)}")
+        generator = np.random.default_rng([seed, SPLIT_STREAM])
+        parts = _check_parts(_apply_partition(partition, dataset, clients, generator), clients, len(dataset.labels))
+        shuffled = [generator.permutation(part) for part in parts]
+        if dataset.test_mask is None:
+            held_out, train = _split_fraction(shuffled, part_out)
+        else:
+            tested = dataset.test_mask.numpy()
+            held_out = [part[tested[part]] for part in shuffled]
+            train = [part[~tested[part]] for part in shuffled]
+        if validation:
+            held_out, train = _split_fraction(train, validation)
+        if not any(map(len, held_out)):
+            need = (
+                "with samples of the test split"
+                if given and not validation
+                else f"with enough samples to hold out a fraction of {validation or part_out:g}"
+            )
+            raise ArgumentError(f"clients: expected clients {need}, got {clients} clients with too few samples each")
+        if not any(map(len, train)):
+            need = (
+                "with samples outside of the test split"
+                if given and not validation
+                else f"with enough samples to hold out a fraction of {validation or part_out:g} and train on the rest"
+            )
+            raise ArgumentError(f"clients: expected clients {need}, got {clients} clients with too few samples each")
+        return FederatedDataset(
+            dataset,
+            train=[np.sort(part) for part in train],
+            held_out=[np.sort(part) for part in held_out],
+            batch=batch,
+            seed=seed,
+        )
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of the split."""
+        parts = (*self.train, *self.held_out)
+        return checksum(np.array([len(part) for part in parts]), *parts)
+
+    @property
+    def trainable_clients(self) -> list[int]:
+        """The clients with training samples. Other clients never participate."""
+        return [client for client, part in enumerate(self.train) if len(part)]
+
+    def num_batches(self, client: int) -> int:
+        """Return the number of minibatches per epoch of a client."""
+        return -(-len(self.train[client]) // self.batch)
+
+    def batches(self, client: int, task_index: int) -> Batches:
+        """Return a client's minibatches for a task. Their order depends only on seed, client and `task_index`."""
+        part = torch.from_numpy(self.train[client])
+        generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
+        return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator)
+
+    def generator(self, client: int, task_index: int) -> torch.Generator:
+        """Return the generator of a client's trainer, which depends only on seed, client and `task_index`."""
+        return task_generator(self.seed, client, task_index)
+
+    def model(self) -> nn.Module:
+        """Return the initial model, which is the same for every method."""
+        return seeded_model(self.dataset.model, self.seed)
+
+
+def check_federation(name: str, federation: object) -> FederatedDataset:
+    """Return `federation`, or raise an `ArgumentError` if it is not a federated data set."""
+    return check_instance(
+        name, federation, FederatedDataset, "FederatedDataset.split(dataset, clients, partition=iid_partition, seed=0)"
+    )
+
+
+def _apply_partition(
+    partition: Partition, dataset: LabelledDataset, clients: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Apply a partition to a data set."""
+    labels = dataset.labels if dataset.labels.ndim == 1 else dataset.labels[:, -1]
+    owners = None if dataset.user_ids is None else dataset.user_ids.numpy()
+    bound = isinstance(partition, partial) and partition.keywords.get("user_ids") is not None
+    parameters = inspect.signature(partition).parameters
+    told = {"user_ids": owners} if not bound and "user_ids" in parameters else {}
+    try:
+        return partition(labels.numpy(), clients, generator=generator, **told)
+    except ArgumentError as error:
+        option = str(error).partition(":")[0]
+        if option not in parameters or option in ("labels", "clients", "generator"):
+            raise
+        raise ArgumentError(f"partition: {error}") from error
+
+
+def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Split each part into its first `fraction` and the rest."""
+    cuts = [round(fraction * len(part)) for part in parts]
+    first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
+    return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]
+
+
+def _check_parts(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
+    """Check the result of a partition: an array of indices for each client, without duplicates."""
+    if len(parts) != clients:
+        raise ArgumentError(f"partition: expected {clients} parts, one for each client, got {len(parts)}")
+    positions = np.concatenate(parts)
+    inside = positions.dtype.kind in "iu" and ((positions >= 0) & (positions < samples)).all()
+    if not inside or len(np.unique(positions)) < len(positions):
+        raise ArgumentError(f"partition: expected indices from 0 to {samples - 1} without duplicates")
+    return parts

@@ -1,14 +1,14 @@
 r"""Delay distributions: the duration of a unit of work, sampled by the inverse-transform method.
 
-$F^{-1}(U)$ has the distribution function F if U is uniform on [0, 1). Every draw consumes exactly one number of the
-generator. So runs with the same seed use the same uniform numbers for all distributions, and a slow draw from one
-distribution is a slow draw from all. U has 53 bits, so draws from a normal distribution are within 8.2 standard
-deviations.
+$F^{-1}(U)$ has the distribution function F if U is uniform on [0, 1). Every draw uses exactly one number of the
+generator. So runs with the same seed use the same uniform numbers for all distributions. U has 53 bits, so draws from a
+normal distribution are within 8.2 standard deviations. An invalid parameter raises an `ArgumentError` that names it.
 """
 
+import csv
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
@@ -18,21 +18,27 @@ import numpy as np
 
 from manifoldagg._validation import check_number, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.clock import check_generator
 
 __all__ = [
     "Delay",
     "DelayFactory",
     "Delays",
     "Deterministic",
+    "Empirical",
     "Exponential",
     "Gaussian",
     "HalfNormal",
     "LogNormal",
     "Uniform",
+    "assign_profiles",
     "set_fields",
 ]
 
+C = TypeVar("C", bound=int | str)
+D = TypeVar("D", bound="Delay")
 S = TypeVar("S", bound="_MeanParametrised")
+COLUMNS = ("client", "computation_s", "round_s")
 NORMAL = NormalDist()
 MIN_PROBABILITY = 2.0**-1022
 MAX_PROBABILITY = 1 - 2.0**-53
@@ -81,9 +87,6 @@ class Deterministic(Delay):
     Args:
         seconds: the delay, which must not be negative.
 
-    Raises:
-        ArgumentError: if `seconds` is invalid.
-
     Example:
         >>> Deterministic(2.0).draw(np.random.default_rng(0), work=3.0)
         6.0
@@ -115,9 +118,6 @@ class Gaussian(Delay):
         location: the mean before truncation, which must be positive.
         scale: the standard deviation before truncation, which must not be negative.
 
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
-
     Source: OrthoFL §5.1.
 
     Example:
@@ -141,11 +141,7 @@ class Gaussian(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
-        """Fit the mean and the standard deviation before truncation to measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are not measurements.
-        """
+        """Fit the mean and the standard deviation before truncation to measured delays."""
         x = check_vector("delays", delays, at_least=0)
         return Gaussian(float(x.mean()), float(x.std()))
 
@@ -169,9 +165,6 @@ class LogNormal(Delay):
     Args:
         mean: the mean a, which must be positive.
         deviation: the standard deviation d, from 0 to $10^6 a$.
-
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
 
     Source: OrthoFL D.4.
 
@@ -201,11 +194,7 @@ class LogNormal(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
-        """Fit the mean and the standard deviation to measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are not measurements.
-        """
+        """Fit the mean and the standard deviation to measured delays."""
         x = check_vector("delays", delays, at_least=0)
         return LogNormal(float(x.mean()), float(x.std()))
 
@@ -227,11 +216,7 @@ class _MeanParametrised(Delay):
 
     @classmethod
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
-        """Fit the mean to measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are not measurements.
-        """
+        """Fit the mean to measured delays."""
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 
     def _mean(self) -> float:
@@ -244,9 +229,6 @@ class HalfNormal(_MeanParametrised):
 
     Args:
         mean: the mean a, which must be positive.
-
-    Raises:
-        ArgumentError: if `mean` is invalid.
 
     Source: OrthoFL D.4.
 
@@ -268,9 +250,6 @@ class Uniform(Delay):
         low: the smallest delay, which must not be negative.
         high: the largest delay, which must be at least `low`.
 
-    Raises:
-        ArgumentError: if a parameter is invalid. The message names it.
-
     Example:
         >>> Uniform(1.0, 3.0).quantile(0.25)
         1.5
@@ -286,9 +265,6 @@ class Uniform(Delay):
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Uniform":
         """Fit the 5th and the 95th percentile to measured delays.
-
-        Raises:
-            ArgumentError: if `delays` are not measurements.
 
         Source: OrthoFL D.4.
         """
@@ -309,9 +285,6 @@ class Exponential(_MeanParametrised):
     Args:
         mean: the mean a, which must be positive.
 
-    Raises:
-        ArgumentError: if `mean` is invalid.
-
     Example:
         >>> round(Exponential(10.0).quantile(0.5), 4)
         6.9315
@@ -319,6 +292,125 @@ class Exponential(_MeanParametrised):
 
     def _invert(self, probability: float) -> float:
         return -self.mean * math.log1p(-probability)
+
+
+@dataclass(frozen=True)
+class Empirical(Delay):
+    r"""Empirical distribution of measured tasks: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds.
+
+    All measured tasks i are equally likely. The computation time is proportional to the work, but the communication
+    time is not. Both times of a draw come from the same task.
+
+    Args:
+        computation: the computation times $t_i$ in seconds per unit of work, (n,).
+        communication: the communication times $c_i$ in seconds per task, (n,). The default is 0.
+
+    Example:
+        >>> delay = Empirical((1.0, 3.0), (0.5, 0.25))
+        >>> delay.quantile(0.75), delay.expected(), delay.expected(work=2.0)
+        (3.25, 2.375, 4.375)
+    """
+
+    computation: tuple[float, ...]
+    communication: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        computation = check_vector("computation", self.computation, at_least=0)
+        none = isinstance(self.communication, tuple | list) and not self.communication
+        sent = np.zeros_like(computation) if none else check_vector("communication", self.communication, at_least=0)
+        if len(sent) != len(computation):
+            raise ArgumentError(f"communication: expected {len(computation)} tasks as in computation, got {len(sent)}")
+        order = np.argsort(computation + sent, kind="stable")
+        set_fields(self, computation=tuple(computation[order].tolist()), communication=tuple(sent[order].tolist()))
+
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """The sorted delays of the measured tasks for one unit of work, (n,), for fits of other distributions."""
+        return tuple(t + c for t, c in zip(self.computation, self.communication, strict=True))
+
+    def expected(self, work: float = 1.0) -> float:
+        return work * float(np.mean(self.computation)) + float(np.mean(self.communication))
+
+    def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
+        i = int(generator.random() * len(self.computation))
+        return work * self.computation[i] + self.communication[i]
+
+    def _mean(self) -> float:
+        return float(np.mean(self.delays))
+
+    def _invert(self, probability: float) -> float:
+        return self.delays[int(probability * len(self.computation))]
+
+    @staticmethod
+    def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
+        """Read the profiles of measured devices, by the column `client`.
+
+        The columns `computation_s` and `round_s` contain the seconds of the computation alone and of the whole task.
+        Further columns are ignored.
+
+        Args:
+            path: the path of a CSV file with a header.
+            work: the number of units of work per measured task. Computation times are divided by it.
+            size_ratio: the ratio of the bytes of the simulated model to the bytes of the measured model. Communication
+                times are multiplied by it.
+
+        Returns:
+            A profile for each client, in the order of their first rows.
+
+        Raises:
+            ArgumentError: if the file is invalid. The message names the file and the line.
+
+        Source: OrthoFL D.4.
+        """
+        check_number("work", work, above=0)
+        check_number("size_ratio", size_ratio, at_least=0)
+        rounds: dict[str, list[tuple[float, float]]] = {}
+        line = 1
+        try:
+            with Path(path).open(newline="", encoding="utf-8-sig") as file:
+                rows = csv.DictReader(file, strict=True)
+                names = [*(rows.fieldnames or ())]
+                if any(names.count(name) != 1 for name in COLUMNS):
+                    raise ArgumentError(f"expected one column for each of {', '.join(COLUMNS)}, got {names}")
+                for row in rows:
+                    line = rows.line_num
+                    if None in row or not row["client"]:
+                        raise ArgumentError(f"expected {len(names)} fields with a name of the client")
+                    client, seconds, total = (row[name] for name in COLUMNS)
+                    computation = check_number("computation_s", float(seconds), at_least=0)
+                    whole = check_number("round_s", float(total), at_least=computation)
+                    rounds.setdefault(client, []).append((computation / work, (whole - computation) * size_ratio))
+        except OSError as error:
+            raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
+        except (TypeError, ValueError, csv.Error) as error:
+            raise ArgumentError(f"path: {path}, line {line}: {error}") from None
+        if not rounds:
+            raise ArgumentError(f"path: expected measured tasks, got {path} without rows")
+        return {client: Empirical(*map(tuple, zip(*parts, strict=True))) for client, parts in rounds.items()}
+
+
+def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
+    """Assign a random profile to each client, with replacement.
+
+    Args:
+        profiles: the profiles, such as the result of `Empirical.from_csv`.
+        clients: the clients.
+        generator: the random generator, which draws one number per client.
+
+    Raises:
+        ArgumentError: if `profiles` is empty.
+
+    Source: OrthoFL §5.1.
+
+    Example:
+        >>> assign_profiles({"pi": Empirical((1.0,))}, range(2), np.random.default_rng(0))[1].delays
+        (1.0,)
+    """
+    check_generator(generator)
+    if not profiles:
+        raise ArgumentError("profiles: expected at least one profile, got an empty mapping")
+    listed = list(profiles.values())
+    return {client: listed[int(generator.integers(len(listed)))] for client in clients}
 
 
 def set_fields(value: object, **fields: object) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from immutables import Map
 from torch import Tensor
@@ -15,19 +15,20 @@ from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import CheckpointPolicy, Message, Payload, Server, ServerLimits, Ticket
 from manifoldagg.federated.server.durability.fingerprint import fingerprint
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
+from manifoldagg.federated.types import Averaging, check_averaging
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.checkpointing import EventLog, LoadedRun, RunCheckpointer, RunSnapshot
 from manifoldagg.simulation.client_task import bitwise_equal
 from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import CompletionEvent, DispatchEvent, DropoutEvent, EventLoop, build_event_loop
 from manifoldagg.simulation.executors import ExecutorLike
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.lookahead import Lookahead
+from manifoldagg.simulation.metadata import run_metadata
 from manifoldagg.simulation.method import Method, RunResult, check_method
-from manifoldagg.simulation.run_metadata import run_metadata
 from manifoldagg.simulation.schedulers import SchedulerLike
 from manifoldagg.simulation.task_runner import TaskRunner
 from manifoldagg.simulation.trace import TaskRecord
@@ -35,6 +36,8 @@ from manifoldagg.simulation.trace import TaskRecord
 __all__ = ["TASK_COSTS", "Simulator", "UpdateEvent", "run"]
 
 TASK_COSTS = ("fixed", "trainer")
+AveragingLike: TypeAlias = Averaging | Callable[[ParameterSpace], Averaging] | None
+"""An average of the versions of a model, or a function of their space that returns one."""
 SERVER_LIMITS = ServerLimits(history_size=0, receipt_cache_size=0)
 """Limits that disable storage for readers and repeated requests, which a simulation does not need."""
 
@@ -52,17 +55,9 @@ class UpdateEvent:
 class Simulator:
     """A simulated run, which can stop between any two events.
 
-    Args:
-        federation: the federated data set.
-        method: the method, bound to the clients.
-        event_loop: the order of dispatches and completions.
-        metadata: all settings that determine the run.
-        num_updates: the number of updates of the run; `None` for no limit.
-        duration: the virtual time of the run; infinity for no limit.
-        task_cost: one of `TASK_COSTS`.
-        executor: the executor of the client tasks.
-        loaded: the checkpoint of an interrupted run, to resume from.
-        on_update: called with each update.
+    `advance` processes one event: the server dispatches a task to a client, a client completes a task, or a client
+    drops out. The arguments are those of `run`, except these: `method` is bound to the clients, `duration` may be
+    infinite, `metadata` contains all settings of the run, and `loaded` is the checkpoint of an interrupted run.
 
     Attributes:
         cost: the cost so far.
@@ -81,6 +76,7 @@ class Simulator:
         num_updates: int | None,
         duration: float,
         task_cost: str,
+        averaging: AveragingLike,
         executor: ExecutorLike,
         loaded: LoadedRun | None,
         on_update: Callable[[UpdateEvent], None] | None,
@@ -98,20 +94,22 @@ class Simulator:
         # Messages of one version share their equal tensors.
         self._version = -1
         self._shared: dict[str, Tensor] = {}
-        self.evaluation_log = EvaluationLog(federation)
         model = federation.model()
+        space = ParameterSpace.of(model)
+        average = averaging if averaging is None or isinstance(averaging, Averaging) else averaging(space)
+        self.evaluation_log = EvaluationLog(federation, average)
         rule: Any = method.rule
         client_states: Map[int, Any] = Map()
         # The maps are persistent, so that a snapshot takes constant time.
         self._tickets: PersistentOrderedMap[TaskId, Ticket] = PersistentOrderedMap()
         if loaded is None:
             sizes = {client: len(federation.train[client]) for client in federation.trainable_clients}
-            self._server = Server.of(model, rule, weights=sizes, limits=SERVER_LIMITS)
+            self._server = Server.of(model, rule, weights=sizes, limits=SERVER_LIMITS, averaging=average)
             self.event_log = EventLog()
             self.cost = Cost()
             self.evaluation_log.record(self._server, self.cost)
         else:
-            self._server = loaded.server(ParameterSpace.of(model), rule)
+            self._server = loaded.server(space, rule, average)
             self._tickets = loaded.tickets(self._server.space)
             self.event_log = loaded.replay(event_loop, self._lookahead)
             self.cost = loaded.cost
@@ -262,6 +260,9 @@ def run(
     availability: Availability = None,
     task_cost: str = "fixed",
     concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
+    averaging: AveragingLike = None,
     eval_every: int = 1,
     executor: ExecutorLike = None,
     on_update: Callable[[UpdateEvent], None] | None = None,
@@ -297,6 +298,14 @@ def run(
             the same order of events. `"trainer"` uses the number of steps of the trainer if it reports them.
         concurrency: the number of tasks in flight. The default is the number of clients. For a rule that draws clients
             (`DeFedAvg`), it is the number of clients in the first draw. A rule with a cohort does not accept it.
+        buffer: the number of updates in each step of a rule with a buffer, such as `FedBuff`. The default is the size
+            in the rule. Other rules do not accept it.
+        refill: the number of free slots at which the server dispatches again, to all of them. The default is 1. A rule
+            that waits for a cohort or draws its clients does not accept it.
+        averaging: an average of the versions of the model, such as an [`SWA`][manifoldagg.averaging.SWA] that no other
+            run uses, or a function of the [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace] that returns one.
+            Each evaluation then includes the accuracy and the loss of the average. The BatchNorm statistics of the
+            average are computed on the training samples of all clients.
         eval_every: the number of updates between evaluations. The model is also evaluated before the first update and
             after the last one.
         executor: an executor that trains tasks ahead of time, or a function that returns one, such as
@@ -343,6 +352,8 @@ def run(
     for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
             raise ArgumentError(f"{name}: expected a function, got {short_repr(told)}")
+    if not callable(averaging):
+        check_averaging(averaging)
     check_method("method", method)
     if resume and checkpoint is None:
         raise ArgumentError("resume: expected a `checkpoint` to resume from")
@@ -361,15 +372,24 @@ def run(
         availability=availability,
         task_cost=task_cost,
         concurrency=concurrency,
+        buffer=buffer,
+        refill=refill,
+        averaging=averaging,
         eval_every=eval_every,
     )
-    method = method.bind(clients)
+    method = method.bind(clients, buffer)
     rule: Any = method.rule
     if checkpoint is not None:
         # A rule that cannot be saved raises an error before the run starts.
         fingerprint("rule", rule)
     loop = build_event_loop(
-        federation, rule, scheduler=scheduler, delays=delays, availability=availability, concurrency=concurrency
+        federation,
+        rule,
+        scheduler=scheduler,
+        delays=delays,
+        availability=availability,
+        concurrency=concurrency,
+        refill=refill,
     )
     loaded = None
     if checkpoint is not None and resume and Path(checkpoint.path).exists():
@@ -382,6 +402,7 @@ def run(
         num_updates=num_updates,
         duration=inf if duration is None else duration,
         task_cost=task_cost,
+        averaging=averaging,
         executor=executor,
         loaded=loaded,
         on_update=on_update,

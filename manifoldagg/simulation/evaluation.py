@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from manifoldagg._validation import check_vector
+from manifoldagg.curves import refresh_buffers
+from manifoldagg.errors import DivergenceError
 from manifoldagg.federated import Server
+from manifoldagg.federated.types import Averaging
+from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.cost import Cost, Evaluation
-from manifoldagg.simulation.federated_dataset import FederatedDataset
+from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["EvaluationLog", "Evaluator", "SampleMetrics", "gini", "theil"]
 
@@ -37,6 +41,7 @@ class Evaluator:
     """An evaluator of models on the held-out samples."""
 
     def __init__(self, federation: FederatedDataset) -> None:
+        self._federation = federation
         self._held_out = [part for part in federation.held_out if len(part)]
         index = torch.from_numpy(np.concatenate(self._held_out))
         self._inputs = federation.dataset.inputs[index]
@@ -57,6 +62,22 @@ class Evaluator:
                 loss.append(cross_entropy(scores, labels, reduction="none").double())
         return SampleMetrics(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
 
+    def evaluate_average(self, point: Tensor) -> SampleMetrics:
+        """Evaluate an average of models, after the model whose versions it contains.
+
+        The statistics of BatchNorm are those of the average on the training samples of all clients. The other buffers
+        are those of the last evaluated model.
+        """
+        space = ParameterSpace.of(self._model)
+        buffers = refresh_buffers(space, self._model, point, self._training_batches())
+        return self.evaluate(space.state_dict(point, buffers))
+
+    def _training_batches(self) -> Iterator[Tensor]:
+        """Return the inputs of all clients in batches of equal sizes, each with samples of many clients."""
+        index = torch.from_numpy(np.concatenate(self._federation.train))
+        count = -(-len(index) // EVAL_BATCH_SIZE)
+        return (self._federation.dataset.inputs[index[first::count]] for first in range(count))
+
     def accuracy_by_client(self, correct: np.ndarray) -> list[float]:
         """Return the mean accuracy of each client that has held-out samples."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
@@ -70,10 +91,16 @@ class _Metrics(NamedTuple):
     loss: float | None
     gini: float
     theil: float
+    average_accuracy: float | None = None
+    average_loss: float | None = None
 
 
 class EvaluationLog:
     """The evaluations of a server's models, in order.
+
+    Args:
+        federation: the federated data set.
+        averaging: the average of the server's models, which is evaluated together with each model.
 
     Attributes:
         evaluations: the evaluations so far.
@@ -81,9 +108,10 @@ class EvaluationLog:
         seconds: the wall-clock seconds of all evaluations.
     """
 
-    def __init__(self, federation: FederatedDataset) -> None:
+    def __init__(self, federation: FederatedDataset, averaging: Averaging | None = None) -> None:
         started = time.perf_counter()
         self._evaluator = Evaluator(federation)
+        self._averaging = averaging
         self._version = -1
         self._metrics: _Metrics
         self._best = -1.0
@@ -111,10 +139,7 @@ class EvaluationLog:
             self._version = server.version
             grades = self._evaluator.evaluate(server.state_dict())
             clients = self._evaluator.accuracy_by_client(grades.correct)
-            loss = float(grades.loss.mean())
-            self._metrics = _Metrics(
-                float(grades.correct.mean()), loss if math.isfinite(loss) else None, gini(clients), theil(clients)
-            )
+            self._metrics = _Metrics(*_means(grades), gini(clients), theil(clients), *self._average_means())
             if self._metrics.accuracy > self._best:
                 self._best = self._metrics.accuracy
                 self.client_accuracy = clients
@@ -127,6 +152,22 @@ class EvaluationLog:
         self.evaluations.append(row)
         self.seconds += time.perf_counter() - started
         return row
+
+    def _average_means(self) -> tuple[float | None, float | None]:
+        """Return the mean accuracy and loss of the average, or `None` twice if it is empty."""
+        point = None if self._averaging is None else self._averaging.average
+        if point is None:
+            return None, None
+        try:
+            return _means(self._evaluator.evaluate_average(point))
+        except DivergenceError:  # The statistics of BatchNorm are not finite.
+            return None, None
+
+
+def _means(metrics: SampleMetrics) -> tuple[float, float | None]:
+    """Return the mean accuracy and the mean loss, which is `None` if it is not finite."""
+    loss = float(metrics.loss.mean())
+    return float(metrics.correct.mean()), loss if math.isfinite(loss) else None
 
 
 def gini(values: np.ndarray | Sequence[float]) -> float:

@@ -12,9 +12,8 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError
 from manifoldagg.federated import Rule
 from manifoldagg.federated.server.client_sampling import AvailableClients, ClientSampler, sampler_for, shorten
 from manifoldagg.simulation.availability import Availability, AvailabilityChange, AvailabilityTrace
-from manifoldagg.simulation.delays import Delay, Delays
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.delays import Delay, Delays, Empirical, assign_profiles
 from manifoldagg.simulation.schedulers import (
     Completion,
     IndependentClients,
@@ -161,7 +160,7 @@ class EventLoop:
         return self.pending_event
 
     def submit(self, client: int, work: float) -> TaskId:
-        """Dispatch a task of `work` units to the client of the last `DispatchEvent`.
+        """Dispatch a task of `work` units to the client of the last `DispatchEvent`, and return its identifier.
 
         Raises:
             ArgumentError: if the last event is not a `DispatchEvent` of this client, or the scheduler rejects the task.
@@ -182,11 +181,7 @@ class EventLoop:
         return key
 
     def acknowledge(self, accepted: bool) -> None:
-        """Report whether the server applied the last update.
-
-        Raises:
-            ArgumentError: if the last event was not a completion.
-        """
+        """Report whether the server applied the last update. The last event must be a completion."""
         if not isinstance(self.pending_event, CompletionEvent):
             raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")
         client = self.pending_event.task_id.client
@@ -231,18 +226,15 @@ def build_event_loop(
     delays: Delays = None,
     availability: Availability = None,
     concurrency: int | None = None,
+    refill: int | None = None,
 ) -> EventLoop:
-    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run].
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it and the affected clients.
-    """
+    """Build the event loop of a run from the arguments of [`run`][manifoldagg.simulation.run]."""
     clients = federation.trainable_clients
 
     def stream(name: int) -> np.random.Generator:
         return np.random.default_rng([federation.seed, name])
 
-    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM))
+    who = sampler_for(rule, clients, concurrency, stream(SAMPLING_STREAM), refill=refill)
     if scheduler is not None and delays is not None:
         raise ArgumentError("delays: expected either a scheduler or delays, got both")
     if delays is not None:

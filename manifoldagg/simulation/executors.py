@@ -36,9 +36,6 @@ class RestartingExecutor:
         source: an executor, or a function that returns one. The function is called again after a failure. A given
             executor is neither replaced nor shut down.
 
-    Raises:
-        ArgumentError: if `source` is neither an executor nor a function.
-
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> with RestartingExecutor(partial(ThreadPoolExecutor, 2)) as workers:
@@ -65,11 +62,7 @@ class RestartingExecutor:
         return count if isinstance(count, int) and count > 0 else None
 
     def submit(self, envelope: TaskEnvelope) -> "Future[TaskResult]":
-        """Submit a task to the executor.
-
-        Raises:
-            RuntimeError: if the executor is broken or was shut down.
-        """
+        """Submit a task. Raises a `RuntimeError` if the executor is broken or was shut down."""
         executor = self._current()
         client = _dask_client(executor)
         if client is None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.dataset import TaskId
 from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
-from manifoldagg.simulation.federated_dataset import TaskId
 
 __all__ = ["Lookahead"]
 
@@ -19,14 +19,8 @@ RECOPY_FACTOR, CLIENTS_PER_EVENT = 4, 64
 class Lookahead:
     """A prediction of the order in which a run will need its tasks in flight.
 
-    A copy of the event loop runs ahead of the event loop. It assumes that the server accepts every update, and that the
-    work of a client equals the work of its previous task. While this is true, the order is exact. Otherwise, it is the
-    order of dispatch.
-
-    Args:
-        event_loop: the event loop, before its first event.
-        is_over: returns whether the run ends before the next event of such an event loop.
-        task_cost: returns the work of a client without an earlier task.
+    A copy of the event loop runs ahead. It assumes that the server accepts every update, and that a client's work
+    equals that of its previous task (at first `task_cost`). Otherwise, the order is that of dispatch.
     """
 
     def __init__(
@@ -39,9 +33,8 @@ class Lookahead:
         self._in_flight: dict[TaskId, None] = {}
         self._cost = 0.0
         self._copy: EventLoop | None = None
-        # The predictions for the event loop: the work of a task, or whether its update is accepted.
+        # The predicted work of a dispatched task, or whether the update of a task is accepted.
         self._predicted: deque[tuple[TaskId, float | bool]] = deque()
-        # The completions of the copy, in order.
         self._order: dict[TaskId, None] = {}
 
     def on_dispatch(self, task_id: TaskId, work: float) -> None:

@@ -8,6 +8,7 @@ from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_instance
 from manifoldagg.federated import Rule, Trainer
 from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.stability import with_buffer_size
 from manifoldagg.federated.types import check_trainer
 from manifoldagg.simulation.cost import Evaluation, first_reaching
 from manifoldagg.simulation.evaluation import gini, theil
@@ -33,24 +34,26 @@ class Method:
     trainer: Trainer
     rate_field: str | None = "rate"
 
-    def bind(self, clients: Sequence[int]) -> "Method":
+    def bind(self, clients: Sequence[int], buffer: int | None = None) -> "Method":
         """Return the method for these clients, with its rule built.
 
+        Args:
+            clients: the participating clients.
+            buffer: the number of updates in each step of a rule with a buffer. The default is the size in the rule.
+
         Raises:
-            ArgumentError: if the rule or the trainer is invalid.
+            ArgumentError: if the rule or the trainer is invalid, or if the rule has no buffer.
         """
         made: Any = self.rule
         if callable(made) and not hasattr(made, "step"):
             made = made(clients)
         check_trainer(self.trainer)
-        return replace(self, rule=check_rule(made))
+        check_rule(made)
+        return replace(self, rule=made if buffer is None else with_buffer_size(made, buffer))
 
 
 def check_method(name: str, method: object) -> Method:
-    """Check that `method` is a `Method` and not a name or a rule, and return it.
-
-    Raises:
-        ArgumentError: if it is invalid.
+    """Return `method`, or raise an `ArgumentError` if it is not a `Method`.
 
     Example:
         >>> check_method("method", "fedasync")
@@ -93,6 +96,11 @@ class RunResult:
     def accuracy(self) -> list[float]:
         """The accuracy of each evaluation."""
         return [row.accuracy for row in self.evaluations]
+
+    @property
+    def average_accuracy(self) -> list[float | None]:
+        """The accuracy of the average at each evaluation; `None` before the first averaged version."""
+        return [row.average_accuracy for row in self.evaluations]
 
     @property
     def evaluated_at(self) -> list[int]:

@@ -45,19 +45,13 @@ def dirichlet_partition(
     For each label $y$, draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and assign
     $\lfloor p_{y,i} |D_y| \rfloor$ random samples of the label to client i. Client sizes are not balanced.
 
+    The arguments `labels`, `clients` and `generator`, the result and the errors are as in
+    [`iid_partition`][manifoldagg.simulation.iid_partition].
+
     Args:
-        labels: the labels (samples,), integers or strings.
-        clients: the number of clients, at most the number of samples.
         concentration: the concentration $\alpha$. 0 assigns each label to one client, and `inf` splits it evenly.
-        generator: the random generator.
         remainder: the treatment of the samples that remain after rounding down. `"largest"` assigns them to the clients
             with the largest remainders, and `"drop"` drops them, as in the paper.
-
-    Returns:
-        A sorted int64 array of sample indices for each client. The arrays are disjoint, and some can be empty.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold B.1.1.
 
@@ -95,7 +89,7 @@ def iid_partition(
         generator: the random generator.
 
     Returns:
-        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
+        A sorted int64 array of sample indices for each client. The arrays are disjoint, and some can be empty.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.
@@ -116,20 +110,12 @@ def shards_partition(
 ) -> list[np.ndarray]:
     """Sort samples by label, split them into equal shards, and assign random shards to each client.
 
-    Most clients have as many labels as shards, plus one label for each shard that contains two labels.
+    Most clients have as many labels as shards, plus one label for each shard that contains two labels. The other
+    arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
-        labels: the labels (samples,), integers or strings.
-        clients: the number of clients.
         shards_per_client: the number of shards per client; 2 in the paper. The total number of shards is at most the
             number of samples.
-        generator: the random generator, which draws the order within a label and the assignment of shards.
-
-    Returns:
-        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
 
     Source: McMahan et al. 2017, §3.
 
@@ -158,20 +144,11 @@ def cyclic_partition(
     r"""Assign the k labels $ik, ik + 1, \dots, ik + k - 1$ modulo K to client i.
 
     The samples of a label are split evenly over the clients that have it. With fewer than K / k clients, some labels
-    are not assigned, and their samples are dropped.
+    are not assigned, and their samples are dropped. Labels are numbered in sorted order. The other arguments, the
+    result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
-        labels: the labels (samples,), integers or strings, numbered in sorted order.
-        clients: the number of clients, at most the number of samples.
         labels_per_client: the number k of labels per client, at most K.
-        generator: the random generator.
-
-    Returns:
-        A sorted int64 array of sample indices for each client. The arrays are disjoint. If a label has fewer samples
-        than clients, some of these clients get no sample of it.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Queue G.3.
 
@@ -200,16 +177,8 @@ def disjoint_partition(
 ) -> list[np.ndarray]:
     """Assign each label with all its samples to one client, so that the label counts differ by at most one.
 
-    Args:
-        labels: the labels (samples,), integers or strings.
-        clients: the number of clients, at most the number of labels.
-        generator: the random generator.
-
-    Returns:
-        A sorted int64 array of sample indices for each client. Together, the arrays contain every sample once.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+    The number of clients is at most the number of labels. The arguments, the result and the errors are as in
+    [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Source: OrthoFL §3, where each of two clients has half of the labels.
 
@@ -234,18 +203,12 @@ def natural_partition(
 ) -> list[np.ndarray]:
     """Assign to each client the samples of one owner: a speaker, a patient, a writer.
 
+    The other arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    The number of clients is at most the number of owners. The samples of other owners are dropped.
+
     Args:
-        labels: the labels (samples,), integers or strings, which do not affect the result.
-        clients: the number of clients, at most the number of owners. The samples of other owners are dropped.
-        generator: the random generator for the selection `"random"`.
         user_ids: the owner of each sample, (samples,).
         selection: the owners that become clients: those with the `"largest"` numbers of samples, or `"random"` owners.
-
-    Returns:
-        A sorted int64 array of sample indices for each client, in the order of the owners. The arrays are disjoint.
-
-    Raises:
-        ArgumentError: if an argument is invalid. The message names it.
 
     Example:
         >>> owners = ["Romeo", "Juliet", "Juliet", "Nurse", "Romeo"]
@@ -268,11 +231,7 @@ def natural_partition(
 
 
 def check_concentration(value: float) -> float:
-    """Convert a concentration to a float >= 0, which may be infinity.
-
-    Raises:
-        ArgumentError: if `value` is invalid.
-    """
+    """Convert a concentration to a float >= 0, which may be infinity."""
     try:
         number = math.nan if isinstance(value, str | bool) else float(value)
     except (TypeError, ValueError):
@@ -285,11 +244,7 @@ def check_concentration(value: float) -> float:
 def _encode_labels(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, int]:
-    """Return the labels as integers from 0, and the number of different labels.
-
-    Raises:
-        ArgumentError: if `labels` is empty, there are more clients than samples, or `generator` is invalid.
-    """
+    """Check the arguments of a partition. Return the labels as integers from 0, and the number of labels."""
     labels = np.asarray(labels)
     if labels.ndim != 1 or labels.size == 0:
         raise ArgumentError(f"labels: expected a non-empty vector, got shape {labels.shape}")

@@ -61,13 +61,8 @@ class Scheduler(ABC, Generic[C]):
     """Base class of all schedulers: the clock and the tasks in flight.
 
     Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Ties in
-    time are broken by the order in which tasks start. A copy by `copy.deepcopy` continues with the same events.
-
-    Args:
-        generator: the random generator, which only the scheduler may use.
-
-    Raises:
-        ArgumentError: if `generator` is invalid.
+    time are broken by the order in which tasks start. A copy by `copy.deepcopy` continues with the same events. Only
+    the scheduler may use `generator`.
     """
 
     allows_queueing: ClassVar[bool] = False
@@ -325,11 +320,7 @@ class PriorityScheduler(Scheduler[C]):
 
 
 def normalize_client(client: Any) -> Any:
-    """Return `client` as a Python int or str, which JSON represents exactly.
-
-    Raises:
-        ArgumentError: if `client` is neither an integer nor a string.
-    """
+    """Return `client` as a Python int or str, which JSON represents exactly, or raise an `ArgumentError`."""
     if type(client) is int or type(client) is str:
         return client
     if isinstance(client, np.integer):

@@ -13,8 +13,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Trainer
 from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.client_task import ClientTask
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.executors import ExecutorLike, RestartingExecutor
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
 from manifoldagg.simulation.task_transport import RunContext, TaskEnvelope, TaskResult, execute_local
 
 __all__ = ["TaskOrder", "TaskRunner"]
@@ -34,16 +34,7 @@ class TaskOrder(Protocol):
 
 
 class _PendingTask:
-    """A submitted task.
-
-    Attributes:
-        task_id: the identifier of the task.
-        message: the message of the server.
-        with_context: whether its envelope must contain the context of the run.
-        client_state: the client state at the start of the task, after it was sent.
-        future: the future of its envelope.
-        result: the result of the task, or `None`.
-    """
+    """A submitted task. `client_state` is the state at its start, after it was sent."""
 
     def __init__(self, task_id: TaskId, message: Message) -> None:
         self.task_id = task_id
@@ -72,18 +63,14 @@ class TaskRunner:
     Args:
         federation: the federated data set, with minibatches and seeds.
         trainer: the trainer of the clients.
-        executor: an executor, a function that returns an executor (which `close` shuts down), or a
-            `RestartingExecutor` that several runs share. With `None`, `result` trains in the calling thread.
+        executor: an executor, a function that returns an executor (which `close` shuts down), or a `RestartingExecutor`
+            that several runs share. With `None`, `result` trains in the calling thread.
         order: a predictor of the order in which tasks are needed. The default is the order of submission.
         client_states: the client states of an interrupted run, by client.
 
     Attributes:
-        client_states: the client state after the last update of each client, in a map that is replaced and never
-            modified.
+        client_states: the client state after the last update of each client. The map is replaced and never modified.
         num_gradients: the number of gradients of the task of the latest `result`, including a task that raised.
-
-    Raises:
-        ArgumentError: if `executor` is invalid.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -125,11 +112,7 @@ class TaskRunner:
         self._finished: SimpleQueue[tuple[_PendingTask, Future[TaskResult]]] = SimpleQueue()
 
     def submit(self, task_id: TaskId, message: Message) -> None:
-        """Submit a task. `message` must not be modified afterwards.
-
-        Raises:
-            ArgumentError: if a task with this identifier was submitted and has no result.
-        """
+        """Submit a task with a new identifier. `message` must not be modified afterwards."""
         if task_id in self._tasks:
             raise ArgumentError(f"task_id: expected a new identifier, got {task_id} again")
         task = _PendingTask(task_id, message)

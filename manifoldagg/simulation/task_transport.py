@@ -19,7 +19,7 @@ from manifoldagg.federated.types import ClientState
 from manifoldagg.kernels import set_backend
 from manifoldagg.kernels.backends import selection
 from manifoldagg.simulation.client_task import ALIGNMENT, ClientTask, GradientCounter, run_task
-from manifoldagg.simulation.federated_dataset import FederatedDataset, TaskId
+from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["Packed", "RunContext", "TaskEnvelope", "TaskResult", "execute", "execute_local", "execute_scattered"]
@@ -164,12 +164,7 @@ class _Environment(NamedTuple):
 
 
 class RunContext:
-    """The data that all tasks of a run share. A process receives and unpickles it once.
-
-    Args:
-        federation: the federated data set.
-        trainer: the trainer of the clients.
-    """
+    """The data that all tasks of a run share. A process receives and unpickles it once."""
 
     def __init__(self, federation: FederatedDataset, trainer: Trainer) -> None:
         self.federation = federation
@@ -179,11 +174,7 @@ class RunContext:
 
     @cached_property
     def packed(self) -> Packed:
-        """The context for another process.
-
-        Raises:
-            ArgumentError: if the federation or the trainer cannot be pickled.
-        """
+        """The context for another process. Raises an `ArgumentError` if it cannot be pickled."""
         packed = Packed((_Environment.current(), self.federation, self.trainer))
         try:
             packed.parts  # noqa: B018
@@ -196,15 +187,7 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """A task for an executor. It is pickled without the context of its run, which a process receives on request.
-
-    Args:
-        context: the context of the run.
-        task_id: the identifier of the task.
-        message: the message of the server.
-        client_state: the client state after the client's previous task.
-        with_context: whether the context is pickled with the task.
-    """
+    """A task for an executor. It is pickled without the context of its run, which a process receives on request."""
 
     def __init__(
         self,
@@ -229,13 +212,7 @@ class TaskEnvelope:
 
 
 class ReceivedEnvelope:
-    """A task as another process receives it.
-
-    Args:
-        key: the key of the context.
-        context: the context; `None` if the process has received it before.
-        parts: the other arguments of the client task.
-    """
+    """A task as another process receives it. `context` is `None` if the process has received it before."""
 
     def __init__(self, key: bytes, context: Packed | None, parts: Packed) -> None:
         self._key = key
@@ -276,10 +253,7 @@ _CONTEXTS = _ContextCache()
 class TaskResult:
     """The result of a task: a payload, an exception, or the request for the context of the run.
 
-    Args:
-        payload: the payload of the task.
-        error: the exception that the training raised.
-        gradients: the number of computed gradients, including those before an exception.
+    `gradients` counts the computed gradients, including those before an exception.
     """
 
     def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, gradients: int = 0) -> None:

@@ -1,9 +1,8 @@
 """Traces: one record for each task, their files, and a scheduler that replays them."""
 
 import csv
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from manifoldagg._io import atomic_write
-from manifoldagg._validation import check_choice, check_count, check_number, short_repr
+from manifoldagg._validation import check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.delays import set_fields
 from manifoldagg.simulation.schedulers import Completion, Scheduler, normalize_client, parse_client
@@ -19,7 +18,6 @@ from manifoldagg.simulation.schedulers import Completion, Scheduler, normalize_c
 __all__ = ["ReplayScheduler", "TaskRecord", "check_records", "read_trace", "write_trace"]
 
 C = TypeVar("C", bound=int | str)
-SUFFIXES = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -66,31 +64,21 @@ class TaskRecord(Generic[C]):
 
 
 def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
-    """Write a trace as CSV (`.csv`) or JSON lines (`.jsonl`), with exact numbers.
-
-    The file is written atomically.
+    """Write a trace as a CSV file with exact numbers. The file is written atomically.
 
     Raises:
-        ArgumentError: if the file cannot be written or has another suffix, or if the name of a client is a string that
-            would be read from CSV as an integer.
+        ArgumentError: if the file cannot be written, or if the name of a client is a string that would be read as an
+            integer.
     """
-    path = Path(path)
-    form = check_choice("path", path.suffix, SUFFIXES)
-    records = check_records(records)
+    path, records = Path(path), check_records(records)
+    for record in records:
+        if isinstance(record.client, str) and parse_client(record.client) != record.client:
+            raise ArgumentError(f"records: expected names that are not integers, got {record.client!r}")
     try:
         with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
-            if form == ".jsonl":
-                file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
-            else:
-                # Quotes preserve a carriage return in a name.
-                table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-                table.writerow(_COLUMNS)
-                for record in records:
-                    if isinstance(record.client, str) and parse_client(record.client) != record.client:
-                        raise ArgumentError(
-                            f"records: client {record.client!r} would be read as an integer from CSV; write .jsonl"
-                        )
-                    table.writerow(astuple(record))
+            # Quotes preserve a carriage return in a name.
+            table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+            table.writerows([_COLUMNS, *map(astuple, records)])
     except (OSError, UnicodeEncodeError) as error:
         raise ArgumentError(f"path: {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
@@ -101,48 +89,27 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
     Raises:
         ArgumentError: if the file is invalid. The message names the file and the line.
     """
-    path = Path(path)
-    form = check_choice("path", path.suffix, SUFFIXES)
     records = []
-    line = 0
+    line = 1
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            if form == ".jsonl":
-                for text in file:
-                    line += 1
-                    row = json.loads(text)
-                    if not isinstance(row, dict) or set(row) != set(_COLUMNS):
-                        raise ValueError(f"expected the fields {', '.join(_COLUMNS)}")
-                    records.append(TaskRecord(**row))
-            else:
-                table = csv.reader(file, strict=True)
-                if next(table, None) != list(_COLUMNS):
-                    raise ValueError(f"expected the columns {', '.join(_COLUMNS)}")
-                line = 1
-                for row in table:
-                    line = table.line_num
-                    if len(row) != len(_COLUMNS):
-                        raise ValueError(f"expected {len(_COLUMNS)} fields, got {len(row)}")
-                    client, *numbers, staleness = row
-                    work, dispatched, started, finished = map(float, numbers)
-                    records.append(
-                        TaskRecord(parse_client(client), work, dispatched, started, finished, int(staleness))
-                    )
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            table = csv.reader(file, strict=True)
+            if next(table, None) != list(_COLUMNS):
+                raise ArgumentError(f"expected the columns {', '.join(_COLUMNS)}")
+            line = 2
+            for client, *numbers, staleness in table:
+                work, dispatched, started, finished = map(float, numbers)
+                records.append(TaskRecord(parse_client(client), work, dispatched, started, finished, int(staleness)))
+                line = table.line_num + 1
     except OSError as error:
         raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
-    except csv.Error as error:
-        raise ArgumentError(f"path: {path}, line {table.line_num}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"path: {path}, line {max(line, 1)}: {error}") from None
+    except (TypeError, ValueError, csv.Error) as error:
+        raise ArgumentError(f"path: {path}, line {line}: {error}") from None
     return records
 
 
 def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
-    """Check that `records` are task records, and return them as a list.
-
-    Raises:
-        ArgumentError: if an element is not a task record. The message names the first one.
-    """
+    """Return `records` as a list, or raise an `ArgumentError` with the first element that is not a task record."""
     records = list(records)
     for i, record in enumerate(records):
         if not isinstance(record, TaskRecord):

@@ -182,6 +182,9 @@ WRONG = [
     (["--name", "a/b"], "name: expected the name of a folder in --out, got 'a/b'"),
     (["--only", "digits"], "only: expected --config, because --only selects its tables"),
     (["--concurrency", "0"], "error: concurrency: expected an integer >= 1, got 0"),
+    (["--methods", "fedasync", "--buffer", "2"], "error: buffer: expected a method with a buffer, such as fedbuff"),
+    (["--methods", "fedavg", "--refill", "2"], "methods: FedAvg: refill: expected None, as FedAvg decides"),
+    (["--swa", "start=0.75,cycles=5"], "error: swa: no option 'cycles'; did you mean cycle?"),
     (
         ["--methods", "asynccorrected:correction=nowhere:X"],
         "methods: asynccorrected: correction: expected a correction",

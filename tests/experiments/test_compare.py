@@ -18,11 +18,11 @@ from torch import nn
 from manifoldagg.cli.compare import rejection_lines
 from manifoldagg.curves import Bezier, plane
 from manifoldagg.errors import ArgumentError, StabilityWarning
-from manifoldagg.experiments import draw_trace
+from manifoldagg.experiments import draw_trace, workloads
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_planes, draw_traces
 from manifoldagg.experiments.registry import method, methods
-from manifoldagg.experiments.run_report import write_report
+from manifoldagg.experiments.report import write_report
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     AvailabilityChange,
@@ -32,7 +32,6 @@ from manifoldagg.simulation import (
     PriorityScheduler,
     TaskRecord,
     iid_partition,
-    registry,
     run,
 )
 from manifoldagg.simulation.cost import AXES, last_within_budget
@@ -225,7 +224,7 @@ def test_names_mean_what_run_takes():
     options = {"delays": "exponential:mean=10", "availability": "churn:up=200,down=40,until=300", "concurrency": 3}
     found = compare(clusters(), methods(["fedasync"]), clients=6, num_updates=10, seeds=1, partition="iid", **options)
     assert {key: found.settings[key] for key in options} == options
-    churned = registry.availability(options["availability"])
+    churned = workloads.availability(options["availability"])
     federation = FederatedDataset.split(clusters(), 6, partition=iid_partition, seed=0)
     like = {"delays": Exponential(10.0), "availability": churned, "concurrency": 3}
     assert found.runs["FedAsync"][0] == run(federation, method("fedasync"), num_updates=10, **like)

@@ -14,13 +14,13 @@ from manifoldagg import corrections, curves
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.registry import OPTION_READERS, RATE_FIELDS, RULES, TRAINERS, method, methods
+from manifoldagg.experiments.spec_parser import MODULE_NAME
 from manifoldagg.federated import Rule, Trainer, rules
 from manifoldagg.federated import clients as trainers
 from manifoldagg.federated.schedules import Cosine
 from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 from manifoldagg.manifolds import Sphere
 from manifoldagg.simulation import FederatedDataset, Method, run
-from manifoldagg.simulation.spec_parser import MODULE_NAME
 from tests.simulation import custom
 from tests.simulation.test_run import clusters, dirichlet
 

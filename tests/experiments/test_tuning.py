@@ -287,7 +287,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
         seen = now
     changes.write_text("time,client,kind\n901,1,leave\n")
     assert len(files(**CHANGES["availability"])) == len(seen) + 1
-    monkeypatch.setattr("manifoldagg.experiments.tuning_cache.__version__", "9")
+    monkeypatch.setattr("manifoldagg.experiments.tuning.__version__", "9")
     assert len(files()) == len(seen) + 2
 
 
@@ -321,7 +321,7 @@ def test_a_rule_of_ones_own_is_tuned():
     starts = {name: one["start"] if isinstance(one, dict) else one for name, one in told.items()}
     assert starts == {"Signs": 0.1, "slow": 0.05, "Plain": None, "Bound": 0.25, "Signs(rate=1)": "by hand"}
     for name in ("Signs", "slow", "Bound"):
-        assert f"rate={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
+        assert f"={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
 
 
 def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):

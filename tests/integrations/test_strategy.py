@@ -295,6 +295,18 @@ def test_a_node_that_flower_does_not_know_is_passed_over():
     assert (strategy.server.updates, grid.flying[7]) == (6, 0)
 
 
+@pytest.mark.parametrize("concurrency", [None, 4])
+def test_new_tasks_are_sent_when_enough_slots_are_free(concurrency):
+    with running(plain_app(), 4) as engine:
+        grid = Watched(engine.grid)
+        options = {"concurrency": concurrency, "refill": 4, "updates": 12, "fraction_evaluate": 0.0}
+        strategy = asynchronous(rules.FedBuff(size=10), buffer=2, **options)
+        strategy.start(grid, first(), num_rounds=1)
+    assert strategy.server.version == 6
+    # All four slots are filled together, so the staleness is that of synchronous rounds of four updates.
+    assert [row["staleness"] for row in strategy.server.history] == [0, 0, 1, 1] * 3
+
+
 def test_an_exam_is_over_when_its_time_is():
     released = threading.Event()
 
@@ -734,6 +746,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"updates": 0}, "updates: expected"),
         ({"concurrency": 0}, "concurrency: expected"),
         ({"rule": rules.FedAvg(2), "concurrency": 3}, "concurrency: expected None, as FedAvg waits"),
+        ({"rule": rules.FedAvg(2), "refill": 2}, "^refill: expected None, as FedAvg decides"),
+        ({"concurrency": 2, "refill": 3}, "^refill: expected at most concurrency = 2, got 3"),
+        ({"buffer": 3}, "^buffer: expected a rule with a buffer, such as FedBuff, got FedAsync"),
         ({"task_timeout": 0}, "task_timeout: expected"),
         ({"rule": more, "wire": False}, "wire: expected None or True"),
         ({"fraction_evaluate": 1.5}, "fraction_evaluate: expected"),

@@ -64,12 +64,12 @@ class Workload:
     up: float
     seed: int
 
-    def event_loop(self):
+    def event_loop(self, refill=None):
         names = iter(range(9))
         generator = lambda: np.random.default_rng([self.seed, next(names)])  # noqa: E731
         clients = list(self.clients)
         some = self.concurrency if self.kind.startswith("some") else None
-        who = sampler_for(rule_of(self.kind, clients, self.cohort), clients, some, generator())
+        who = sampler_for(rule_of(self.kind, clients, self.cohort), clients, some, generator(), refill=refill)
         changes = churn(clients, Exponential(self.up), Exponential(2.0), 60.0, generator()) if self.up else ()
         return EventLoop(clients, who, scheduler_of(self.scheduler, clients, generator()), changes)
 
@@ -123,9 +123,9 @@ class History:
         return [event for event in self.events if isinstance(event, Dispatched)]
 
 
-def drive(workload, num_updates=40, accepts=lambda nth: True, work=steady, limit=None):
+def drive(workload, num_updates=40, accepts=lambda nth: True, work=steady, limit=None, refill=None):
     """Drive an event loop for so many updates, or until no client has a task; with a `limit`, look ahead before each event."""
-    loop = workload.event_loop()
+    loop = workload.event_loop(refill)
     lookahead = Lookahead(loop, lambda ahead: ahead.num_completed >= num_updates, lambda client: work(client, 0))
     seen = History([], [])
     out = {}

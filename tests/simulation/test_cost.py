@@ -238,6 +238,7 @@ def test_a_log_has_a_row_for_each_evaluation_of_each_run():
         (name, seed, round_) for name in ("FedAsync", "AsyncBezier") for seed in (0, 1) for round_ in (0, 2, 4)
     ]
     columns = "updates time gradients bytes_down bytes_up rejected accuracy loss gini theil staleness staleness_max"
+    columns += " average_accuracy average_loss"
     assert list(rows[0]) == ["method", "seed", *columns.split()]
     one = found.runs["AsyncBezier"][1].evaluations[2]
     back = {key: value for key, value in json.loads(json.dumps(rows[-1])).items() if key not in ("method", "seed")}

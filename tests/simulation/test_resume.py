@@ -445,7 +445,7 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
     if "versions" in change:
         was = tensor_file.load(path, "run")["metadata"]["versions"]
         was |= change.pop("versions")
-        monkeypatch.setattr("manifoldagg.simulation.run_metadata.versions", lambda: was)
+        monkeypatch.setattr("manifoldagg.simulation.metadata.versions", lambda: was)
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'{path}: {words}')}"):
         run(
             federation,

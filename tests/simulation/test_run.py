@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method, methods
-from manifoldagg.experiments.run_report import check_destination, write_report
+from manifoldagg.experiments.report import check_destination, write_report
 from manifoldagg.federated import Payload
 from manifoldagg.federated.clients.determinism import seeded_model
 from manifoldagg.federated.rules import FedGS
@@ -28,6 +28,7 @@ from manifoldagg.simulation import (
     Method,
     Partition,
     dirichlet_partition,
+    iid_partition,
     run,
 )
 from tests.support import draw
@@ -247,13 +248,13 @@ def test_models_depend_on_their_seed_alone():
         (lambda: compare(clusters(), ["fedgs"]), r"methods\[0\]: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
         (lambda: compare(clusters(), [FedGS()]), r"methods\[0\]: expected a Method, got FedGS; write Method\(name, rule, trainer\)"),
         (lambda: compare("digits", methods("fedgs")), r"dataset: expected a LabelledDataset, got 'digits'; write load_dataset\('digits'\)"),
-        (lambda: compare(clusters(), methods("fedgs"), partition=None), "partition: expected a function or its name, such as 'iid'; got None"),
+        (lambda: compare(clusters(), methods("fedgs"), partition=None), "partition: expected a function such as iid_partition, got None"),
         (lambda: compare(clusters(), methods("fedgs"), tuning=True), r"tuning: expected a Tuning, got True; write Tuning\(\), or None"),
         (lambda: run(clusters(), method("fedgs"), num_updates=2), r"federation: expected a FederatedDataset, got LabelledDataset; write FederatedDataset.split\("),
-        (lambda: run(FederatedDataset.split(clusters(), 3, partition="iid", seed=0), "fedgs", num_updates=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
-        (lambda: FederatedDataset.split("digits", 3, partition="iid", seed=0), r"dataset: expected a LabelledDataset, got 'digits'; write load_dataset"),
-        (lambda: FederatedDataset.split(clusters(), 3, partition=3, seed=0), "partition: expected a function or its name, such as 'iid'; got 3"),
-        (lambda: FederatedDataset.split(clusters(), 3, partition="idd", seed=0), "partition: no partition 'idd'; did you mean iid"),
+        (lambda: run(FederatedDataset.split(clusters(), 3, partition=iid_partition, seed=0), "fedgs", num_updates=2), r"method: expected a Method, got 'fedgs'; write method\('fedgs'\)"),
+        (lambda: FederatedDataset.split("digits", 3, partition=iid_partition, seed=0), r"dataset: expected a LabelledDataset, got 'digits'; write load_dataset"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition=3, seed=0), "partition: expected a function such as iid_partition, got 3"),
+        (lambda: FederatedDataset.split(clusters(), 3, partition="idd", seed=0), "partition: expected a function such as iid_partition, got 'idd'"),
         (lambda: compare(clusters(), methods(["fedgs"]), clients=121), "clients: expected at most one for each of 120"),
         (
             lambda: compare(one_label(), methods(["fedgs"]), clients=120, partition=dirichlet(math.inf)),

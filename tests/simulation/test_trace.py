@@ -1,6 +1,5 @@
 """Traces: written and read without loss, replayed exactly, drawn in full."""
 
-import json
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.experiments.gantt import draw_trace
+from manifoldagg.experiments.plots import draw_trace
 from manifoldagg.simulation import PriorityScheduler
 from manifoldagg.simulation.delays import Deterministic, Uniform
 from manifoldagg.simulation.schedulers import IndependentClients
@@ -40,12 +39,11 @@ def number_like(name):
         return False
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 @given(traces())
-def test_a_trace_comes_back_as_it_was(tmp_path_factory, suffix, records):
-    path = tmp_path_factory.mktemp("trace") / f"trace{suffix}"
-    if suffix == ".csv" and any(number_like(record.client) for record in records):
-        with pytest.raises(ArgumentError, match="would be read as an integer from CSV"):
+def test_a_trace_comes_back_as_it_was(tmp_path_factory, records):
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    if any(number_like(record.client) for record in records):
+        with pytest.raises(ArgumentError, match="records: expected names that are not integers"):
             write_trace(path, records)
         assert list(path.parent.iterdir()) == []
     else:
@@ -151,16 +149,11 @@ HEADER = ",".join(ROW) + "\n"
         ("t.csv", "", "line 1: expected the columns client, work"),
         ("t.csv", HEADER + "a,1,0,0,1\n", "line 2"),
         ("t.csv", HEADER + "a,1,0,0,1,0\na,1,0,0,one,0\n", "line 3: could not convert"),
-        ("t.csv", HEADER + "a,1,0,0,1,0\n\n", "line 3: expected 6 fields, got 0"),
+        ("t.csv", HEADER + "a,1,0,0,1,0\n\n", "line 3: not enough values"),
+        ("t.csv", HEADER + "a,1,0,0,1,-1\n", "line 2: staleness: expected"),
         ("t.csv", HEADER + 'a,1,0,0,1,0\n"a"b,1,0,0,1,0\n', "line 3: ',' expected after"),
-        ("t.jsonl", json.dumps(ROW) + "\n" + "[" * 100_000, "line 2: maximum recursion depth"),
         ("t.csv", HEADER + "a,1,0,0,nan,0\n", "line 2: finished: expected"),
         ("t.csv", HEADER + "a,1,2,1,3,0\n", "line 2: started: expected a finite number >= 2"),
-        ("t.jsonl", json.dumps(ROW) + "\n[]\n", "line 2: expected the fields"),
-        ("t.jsonl", json.dumps(ROW | {"more": 1}) + "\n", "line 1: expected the fields"),
-        ("t.jsonl", json.dumps(ROW | {"staleness": -1}) + "\n", "line 1: staleness: expected"),
-        ("t.jsonl", json.dumps(ROW | {"work": "1"}) + "\n", "line 1: work: expected"),
-        ("t.jsonl", "{\n", "line 1"),
     ],
 )
 @pytest.mark.usefixtures("as_shipped")
@@ -173,8 +166,6 @@ def test_a_bad_file_is_refused_by_line(tmp_path, name, text, words):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_files_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(ArgumentError, match="path: expected one of .csv, .jsonl; got '.txt'"):
-        write_trace(tmp_path / "t.txt", [])
     with pytest.raises(ArgumentError, match=r"path: .* cannot be read"):
         read_trace(tmp_path / "none.csv")
     with pytest.raises(ArgumentError, match=r"path: .* cannot be written"):

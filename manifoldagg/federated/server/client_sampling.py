@@ -114,22 +114,25 @@ class ClientSampler(abc.ABC):
 
 
 class AsyncSampler(ClientSampler):
-    """Sampler that keeps `concurrency` tasks in flight, or one task for every client if `concurrency` is `None`.
+    """Sampler that keeps `concurrency` tasks in flight, or one task for every client.
 
-    After each task, the sampler draws a client uniformly from the idle clients.
+    Args:
+        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle clients. With
+            `None`, every client has one task in flight, and no client is drawn.
+        generator: the random generator.
+        refill: the number of free slots at which the sampler dispatches again, to all of them. If no task is in flight,
+            the sampler dispatches at once.
     """
 
-    def __init__(self, concurrency: int | None, generator: np.random.Generator) -> None:
+    def __init__(self, concurrency: int | None, generator: np.random.Generator, refill: int = 1) -> None:
         super().__init__(generator)
         self._concurrency = concurrency
+        self._refill = refill
         self._busy: set[int] = set()
-        # The clients to draw from, some of which may have left.
+        # The clients without a task, some of which may have left.
         self._idle = AvailableClients()
 
     def start(self, available: AvailableClients) -> list[int]:
-        if self._concurrency is None:
-            self._busy.update(available)
-            return list(available)
         for client in available:
             self._idle.add(client)
         return self._draw(available)
@@ -140,20 +143,25 @@ class AsyncSampler(ClientSampler):
 
     def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
         self._busy.discard(client)
-        return [] if self._concurrency is None else self._draw(available)
+        return self._draw(available)
 
     def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        free = client in available and client not in self._busy
-        if self._concurrency is None:
-            self._busy.update([client] if free else [])
-            return [client] if free else []
-        if free:
+        if client in available and client not in self._busy:
             self._idle.add(client)
         return self._draw(available)
 
     def _draw(self, available: AvailableClients) -> list[int]:
+        if self._concurrency is None:
+            ready = [client for client in self._idle if client in available]
+            if self._busy and len(ready) < self._refill:
+                return []
+            self._idle = AvailableClients()
+            self._busy.update(ready)
+            return ready
         drawn: list[int] = []
-        while len(self._busy) < (self._concurrency or 0) and self._idle:
+        if self._busy and self._concurrency - len(self._busy) < self._refill:
+            return drawn
+        while len(self._busy) < self._concurrency and self._idle:
             client = self._idle[int(self._generator.integers(len(self._idle)))]
             self._idle.discard(client)
             if client in available:
@@ -247,18 +255,28 @@ class RuleSampler(ClientSampler):
 class RoutedSampler(ClientSampler):
     """Sampler that keeps `concurrency` tasks in flight, and draws clients from the routing of the rule.
 
-    It may draw busy clients. If clients are unavailable, the shares of the available clients keep their ratios.
+    The sampler may draw busy clients. It does not draw unavailable clients, and the shares of the other clients keep
+    their ratios.
+
+    Args:
+        shares: the share of the tasks of each client.
+        concurrency: the number of tasks in flight.
+        generator: the random generator.
+        refill: the number of free slots at which the sampler dispatches again, to all of them.
     """
 
-    def __init__(self, shares: Mapping[int, float], concurrency: int, generator: np.random.Generator) -> None:
+    def __init__(
+        self, shares: Mapping[int, float], concurrency: int, generator: np.random.Generator, refill: int = 1
+    ) -> None:
         super().__init__(generator)
         self._shares = dict(shares)
         self._concurrency = concurrency
+        self._refill = refill
         self._cumulative_shares: list[float] = []
         self._seen_changes = -1
 
     def _draw(self, available: AvailableClients) -> list[int]:
-        if not len(available):
+        if not len(available) or (self._num_in_flight and self._concurrency - self._num_in_flight < self._refill):
             return []
         if self._seen_changes != available.num_changes:
             self._seen_changes = available.num_changes
@@ -272,7 +290,12 @@ class RoutedSampler(ClientSampler):
 
 
 def sampler_for(
-    rule: Rule, clients: Sequence[int], concurrency: int | None, generator: np.random.Generator
+    rule: Rule,
+    clients: Sequence[int],
+    concurrency: int | None,
+    generator: np.random.Generator,
+    *,
+    refill: int | None = None,
 ) -> ClientSampler:
     """Return the sampler that a rule, or the rule that it wraps, declares.
 
@@ -288,23 +311,30 @@ def sampler_for(
         clients: all clients that may participate.
         concurrency: the number of tasks in flight, or of clients in the first dispatch of a `RuleSampler`.
         generator: the random generator, which only the sampler may use.
+        refill: the number of free slots at which the sampler dispatches again. The default is 1. A rule that waits for
+            a cohort or draws its clients does not accept it.
 
     Raises:
-        ArgumentError: if `concurrency` is not a positive integer, the rule waits for a cohort and `concurrency` is
-            given, or the routing has other clients.
+        ArgumentError: if `concurrency` or `refill` is not a positive integer, if `refill` exceeds `concurrency`, if the
+            rule does not allow a choice, or if the routing has other clients.
     """
     if concurrency is not None:
         check_count("concurrency", concurrency)
+    slots = 1 if refill is None else check_count("refill", refill)
+    if concurrency is not None and slots > concurrency:
+        raise ArgumentError(f"refill: expected at most concurrency = {concurrency}, got {slots}")
     routing = rule_attribute(rule, "routing")
     if routing is not None:
         return RoutedSampler(
-            _check_routing(routing, clients), len(clients) if concurrency is None else concurrency, generator
+            _check_routing(routing, clients), len(clients) if concurrency is None else concurrency, generator, slots
         )
     draw = rule_attribute(rule, "draw")
+    if draw is None and rule.cohort == 1:
+        return AsyncSampler(concurrency, generator, slots)
+    if refill is not None:
+        raise ArgumentError(f"refill: expected None, as {type(rule).__name__} decides when clients get tasks")
     if draw is not None:
         return RuleSampler(draw, rule.cohort, concurrency, generator)
-    if rule.cohort == 1:
-        return AsyncSampler(concurrency, generator)
     if concurrency is not None:
         raise ArgumentError(f"concurrency: expected None, as {type(rule).__name__} waits for a cohort of {rule.cohort}")
     return CohortSampler(rule.cohort, generator)

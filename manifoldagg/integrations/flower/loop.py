@@ -49,6 +49,7 @@ class TrainingLoop(Strategy):
     model: ModelSource
     updates: int | None
     concurrency: int | None
+    refill: int | None
     task_timeout: float | None
     wire: bool | None
     compress: bool
@@ -202,7 +203,8 @@ class TrainingLoop(Strategy):
 
         def make_sampler(here: list[int]) -> ClientSampler:
             self._updates_per_round = self.updates or max(1, len(here))
-            return sampler_for(self.rule, here if routing is None else list(routing), self.concurrency, drawn)
+            clients = here if routing is None else list(routing)
+            return sampler_for(self.rule, clients, self.concurrency, drawn, refill=self.refill)
 
         self._dispatcher = MessageDispatcher(
             grid,

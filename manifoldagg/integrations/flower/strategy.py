@@ -18,6 +18,7 @@ from manifoldagg.federated.server.client_sampling import rule_attribute, sampler
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import check_option
 from manifoldagg.federated.server.validation import check_rule
+from manifoldagg.federated.stability import with_buffer_size
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.integrations.flower.dispatcher import TASK_ENDED
 from manifoldagg.integrations.flower.loop import AggregateFn, FlowerMessage, TrainingLoop
@@ -56,6 +57,8 @@ class Asynchronous(TrainingLoop):
             parameters, buffers or frozen. With `None`, the names and dtypes of the arrays are used.
         updates: the number of accepted updates per round. With `None`, the number of nodes at the start of the run.
         concurrency: the number of tasks in flight. With `None`, one task per node.
+        buffer: the number of updates in each step of a rule with a buffer. With `None`, the size in the rule.
+        refill: the number of free slots at which the strategy sends new tasks, to all of them. With `None`, 1.
         task_timeout: the timeout of a task or an evaluation in seconds. With `None`, the `timeout` of `start`.
         wire: whether messages have the wire format, which requires nodes with `client_app`. With `None`, the wire
             format is used only if the rule sends or requires more than models.
@@ -105,6 +108,8 @@ class Asynchronous(TrainingLoop):
         model: nn.Module | Callable[[], nn.Module] | None = None,
         updates: int | None = None,
         concurrency: int | None = None,
+        buffer: int | None = None,
+        refill: int | None = None,
         task_timeout: float | None = None,
         wire: bool | None = None,
         compress: bool = False,
@@ -126,14 +131,15 @@ class Asynchronous(TrainingLoop):
         **server_options: Any,
     ) -> None:
         super().__init__()
-        self.rule = check_rule(rule)
+        check_rule(rule)
+        self.rule = rule = rule if buffer is None else with_buffer_size(rule, buffer)
         if model is not None and not callable(model):
             raise ArgumentError(f"model: expected a module or a function that returns one, got {short_repr(model)}")
         for name, count in (("updates", updates), ("concurrency", concurrency)):
             if count is not None:
                 check_count(name, count)
-        if concurrency is not None:
-            sampler_for(rule, list(rule_attribute(rule, "routing") or ()), concurrency, np.random.default_rng(0))
+        routed = list(rule_attribute(rule, "routing") or ())
+        sampler_for(rule, routed, concurrency, np.random.default_rng(0), refill=refill)
         check_option("durability", durability, Durability)
         check_buffer_policy(buffer_policy)
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
@@ -145,6 +151,7 @@ class Asynchronous(TrainingLoop):
         self.model = model
         self.updates = updates
         self.concurrency = concurrency
+        self.refill = refill
         self.task_timeout = None if task_timeout is None else check_number("task_timeout", task_timeout, above=0)
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
@@ -181,6 +188,7 @@ class Asynchronous(TrainingLoop):
             "├──> Asynchronous:",
             f"│\t├── Updates per round: {self.updates or 'one per node'}",
             f"│\t├── Concurrency: {self.concurrency or 'one task per node'}",
+            f"│\t├── Free slots before the next tasks: {self.refill or 1}",
             f"│\t├── Task timeout: {timeout}",
             f"│\t└── Messages: {'wire format' if wire or self.codec else 'ArrayRecord'}",
             "├──> Sampling:",

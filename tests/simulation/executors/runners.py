@@ -29,6 +29,7 @@ from manifoldagg.simulation import (
     Method,
     churn,
     dirichlet_partition,
+    iid_partition,
 )
 
 
@@ -310,7 +311,10 @@ def wide(parameters):
     """A federation of a model with so many parameters."""
     made = clouds()
     return FederatedDataset.split(
-        LabelledDataset("wide", made.inputs, made.labels, partial(linear, parameters), 0.9), 5, partition="iid", seed=0
+        LabelledDataset("wide", made.inputs, made.labels, partial(linear, parameters), 0.9),
+        5,
+        partition=iid_partition,
+        seed=0,
     )
 
 
@@ -325,4 +329,22 @@ class DiesOnceSent:
             Path(self.file).touch()
             put = SimpleQueue.put
             SimpleQueue.put = lambda queue, obj: (put(queue, obj), os.kill(os.getpid(), signal.SIGKILL))
+        return Carries(3).train(space, message, loss, batches, memory, generator=generator)
+
+
+@dataclass(frozen=True)
+class DiesWhenCollected:
+    """Kills its Dask worker once, when the scheduler collects the first result from this worker."""
+
+    file: str
+
+    def train(self, space, message, loss, batches, memory, *, generator):
+        if not Path(self.file).exists():
+            from distributed import get_worker
+
+            async def die(*args, **kwargs):
+                Path(self.file).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            get_worker().handlers["get_data"] = die
         return Carries(3).train(space, message, loss, batches, memory, generator=generator)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from manifoldagg.simulation import run
-from tests.simulation.executors.runners import METHODS, federation
+from manifoldagg.federated.rules import FedAsync
+from manifoldagg.simulation import Method, run
+from tests.simulation.executors.runners import METHODS, DiesWhenCollected, federation
 
 distributed = pytest.importorskip("distributed")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,3 +32,11 @@ def test_a_cluster_gives_the_same_bits(client, method):
     )
     assert all(torch.equal(a.payload.points, b.payload.points) for a, b in zip(seen, others, strict=True))
     assert run(federation(), METHODS[method], num_updates=10, executor=client.get_executor) == expected
+
+
+def test_a_worker_that_dies_between_result_and_receipt_changes_nothing(client, tmp_path):
+    method = Method("dies", FedAsync(0.5), DiesWhenCollected(str(tmp_path / "died")))
+    found = run(federation(), method, num_updates=10, executor=client.get_executor())
+    assert (tmp_path / "died").exists()
+    # The file exists now, so this run kills no process.
+    assert found == run(federation(), method, num_updates=10)

@@ -1,22 +1,22 @@
-"""Run metadata: all settings and versions that determine the results, for comparison by a later process."""
+"""Metadata: the settings and versions that determine a result, as text that is equal in every process."""
 
-import hashlib
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from manifoldagg import __version__
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.fingerprint import first_difference
-from manifoldagg.simulation.federated_dataset import FederatedDataset
-from manifoldagg.simulation.spec_parser import parse_spec
-from manifoldagg.simulation.stable_repr import stable_repr
+from manifoldagg.simulation.dataset import FederatedDataset
 
-__all__ = ["check_compatible", "referenced_files", "run_metadata", "versions"]
+__all__ = ["check_compatible", "run_metadata", "stable_repr", "versions"]
 
 
 def run_metadata(federation: FederatedDataset, method: Any, **options: object) -> dict[str, object]:
@@ -52,22 +52,6 @@ def versions() -> dict[str, str]:
     return {"manifoldagg": __version__, "torch": torch.__version__, "numpy": np.__version__}
 
 
-def referenced_files(*specs: object) -> dict[str, str]:
-    """Return the files that specs such as `csv:measured.csv` refer to, with the SHA-256 hash of each file.
-
-    Args:
-        *specs: the settings. Only strings can refer to files.
-
-    Example:
-        >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
-        {}
-    """
-    options = [
-        value for text in specs if isinstance(text, str) for value in parse_spec("settings", text).options.values()
-    ]
-    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
-
-
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Check that the given settings equal those in a file or a folder.
 
@@ -91,3 +75,34 @@ def _as_fingerprint(settings: Any) -> Tree:
     if isinstance(settings, Mapping):
         return {"fields": {str(name): _as_fingerprint(value) for name, value in settings.items()}}
     return [_as_fingerprint(value) for value in settings] if isinstance(settings, list | tuple) else settings
+
+
+def stable_repr(value: object) -> str | None:
+    """Represent a setting as text without memory addresses. Strings and `None` are unchanged.
+
+    Example:
+        >>> stable_repr(partial(max, 2)), stable_repr("priority:workers=2"), stable_repr(None)
+        ('max(2)', 'priority:workers=2', None)
+    """
+    return value if value is None or isinstance(value, str) else _repr(value)
+
+
+def _repr(value: object) -> str:
+    if isinstance(value, partial):
+        inside = [*map(_repr, value.args), *(f"{key}={_repr(given)}" for key, given in value.keywords.items())]
+        return f"{_repr(value.func)}({', '.join(inside)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [f"{one.name}={_repr(getattr(value, one.name))}" for one in fields(value) if one.repr]
+        return f"{type(value).__qualname__}({', '.join(shown)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_repr(key)}: {_repr(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(_repr, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray | Tensor):
+        return _repr(value.tolist())
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments import workloads
 from manifoldagg.simulation import (
     AvailabilityChange,
     Deterministic,
@@ -19,7 +20,6 @@ from manifoldagg.simulation import (
     churn,
     cyclic_partition,
     dirichlet_partition,
-    registry,
     write_trace,
 )
 from manifoldagg.simulation import delays as distributions
@@ -73,14 +73,14 @@ def test_a_scheduler_is_made_for_the_clients(files):
         ),
         ("jackson:rates=named.csv", JacksonNetwork(third, [1.0, 2.0, 1.0, 0.5], generator(), concurrency=9)),
     ):
-        make = registry.scheduler(text)
+        make = workloads.scheduler(text)
         assert completions(make(CLIENTS, generator())) == completions(direct), text
         # Made anew each time, for each run its own.
         assert completions(make(CLIENTS, generator())) == completions(make(CLIENTS, generator()))
 
 
 def test_a_trace_is_replayed_by_name(files):
-    replay = registry.scheduler("replay:trace.csv")(CLIENTS, generator())
+    replay = workloads.scheduler("replay:trace.csv")(CLIENTS, generator())
     assert isinstance(replay, ReplayScheduler)
     for client in CLIENTS:
         replay.dispatch(client, 1.0)
@@ -89,22 +89,29 @@ def test_a_trace_is_replayed_by_name(files):
 
 def test_measured_delays_are_given_to_clients(files):
     profiles = Empirical.from_csv("delays.csv", work=2.0, size_ratio=0.5)
-    assert registry.delays("csv:delays.csv,work=2,size_ratio=0.5")(CLIENTS, generator()) == assign_profiles(
+    assert workloads.delays("csv:delays.csv,work=2,size_ratio=0.5")(CLIENTS, generator()) == assign_profiles(
         profiles, CLIENTS, generator()
     )
-    among = registry.scheduler("independent:delays=csv,delays.path=delays.csv")(CLIENTS, generator())
+    among = workloads.scheduler("independent:delays=csv,delays.path=delays.csv")(CLIENTS, generator())
     assert isinstance(among, IndependentClients)
 
 
 def test_every_distribution_has_a_name():
     options = {"deterministic": "seconds=2", "gaussian": "location=2,scale=1", "lognormal": "mean=2,deviation=1", "uniform": "low=1,high=3"}  # fmt: skip
-    kinds = {name.lower() for name in distributions.__all__} - {"delay", "delays", "delayfactory", "set_fields"}
-    assert set(registry.DELAY_READERS) == kinds
+    kinds = {name.lower() for name in distributions.__all__} - {
+        "delay",
+        "delays",
+        "delayfactory",
+        "set_fields",
+        "empirical",
+        "assign_profiles",
+    }
+    assert set(workloads.DELAY_READERS) == kinds
     for name in kinds:
-        delay = registry.delays(f"{name}:{options.get(name, 'mean=2')}")
+        delay = workloads.delays(f"{name}:{options.get(name, 'mean=2')}")
         assert type(delay).__name__.lower() == name
         assert delay.expected() == pytest.approx(2.0, rel=0.1)
-    assert registry.delays("uniform:low=1,high=3") == Uniform(1.0, 3.0)
+    assert workloads.delays("uniform:low=1,high=3") == Uniform(1.0, 3.0)
 
 
 def test_who_takes_part(files):
@@ -112,13 +119,13 @@ def test_who_takes_part(files):
         ("churn:up=20,down=4,until=90", Exponential(20.0), Exponential(4.0)),
         ("churn:up=uniform,up.low=1,up.high=3,down=4,until=90", Uniform(1.0, 3.0), Exponential(4.0)),
     ):
-        assert registry.availability(text)(CLIENTS, generator()) == churn(CLIENTS, up, down, 90.0, generator())
+        assert workloads.availability(text)(CLIENTS, generator()) == churn(CLIENTS, up, down, 90.0, generator())
     changes = [
         AvailabilityChange(5.0, 3, "fail"),
         AvailabilityChange(9.5, 3, "return"),
         AvailabilityChange(1.0, "late", "join"),
     ]
-    assert registry.availability("file:changes.csv") == changes
+    assert workloads.availability("file:changes.csv") == changes
 
 
 def test_partitions_have_the_names_of_their_functions():
@@ -127,14 +134,14 @@ def test_partitions_have_the_names_of_their_functions():
         ("dirichlet:concentration=inf,remainder=drop", dirichlet_partition(LABELS, 5, np.inf, generator(), remainder="drop")),
         ("cyclic:labels_per_client=2", cyclic_partition(LABELS, 5, 2, generator())),
     ):  # fmt: skip
-        parts = registry.partition(text)(LABELS, 5, generator=generator())
+        parts = workloads.partition(text)(LABELS, 5, generator=generator())
         assert all(np.array_equal(a, b) for a, b in zip(parts, direct, strict=True)), text
     options = {"dirichlet": "concentration=1", "shards": "shards_per_client=2", "cyclic": "labels_per_client=1"}
     names = [name.removesuffix("_partition") for name in partitions_module.__all__ if name.endswith("_partition")]
     assert {"iid", "shards", "cyclic", "disjoint", "dirichlet"} <= set(names)
     for name in names:
         told = {"user_ids": LABELS} if name == "natural" else {}
-        split = registry.partition(f"{name}:{options.get(name, '')}")
+        split = workloads.partition(f"{name}:{options.get(name, '')}")
         assert len(split(LABELS, 5, generator=generator(), **told)) == 5
 
 
@@ -142,26 +149,26 @@ def test_partitions_have_the_names_of_their_functions():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: registry.scheduler("prioritty"), "scheduler: no scheduler 'prioritty'; did you mean priority\\?"),
-        (lambda: registry.scheduler("priority:worker=1"), "scheduler: priority: no option 'worker'; did you mean workers\\?"),
-        (lambda: registry.scheduler("priority:workers=0"), "scheduler: priority: workers: expected an integer >= 1, got 0"),
-        (lambda: registry.scheduler("priority:clients=3"), "scheduler: priority: no option 'clients'; .*"),
-        (lambda: registry.scheduler("priority,replay"), "scheduler: expected one name .*"),
-        (lambda: registry.scheduler("jackson"), "scheduler: jackson: expected rates=..."),
-        (lambda: registry.scheduler("jackson:rates=-1"), "scheduler: jackson: rates\\[0\\]: .*"),
-        (lambda: registry.scheduler("jackson:rates=no.csv"), "scheduler: jackson: rates: no.csv cannot be read: .*"),
-        (lambda: registry.scheduler("replay:no.csv"), "scheduler: replay: path: no.csv cannot be read: .*"),
-        (lambda: registry.scheduler("independent:delays=exponentail"), "scheduler: independent: no delays 'exponentail'; did you mean exponential\\?"),
-        (lambda: registry.delays("expo:mean=3"), "delays: no delays 'expo'; .*"),
-        (lambda: registry.delays("exponential:mean=-3"), "delays: exponential: mean: expected a finite number > 0, got -3"),
-        (lambda: registry.delays("csv:no.csv"), "delays: csv: path: no.csv cannot be read: .*"),
-        (lambda: registry.availability("churn:up=1"), "availability: churn: expected down=..., until=..."),
-        (lambda: registry.availability("churn:up=1,down=-1,until=9"), "availability: churn: down: expected a finite number > 0, got -1"),
-        (lambda: registry.availability("churn:up=1,down=1,until=soon"), "availability: churn: until: .*"),
-        (lambda: registry.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
-        (lambda: registry.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
-        (lambda: registry.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
-        (lambda: registry.partition("cyclic:label_per_client=3"), "partition: cyclic: no option 'label_per_client'; did you mean labels_per_client\\?"),
+        (lambda: workloads.scheduler("prioritty"), "scheduler: no scheduler 'prioritty'; did you mean priority\\?"),
+        (lambda: workloads.scheduler("priority:worker=1"), "scheduler: priority: no option 'worker'; did you mean workers\\?"),
+        (lambda: workloads.scheduler("priority:workers=0"), "scheduler: priority: workers: expected an integer >= 1, got 0"),
+        (lambda: workloads.scheduler("priority:clients=3"), "scheduler: priority: no option 'clients'; .*"),
+        (lambda: workloads.scheduler("priority,replay"), "scheduler: expected one name .*"),
+        (lambda: workloads.scheduler("jackson"), "scheduler: jackson: expected rates=..."),
+        (lambda: workloads.scheduler("jackson:rates=-1"), "scheduler: jackson: rates\\[0\\]: .*"),
+        (lambda: workloads.scheduler("jackson:rates=no.csv"), "scheduler: jackson: rates: no.csv cannot be read: .*"),
+        (lambda: workloads.scheduler("replay:no.csv"), "scheduler: replay: path: no.csv cannot be read: .*"),
+        (lambda: workloads.scheduler("independent:delays=exponentail"), "scheduler: independent: no delays 'exponentail'; did you mean exponential\\?"),
+        (lambda: workloads.delays("expo:mean=3"), "delays: no delays 'expo'; .*"),
+        (lambda: workloads.delays("exponential:mean=-3"), "delays: exponential: mean: expected a finite number > 0, got -3"),
+        (lambda: workloads.delays("csv:no.csv"), "delays: csv: path: no.csv cannot be read: .*"),
+        (lambda: workloads.availability("churn:up=1"), "availability: churn: expected down=..., until=..."),
+        (lambda: workloads.availability("churn:up=1,down=-1,until=9"), "availability: churn: down: expected a finite number > 0, got -1"),
+        (lambda: workloads.availability("churn:up=1,down=1,until=soon"), "availability: churn: until: .*"),
+        (lambda: workloads.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
+        (lambda: workloads.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
+        (lambda: workloads.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
+        (lambda: workloads.partition("cyclic:label_per_client=3"), "partition: cyclic: no option 'label_per_client'; did you mean labels_per_client\\?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(call, words, tmp_path, monkeypatch):
@@ -190,7 +197,7 @@ def test_a_file_of_changes_that_does_not_fit_is_refused_by_line(text, words, tmp
 
 @pytest.mark.usefixtures("as_shipped")
 def test_rates_are_there_for_everybody(files):
-    make = registry.scheduler("jackson:rates=named.csv")
+    make = workloads.scheduler("jackson:rates=named.csv")
     assert isinstance(make([0, 1], generator()), Scheduler)
     with pytest.raises(ArgumentError, match="rates: named.csv has no rate for client 2"):
         make([0, 1, 2], generator())

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
-from manifoldagg.simulation.spec_parser import (
+from manifoldagg.experiments.spec_parser import (
     Spec,
     build,
     choose,
@@ -22,6 +21,7 @@ from manifoldagg.simulation.spec_parser import (
     parse_specs,
     reader,
 )
+from manifoldagg.federated.staleness import Constant, Hinge, Polynomial
 
 words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8)
 texts = st.text("abcdefghijklmnopqrstuvwxyz0123456789_./:=+-", min_size=1, max_size=8)

@@ -1,5 +1,10 @@
-"""Registry of schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`."""
+"""Workloads by name: schedulers, delays, availability traces and partitions, such as `priority:workers=2`.
 
+If a name is unknown, the functions raise an `ArgumentError` with the nearest known name. They also raise an
+`ArgumentError` if the value of an option is invalid.
+"""
+
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -10,22 +15,7 @@ import numpy as np
 
 from manifoldagg._validation import renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.routing.plan import read_rates
-from manifoldagg.simulation import delays as distributions
-from manifoldagg.simulation import partitions
-from manifoldagg.simulation.availability import (
-    Availability,
-    AvailabilityChange,
-    AvailabilityFactory,
-    churn,
-    read_changes,
-)
-from manifoldagg.simulation.delays import Delay, DelayFactory, Delays, Deterministic, Exponential
-from manifoldagg.simulation.empirical_delays import Empirical, assign_profiles
-from manifoldagg.simulation.jackson import JacksonNetwork
-from manifoldagg.simulation.partitions import Partition
-from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
-from manifoldagg.simulation.spec_parser import (
+from manifoldagg.experiments.spec_parser import (
     OptionReaders,
     Reader,
     choose,
@@ -37,9 +27,31 @@ from manifoldagg.simulation.spec_parser import (
     reader,
     user_reader,
 )
+from manifoldagg.routing.plan import read_rates
+from manifoldagg.simulation import delays as distributions
+from manifoldagg.simulation import partitions
+from manifoldagg.simulation.availability import (
+    Availability,
+    AvailabilityChange,
+    AvailabilityFactory,
+    churn,
+    read_changes,
+)
+from manifoldagg.simulation.delays import (
+    Delay,
+    DelayFactory,
+    Delays,
+    Deterministic,
+    Empirical,
+    Exponential,
+    assign_profiles,
+)
+from manifoldagg.simulation.jackson import JacksonNetwork
+from manifoldagg.simulation.partitions import Partition
+from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
 from manifoldagg.simulation.trace import ReplayScheduler, read_trace
 
-__all__ = ["availability", "delays", "parse_workload", "partition", "scheduler"]
+__all__ = ["availability", "delays", "parse_workload", "partition", "referenced_files", "scheduler"]
 
 Clients: TypeAlias = Sequence[int]
 SUFFIX = "_partition"
@@ -56,9 +68,6 @@ def scheduler(text: str) -> SchedulerFactory:
     | `jackson` | `rates`, a number or a CSV file as for `manifoldagg route`; `concurrency` |
     | `replay` | `path` of a trace |
     | `module:name` | those of your own function, other than the clients and the generator |
-
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> make = scheduler("independent:delays=uniform,delays.low=1,delays.high=3")
@@ -78,9 +87,6 @@ def delays(text: str) -> Delay | DelayFactory:
     `csv` are those of [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is your own
     delay, a class or a function that makes a delay, or a function of the clients and a generator.
 
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
-
     Example:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
@@ -94,9 +100,6 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 
     `up` and `down` of [`churn`][manifoldagg.simulation.churn] are means of exponential times, or distributions by name
     (`up=uniform,up.low=100,up.high=300`). A file has the columns `time`, `client` and `kind`.
-
-    Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
@@ -114,9 +117,6 @@ def partition(text: str) -> Partition:
 
     The names are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`,
     `disjoint`; or `module:name`, your own function with the same arguments.
-
-    Raises:
-        ArgumentError: if the name or an option is unknown, with the nearest known name.
 
     Example:
         >>> split = partition("shards:shards_per_client=2")
@@ -141,15 +141,28 @@ def parse_workload(
 ) -> dict[str, Any]:
     """Parse the string arguments of [`run`][manifoldagg.simulation.run]; other values are unchanged.
 
-    Raises:
-        ArgumentError: as the functions above.
-
     Example:
         >>> parse_workload(None, "exponential:mean=10", None)
         {'scheduler': None, 'delays': Exponential(mean=10.0), 'availability': None}
     """
     given = {"scheduler": scheduler, "delays": delays, "availability": availability}
     return {name: PARSERS[name](value) if isinstance(value, str) else value for name, value in given.items()}
+
+
+def referenced_files(*specs: object) -> dict[str, str]:
+    """Return the files that specs such as `csv:measured.csv` refer to, with the SHA-256 hash of each file.
+
+    Args:
+        *specs: the settings. Only strings can refer to files.
+
+    Example:
+        >>> referenced_files("exponential:mean=10", "csv:not-there.csv", None)
+        {}
+    """
+    options = [
+        value for text in specs if isinstance(text, str) for value in parse_spec("settings", text).options.values()
+    ]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in options if Path(path).is_file()}
 
 
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
@@ -228,7 +241,10 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
 DELAY_READERS: dict[str, Reader] = {
     name.lower(): reader(made)
     for name, made in vars(distributions).items()
-    if name in distributions.__all__ and isinstance(made, type) and issubclass(made, Delay) and made is not Delay
+    if name in distributions.__all__
+    and isinstance(made, type)
+    and issubclass(made, Delay)
+    and made not in (Delay, Empirical)
 }
 CSV_READER: dict[str, Reader] = {"csv": reader(_empirical)}
 USER_DELAYS = user_reader("a Delay", Delay, num_arguments=2)

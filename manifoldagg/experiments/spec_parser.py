@@ -61,8 +61,8 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names with options. `option=value` belongs to the preceding name.
 
-    A name that is not in `known` and is followed by a colon is a user module, `module:name:option=value`. In this
-    module, the argument `where` is the start of error messages.
+    If a name before a colon is not in `known`, it is the name of a user's module: `module:name:option=value`. In all
+    functions of this module, `where` is the start of error messages.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -138,8 +138,9 @@ def parse_kwargs(
 ) -> dict[str, Any]:
     """Parse options into keyword arguments for `factory`, whose parameters are the options.
 
-    An option with a dot, `staleness.a=0.9`, is an option of the value of `staleness`: of the named value, or of the
-    default. The text of an option that is annotated as a string or a path is not parsed.
+    The name of an option may contain a dot: `staleness=hinge,staleness.a=0.9` sets the option `a` of the value of
+    `staleness`. Without `staleness=`, it sets the option `a` of the default value. If the annotation of a parameter is
+    a string or a path, the text itself is the value.
 
     Args:
         where: the start of an error message.

@@ -1,0 +1,50 @@
+"""Loss landscapes: the loss over the plane of a learned curve, on one client's data and on the held-out data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manifoldagg.curves import Bezier, Plane, plane
+from manifoldagg.experiments.progress_dir import LearnedCurve
+from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.simulation.dataset import FederatedDataset
+
+__all__ = ["Landscape", "compute_landscape"]
+
+MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
+"""The maximum numbers of samples and of labels on which the loss of a plane is computed."""
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """Planes of one learned curve: the loss on the client's own data, and on all held-out data."""
+
+    method: str
+    update_index: int
+    client: int
+    local: Plane
+    held_out: Plane
+
+
+def compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
+    """Compute the loss over the plane of a client's curve."""
+    model, dataset = federation.model(), federation.dataset
+    space = ParameterSpace.of(model)
+    loss = space.loss(model, nn.functional.cross_entropy)
+
+    def over(samples: np.ndarray) -> Plane:
+        most = min(MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS * len(dataset.labels) // dataset.labels.numel())
+        if len(samples) > most:
+            samples = samples[np.linspace(0, len(samples) - 1, most).astype(np.int64)]
+        batch = dataset.inputs[samples], dataset.labels[samples]
+
+        def value(theta: Tensor) -> float:
+            with torch.no_grad():
+                return loss(theta, batch).item()
+
+        return plane(Bezier(space, len(curve.phi) - 1), curve.phi, value)
+
+    local, held_out = over(federation.train[curve.client]), over(np.concatenate(federation.held_out))
+    return Landscape(curve.method, curve.update_index, curve.client, local, held_out)
