@@ -20,11 +20,14 @@ coefficients of `slerp`. `karcher` interpolates the norms too, and `slerp` does 
 A tensor whose entries are all 0 has no direction. As in mergekit, the directions are averaged without it, and its norm
 0 counts in $\bar n$.
 
-mergekit differs in these points:
+mergekit (version 0.1.5) differs in these points:
 
-- It computes in the dtype of the models. This library computes in float64.
+- Its `karcher` computes in the dtype of the models, and its other methods in float32. Models in float64 are an
+  exception. This library computes in float64.
 - Its `karcher` has equal weights. It ends after ten steps, or at a step below 1e-5.
 - Its `slerp` interpolates linearly if $|\cos\theta| > 0.9995$.
+
+On tensors in float64, the results agree to a relative difference of 1e-12 (`benchmarks/peers/mergekit_equality.py`).
 """
 
 from collections.abc import Sequence

@@ -124,7 +124,7 @@ def test_the_parameters_of_a_model_without_weight_are_not_read():
 
 
 def test_the_signature_is_that_of_all_averages():
-    expected = "(models, weights=None, *, manifolds=None, out=None, return_info=False)"
+    expected = "(models, weights=None, *, manifolds=None, out=None, return_info=False, **options)"
     signature = inspect.signature(average)
     bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == expected
