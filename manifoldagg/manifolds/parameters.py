@@ -1,7 +1,7 @@
 """Parameter spaces: the trainable parameters of a model as one point of a manifold."""
 
 import glob
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.model_io import Model, as_tensors
+from manifoldagg.manifolds.personal import personal_names, without_entries, without_names
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
@@ -58,6 +59,8 @@ class ParameterSpace(Delegate):
         adapters: the pairs of factors that state dicts contain instead of a leaf, or `None`.
         buffer_policies: the pair (name, policy) of each buffer that has a policy, for servers. Equality, hashes and
             `spec` ignore them.
+        personal: the names of the personal entries, which are neither in the layout nor in a point. State dicts and
+            modules may contain them. Equality, hashes and `spec` ignore them.
 
     Example:
         >>> import torch
@@ -75,6 +78,7 @@ class ParameterSpace(Delegate):
     manifolds: tuple[tuple[str, Manifold], ...] = ()
     adapters: Adapters | None = None
     buffer_policies: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    personal: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         return format_result(
@@ -87,6 +91,7 @@ class ParameterSpace(Delegate):
         manifolds: Assignment | None = None,
         *,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         dtype: torch.dtype | None = None,
     ) -> "ParameterSpace":
         """Return the space of the parameters of a module that require a gradient.
@@ -101,12 +106,16 @@ class ParameterSpace(Delegate):
                 adapts its sizes to the leaf.
             buffer_policy: the policies of the buffers, as in `of_state_dict`. The policy of a frozen parameter is
                 `"leave"` unless a pattern matches its name.
+            personal: names or glob patterns of parameters and buffers that remain on each client, such as
+                `["head.*", "*bn*"]`. They are not part of the space: `point`, `buffers`, `loss` and `load` ignore them
+                in a module or a state dict, and `state_dict` does not return them.
             dtype: the dtype of points, float32 or float64. The default is the narrower one that represents every leaf
                 exactly.
 
         Raises:
             StateDictError: if a parameter is complex, uninitialised or too wide for `dtype`.
-            ArgumentError: if a pattern matches no leaf, or the shape of a space does not fit a leaf.
+            ArgumentError: if a pattern matches no leaf, the shape of a space does not fit a leaf, or all parameters are
+                personal.
 
         Example:
             >>> import torch
@@ -116,11 +125,13 @@ class ParameterSpace(Delegate):
             (('weight', Power(space=Sphere(n=3), copies=(2,))),)
         """
         layout = Layout.of(model, dtype)
-        curved = assign_manifolds(layout, manifolds, declared_manifolds(model))
+        own = personal_names(layout, personal)
+        layout = without_entries(layout, own)
+        curved = assign_manifolds(layout, manifolds, without_names(declared_manifolds(model), own))
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
-        return ParameterSpace(layout, curved, buffer_policies=policies)
+        return ParameterSpace(layout, curved, buffer_policies=policies, personal=own)
 
     @staticmethod
     def of_state_dict(
@@ -128,6 +139,7 @@ class ParameterSpace(Delegate):
         manifolds: Assignment | None = None,
         *,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         adapters: bool = False,
         scaling: Scaling = 1.0,
@@ -156,6 +168,7 @@ class ParameterSpace(Delegate):
                 the default policy `"average"` linearly by the step of the rule towards the client's value. Integer and
                 boolean tensors keep the server's values, except with `"latest"`. A counter named `num_batches_tracked`
                 becomes the client's if that is larger.
+            personal: as in `of`. It cannot be combined with `adapters=True`.
             dtype: the dtype of points, as in `of`.
             adapters: whether pairs of factors are combined to one leaf each. Otherwise the factors are ordinary leaves,
                 and the average of factors is not a factorisation of the average.
@@ -186,13 +199,17 @@ class ParameterSpace(Delegate):
         tensors: Mapping[str, Tensor] = as_tensors("state", state)
         pairs = None
         if adapters:
+            if [*personal]:
+                raise ArgumentError(f"personal: expected () with adapters=True, got {short_repr(personal)}")
             pairs = Adapters.of(tensors_of(tensors), scaling)
             tensors = pairs.empty_stacked(tensors)
         layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
+        own = personal_names(layout, personal)
+        layout = without_entries(layout, own)
         curved = assign_manifolds(layout, manifolds, None if pairs is None else pairs.spaces)
         policies = named_policies(layout.buffers, policy)
-        is_flat = not curved and pairs is None
-        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, pairs, policies)
+        is_flat = not curved and pairs is None and not own
+        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, pairs, policies, own)
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
@@ -346,12 +363,23 @@ class ParameterSpace(Delegate):
         self.layout.check(tensors)
         return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.buffers}
 
+    def shared(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a state dict without its personal entries.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+            >>> [*ParameterSpace.of(model, personal=["1.*"]).shared(model.state_dict())]
+            ['0.weight', '0.bias']
+        """
+        return without_names(state, self.personal)
+
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
-        """Replace the factors of adapters in a state dict by the leaves of the layout.
+        """Replace the factors of adapters in a state dict by the leaves of the layout, and omit personal entries.
 
-        If the space has no adapters, the result is the state dict itself.
+        If the space has neither adapters nor personal entries, the result is the state dict itself.
 
         Args:
             state: a state dict with factors.
@@ -364,6 +392,7 @@ class ParameterSpace(Delegate):
         """
         if self.adapters is not None:
             return self.adapters.stack_factors(state, prefix, scaling)
+        state = self.shared(state)
         if scaling is not None:
             raise ArgumentError(f"scaling: expected None for a space without adapters, got {short_repr(scaling)}")
         return state
@@ -466,7 +495,7 @@ class ParameterSpace(Delegate):
             raise ArgumentError(
                 "space: expected a space of a module, got a space of state dicts with adapters; use ParameterSpace.of"
             )
-        self.layout.check(tensors_of(model))
+        self.layout.check(self.shared(tensors_of(model)))
         leaves = {leaf.name for leaf in self.layout.leaves}
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
         return ModelLoss(self.layout, model, criterion, buffers)

@@ -1,7 +1,7 @@
 """The parameter space of a server that is created or resumed from a module or a state dict."""
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ def model_space(
     adapters: bool | None,
     scaling: Scaling,
     *,
+    personal: Sequence[str] = (),
     expected: str = "a torch.nn.Module or a state dict",
     usage: str = "Server.of(model, rule)",
 ) -> tuple[ParameterSpace, BufferPolicy]:
@@ -40,6 +41,7 @@ def model_space(
         manifolds: a mapping from names or glob patterns to the space of these parameters.
         adapters: whether each pair of factors in a state dict represents one matrix.
         scaling: the factor of the products of adapter factors in the model.
+        personal: names or glob patterns of the personal entries.
         expected: the kinds of models, for the message about another object.
         usage: the call with its arguments in the right order, for the same message.
 
@@ -52,12 +54,13 @@ def model_space(
         try:
             if isinstance(model, torch.nn.Module):
                 _check_module_options(adapters, scaling)
-                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy)
+                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy, personal=personal)
             else:
                 space = ParameterSpace.of_state_dict(
                     tensors_of(model),
                     manifolds,
                     buffer_policy=buffer_policy,
+                    personal=personal,
                     adapters=False if adapters is None else adapters,
                     scaling=scaling,
                 )

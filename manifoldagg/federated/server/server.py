@@ -177,6 +177,7 @@ class Server:
         manifolds: Assignment | None = None,
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
+        personal: Sequence[str] = (),
         **options: Any,
     ) -> "Server":
         """Create a server from a module or a state dict: it starts from its parameters and stores its buffers.
@@ -190,6 +191,9 @@ class Server:
             manifolds: name or glob pattern to the space of those parameters.
             adapters: whether pairs of factors in a state dict are one matrix each.
             scaling: the factor of their products in the model.
+            personal: names or glob patterns of parameters and buffers that remain on each client, as in
+                [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. The server does not store or send them.
+                To resume, pass the space with `personal` in place of the model.
             **options: keyword arguments of the constructor.
 
         Raises:
@@ -207,7 +211,7 @@ class Server:
             >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
             (True, tensor([1.]))
         """
-        space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling)
+        space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling, personal=personal)
         check_rule(rule, "Server.of(model, rule)")
         point, buffers = initial_model(space, model)
         with renamed_arguments(MODEL_NAMES):

@@ -128,6 +128,7 @@ def _payload(
     models = {}
     for label, state in given.items():
         found = {name: x for name, x in as_str_dict(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
+        found = dict(whole.shared(found))
         check_names(label, found, leaves, whole.entries)
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)

@@ -58,6 +58,7 @@ class TrainingLoop(Strategy):
     arrayrecord_key: str
     seed: int
     buffer_policy: BufferPolicy
+    personal: tuple[str, ...]
     durability: Durability
     resume: bool
     replace: bool
@@ -159,6 +160,7 @@ class TrainingLoop(Strategy):
             durability=self.durability,
             resume=resume,
             replace=self.replace,
+            personal=self.personal,
             **self.server_options,
         )
         for unsubscribe in self._unsubscribe:  # a checkpoint of an earlier run may still be written

@@ -25,6 +25,7 @@ from manifoldagg.integrations.flower.metrics import bounded_metrics, sample_coun
 from manifoldagg.integrations.flower.records import num_bytes
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
 from manifoldagg.manifolds.buffer_policies import BufferPolicy, check_buffer_policy
+from manifoldagg.manifolds.personal import check_patterns
 
 __all__ = ["Asynchronous"]
 
@@ -74,6 +75,8 @@ class Asynchronous(TrainingLoop):
         evaluate_metrics_aggr_fn: aggregates the records of an evaluation. `None`: the mean weighted by samples.
         seed: the seed of client sampling.
         buffer_policy: the policies of the buffers, as in `Server.of`.
+        personal: names or glob patterns of parameters and buffers that remain on each node, as in
+            [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. Messages and results do not contain them.
         durability: the checkpoints and the journal. `start` also writes a checkpoint when it returns. The metrics of
             the rounds are stored next to it.
         resume: whether `start` resumes from the checkpoint, if it exists.
@@ -117,6 +120,7 @@ class Asynchronous(TrainingLoop):
         evaluate_metrics_aggr_fn: AggregateFn | None = None,
         seed: int = 0,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         durability: Durability = Durability(),
         resume: bool = False,
         replace: bool = False,
@@ -164,6 +168,7 @@ class Asynchronous(TrainingLoop):
         self.evaluate_metrics_aggr_fn: AggregateFn = evaluate_metrics_aggr_fn or weighted_mean
         self.seed = check_count("seed", seed, at_least=0)
         self.buffer_policy = buffer_policy
+        self.personal = check_patterns(personal)
         self.durability = durability
         self.resume = resume
         self.replace = replace
