@@ -363,7 +363,7 @@ class ParameterSpace(Delegate):
         self.layout.check(tensors)
         return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.buffers}
 
-    def shared(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state dict without its personal entries.
 
         Example:

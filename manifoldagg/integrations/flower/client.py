@@ -224,7 +224,7 @@ class _NodeState:
         """Return the error feedback with the residual of the node's last update with this codec."""
         feedback = ErrorFeedback(codec)
         data = self._entries().get(FEEDBACK_KEY)
-        saved = unpack(data).client_state if data else {"codec": None}
+        saved: Any = unpack(data).client_state if data else {"codec": None}
         if saved["codec"] == codec.spec():
             feedback.load_state_dict(saved["state"])
         return feedback

@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, Recor
 from flwr.serverapp import Grid
 from torch import nn
 
-from manifoldagg._validation import check_choice, check_count, check_instance, check_number, short_repr
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Durability, Rule
-from manifoldagg.federated.clients.compression import Codec, codec_from_spec
+from manifoldagg.federated.clients.compression import Codec, check_codec, codec_from_spec
 from manifoldagg.federated.server.client_sampling import rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import check_option
@@ -151,8 +151,7 @@ class Asynchronous(TrainingLoop):
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
         if codec is not None:
-            check_instance("codec", codec, Codec, "TopK() or Int8()")
-            codec_from_spec(codec.spec())  # nodes construct the codec from this spec
+            codec_from_spec(check_codec(codec).spec())  # nodes construct the codec from this spec
             if wire is False:
                 raise ArgumentError("wire: expected None or True, as encoded updates have the wire format")
         self.wire = wire
@@ -261,7 +260,7 @@ class Asynchronous(TrainingLoop):
             return []
         config["server-round"] = server_round
         chosen = self._generator.permutation(len(present))[:count]
-        model = {self.arrayrecord_key: arrays}
+        model: dict[str, ArrayRecord | ConfigRecord] = {self.arrayrecord_key: arrays}
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
