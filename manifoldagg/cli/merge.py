@@ -1,5 +1,6 @@
 """The command `manifoldagg merge`."""
 
+import ast
 import inspect
 import math
 import re
@@ -17,7 +18,6 @@ from manifoldagg.averaging import Certificate, MergeInfo, MergePlan, plan_merge,
 from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import new_table
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.spec_parser import parse_literal
 
 __all__ = ["certificate_table", "merge_command", "parse_manifold", "parse_size", "plan_table"]
 
@@ -149,10 +149,10 @@ def parse_manifold(text: str) -> tuple[str, Any]:
     known = {name: value for name in spaces.__all__ if inspect.isclass(value := getattr(spaces, name))}
     if found is None or not issubclass(known.get(found["name"], object), spaces.Manifold):
         raise ArgumentError(f"manifold: expected a pattern and a manifold such as '*.rot=Sphere(8)', got {text!r}")
-    arguments = [parse_literal(part.strip()) for part in found["arguments"].split(",") if part.strip()]
     try:
+        arguments = [ast.literal_eval(part.strip()) for part in found["arguments"].split(",") if part.strip()]
         return found["pattern"], known[found["name"]](*arguments)
-    except TypeError as error:
+    except (SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(f"manifold: expected the arguments of {found['name']}, got {text!r}: {error}") from None
 
 

@@ -1,7 +1,7 @@
 """Parameter spaces, which represent the trainable parameters of a model as one point of a manifold."""
 
 import glob
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.loss import ModelLoss
 from manifoldagg.manifolds.manifold import Leaf, Manifold
 from manifoldagg.manifolds.model_io import Model, as_tensors
+from manifoldagg.manifolds.personal import personal_names, without_entries, without_names
 from manifoldagg.manifolds.product import Product
 from manifoldagg.manifolds.spec import read_spec, spec_of
 from manifoldagg.manifolds.validate import check_point
@@ -59,6 +60,8 @@ class ParameterSpace(Delegate):
         adapters: the adapters whose pairs of factors are leaves, or `None`.
         buffer_policies: the pair (name, policy) of each buffer that has a policy, for servers. Equality, hashes and
             `spec` ignore these policies.
+        personal: the names of the personal entries, which are neither in the layout nor in a point. State dicts and
+            modules may contain personal entries. Equality, hashes and `spec` ignore these names.
 
     Example:
         >>> import torch
@@ -76,6 +79,7 @@ class ParameterSpace(Delegate):
     manifolds: tuple[tuple[str, Manifold], ...] = ()
     adapters: Adapters | None = None
     buffer_policies: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    personal: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         return format_result(
@@ -88,6 +92,7 @@ class ParameterSpace(Delegate):
         manifolds: Assignment | None = None,
         *,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         dtype: torch.dtype | None = None,
     ) -> "ParameterSpace":
         """Return the space of the parameters of a module that require a gradient.
@@ -100,12 +105,16 @@ class ParameterSpace(Delegate):
                 geoopt manifold adapts its sizes to the leaf.
             buffer_policy: the policies of the buffers, as in `of_state_dict`. The policy of a frozen parameter is
                 `"leave"` unless a pattern matches its name.
+            personal: names or glob patterns of parameters and buffers that remain on each client, such as
+                `["head.*", "*bn*"]`. They are not part of the space: `point`, `buffers`, `loss` and `load` ignore them
+                in a module or a state dict, and `state_dict` does not return them.
             dtype: the dtype of points, float32 or float64. The default is the narrower dtype that represents every leaf
                 exactly.
 
         Raises:
             StateDictError: if a parameter is complex, uninitialised or too wide for `dtype`.
-            ArgumentError: if a pattern matches no leaf, or the shape of a space does not fit a leaf.
+            ArgumentError: if a pattern matches no leaf, the shape of a space does not fit a leaf, or all parameters are
+                personal.
 
         Example:
             >>> import torch
@@ -115,12 +124,14 @@ class ParameterSpace(Delegate):
             (('weight', Power(space=Sphere(n=3), copies=(2,))),)
         """
         layout = Layout.of(model, dtype)
-        curved = assign_manifolds(layout, manifolds, declared_manifolds(model))
+        own = personal_names(layout, personal)
+        layout = without_entries(layout, own)
+        curved = assign_manifolds(layout, manifolds, without_names(declared_manifolds(model), own))
         # A frozen parameter must not move towards the values of clients.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
-        return ParameterSpace(layout, curved, buffer_policies=policies)
+        return ParameterSpace(layout, curved, buffer_policies=policies, personal=own)
 
     @staticmethod
     def of_state_dict(
@@ -128,6 +139,7 @@ class ParameterSpace(Delegate):
         manifolds: Assignment | None = None,
         *,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         adapters: bool = False,
         scaling: Scaling = 1.0,
@@ -156,6 +168,7 @@ class ParameterSpace(Delegate):
                 `"average"`, a server moves a buffer towards the client's value by the step of the rule. Integer and
                 boolean tensors keep the server's values, unless their policy is `"latest"`. A counter named
                 `num_batches_tracked` is replaced if the client's value is larger.
+            personal: as in `of`. It cannot be combined with `adapters=True`.
             dtype: the dtype of points, as in `of`.
             adapters: whether each pair of factors is combined to one leaf. Otherwise, the factors are ordinary leaves
                 and are averaged separately, which does not average their product.
@@ -186,13 +199,17 @@ class ParameterSpace(Delegate):
         tensors: Mapping[str, Tensor] = as_tensors("state", state)
         pairs = None
         if adapters:
+            if [*personal]:
+                raise ArgumentError(f"personal: expected () with adapters=True, got {short_repr(personal)}")
             pairs = Adapters.of(tensors_of(tensors), scaling)
             tensors = pairs.empty_stacked(tensors)
         layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
+        own = personal_names(layout, personal)
+        layout = without_entries(layout, own)
         curved = assign_manifolds(layout, manifolds, None if pairs is None else pairs.spaces)
         policies = named_policies(layout.buffers, policy)
-        is_flat = not curved and pairs is None
-        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, pairs, policies)
+        is_flat = not curved and pairs is None and not own
+        return _flat_space(layout, policies) if is_flat else ParameterSpace(layout, curved, pairs, policies, own)
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
@@ -345,12 +362,23 @@ class ParameterSpace(Delegate):
         self.layout.check(tensors)
         return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.buffers}
 
+    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state dict without its personal entries.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+            >>> [*ParameterSpace.of(model, personal=["1.*"]).shared(model.state_dict())]
+            ['0.weight', '0.bias']
+        """
+        return without_names(state, self.personal)
+
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
-        """Replace the factors of adapters in a state dict by the leaves of the layout.
+        """Replace the factors of adapters in a state dict by the leaves of the layout, and omit personal entries.
 
-        If the space has no adapters, the state dict is returned unchanged.
+        If the space has neither adapters nor personal entries, the state dict is returned unchanged.
 
         Args:
             state: a state dict with factors.
@@ -363,6 +391,7 @@ class ParameterSpace(Delegate):
         """
         if self.adapters is not None:
             return self.adapters.stack_factors(state, prefix, scaling)
+        state = self.shared(state)
         if scaling is not None:
             raise ArgumentError(f"scaling: expected None for a space without adapters, got {short_repr(scaling)}")
         return state
@@ -465,7 +494,7 @@ class ParameterSpace(Delegate):
             raise ArgumentError(
                 "space: expected a space of a module, got a space of state dicts with adapters; use ParameterSpace.of"
             )
-        self.layout.check(tensors_of(model))
+        self.layout.check(self.shared(tensors_of(model)))
         leaves = {leaf.name for leaf in self.layout.leaves}
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}
         return ModelLoss(self.layout, model, criterion, buffers)

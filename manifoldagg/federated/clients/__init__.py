@@ -8,6 +8,7 @@ from manifoldagg.federated.clients.local import Epochs, Gradient, Local, Proxima
 from manifoldagg.federated.clients.lorentzproximal import LorentzProximal
 from manifoldagg.federated.clients.masfl import ControlVariate, Normalised
 from manifoldagg.federated.clients.orthofl import Calibrated
+from manifoldagg.federated.clients.personal import load_personal
 from manifoldagg.federated.clients.scheduled import Scheduled
 from manifoldagg.federated.clients.trajectory import Trajectory
 
@@ -29,4 +30,5 @@ __all__ = [
     "Scheduled",
     "TopK",
     "Trajectory",
+    "load_personal",
 ]

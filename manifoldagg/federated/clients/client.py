@@ -1,6 +1,6 @@
 """One task of a client: training a module from a message, for simulations, Flower and custom loops."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_instance, short_repr
 from manifoldagg.errors import ArgumentError
+from manifoldagg.federated.clients.personal import train_personal
 from manifoldagg.federated.types import ClientState, Message, Payload, Trainer, check_trainer
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.personal import check_patterns
 
 __all__ = ["train_client"]
 
@@ -22,6 +24,7 @@ def train_client(
     criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
     *,
     client_state: ClientState = None,
+    personal: Sequence[str] = (),
     generator: torch.Generator,
 ) -> Payload:
     """Train a module from a message, as [`Trainer.train`][manifoldagg.federated.Trainer] in the module's own space.
@@ -36,6 +39,9 @@ def train_client(
         batches: pairs (inputs, targets) in a re-iterable object.
         criterion: the loss, a function of (output, target) that returns a scalar.
         client_state: the client state of the client's last payload.
+        personal: names or glob patterns of parameters and buffers that the client trains and does not send, the same as
+            in `Server.of(..., personal=...)`. The client state of the payload contains them.
+            [`load_personal`][manifoldagg.federated.clients.load_personal] copies them into a module.
         generator: the random number generator of the trainer.
 
     Returns:
@@ -62,5 +68,9 @@ def train_client(
     if not callable(criterion):
         raise ArgumentError(f"criterion: expected a function of outputs and targets, got {short_repr(criterion)}")
     check_instance("generator", generator, torch.Generator, "torch.Generator()")
+    if patterns := check_patterns(personal):
+        return train_personal(
+            model, message, trainer, batches, criterion, patterns, client_state=client_state, generator=generator
+        )
     space = ParameterSpace.of(model)
     return trainer.train(space, message, space.loss(model, criterion), batches, client_state, generator=generator)

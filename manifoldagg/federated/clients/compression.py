@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import KeywordHints, check_count, check_finite, check_instance, check_number, short_repr
+from manifoldagg._validation import KeywordHints, check_count, check_finite, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import Payload
 
-__all__ = ["Codec", "ErrorFeedback", "Int8", "TopK", "codec_from_spec", "decode_payload"]
+__all__ = ["Codec", "ErrorFeedback", "Int8", "TopK", "check_codec", "codec_from_spec", "decode_payload"]
 
 PREFIX = "codec/"
 """The prefix of the names of encoded tensors in a payload."""
@@ -200,7 +200,7 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.codec: Codec = check_instance("codec", codec, Codec, "TopK() or Int8()")
+        self.codec = check_codec(codec)
         self.residual: Tensor | None = None
 
     def encode(self, update: Tensor) -> dict[str, Tensor]:
@@ -289,6 +289,18 @@ def decode_payload(codec: Codec, payload: Payload, start: Tensor) -> Payload:
     return replace(payload, points=start + change.view(len(given), -1), tensors=others)
 
 
+def check_codec(codec: object) -> Codec:
+    """Return the codec.
+
+    Raises:
+        ArgumentError: if it is not an instance of a codec.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    given = short_repr(codec) if isinstance(codec, str | type | None) else type(codec).__name__
+    raise ArgumentError(f"codec: expected a Codec, got {given}; write TopK() or Int8()")
+
+
 def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
     """Return the codec of a `Codec.spec`.
 
@@ -304,7 +316,8 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
     kinds: dict[str, type[Codec]] = {"TopK": TopK, "Int8": Int8}
     if name not in kinds:
         raise ArgumentError(f"codec: expected one of {', '.join(kinds)}, got {short_repr(name)}")
-    return kinds[name](**options)
+    codec: Codec = kinds[str(name)](**options)
+    return codec
 
 
 def _check_vector(update: Tensor) -> None:

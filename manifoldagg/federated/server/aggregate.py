@@ -220,6 +220,8 @@ def aggregate_step(
     difference_option: str = "info=UpdateInfo(difference=True)",
 ) -> StepResult:
     """Apply one step like `aggregate`. A warning mentions `difference_option`, the argument for a difference."""
+    if isinstance(space, ParameterSpace) and space.personal:
+        current, base, update, out = [_shared(space, model) for model in (current, base, update, out)]
     with torch.no_grad():
         inputs = _read_inputs(rule, current, base, update, info, space)
         plan, space, here = inputs.plan, inputs.space, inputs.points[0]
@@ -244,6 +246,14 @@ def aggregate_step(
         is_plain = not memories and after.pending_buffers is None
         following = after.state if is_plain else AggregateState(after.state, after.pending_buffers, memories)
         return StepResult(new if out is None else out, following, dict(outcome.numbers), outcome.model is not None)
+
+
+def _shared(space: ParameterSpace, models: Any) -> Any:
+    """Return a state dict, or each state dict of a sequence, without personal entries."""
+    if isinstance(models, Mapping):
+        return space.shared(models)
+    is_curve = isinstance(models, list | tuple) and all(isinstance(model, Mapping) for model in models)
+    return [space.shared(model) for model in models] if is_curve else models
 
 
 def _read_inputs(

@@ -96,6 +96,8 @@ class AsyncAggregator:
         space: ParameterSpace | None = None,
     ) -> None:
         self._rule = check_rule_needs_models_only(rule, "AsyncAggregator(rule, model)")
+        if isinstance(space, ParameterSpace) and isinstance(model, Mapping):
+            model = space.shared(model)
         self._template = model
         first = as_tensors("model", model)
         if space is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from manifoldagg._validation import check_instance
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.clients.compression import Codec, decode_payload
+from manifoldagg.federated.clients.compression import Codec, check_codec, decode_payload
 from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerState
 from manifoldagg.federated.types import Payload
@@ -28,7 +28,7 @@ def decoding_loader(
     Raises:
         ArgumentError: if `codec` is not a codec, or the space has curved leaves, on which displacements have no sum.
     """
-    check_instance("codec", codec, Codec, "TopK() or Int8()")
+    check_codec(codec)
     if not (space.flat or space.ambient):
         raise ArgumentError(
             f"codec: expected None, as displacements on {space} cannot be added; send uncompressed models"

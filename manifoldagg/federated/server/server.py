@@ -191,6 +191,7 @@ class Server:
         manifolds: Assignment | None = None,
         adapters: bool | None = None,
         scaling: Scaling = 1.0,
+        personal: Sequence[str] = (),
         **options: Any,
     ) -> "Server":
         """Create a server whose initial model is a module or a state dict, with its buffers.
@@ -204,6 +205,9 @@ class Server:
             adapters: whether each pair of factors in a state dict is one matrix, as in
                 [`aggregate`][manifoldagg.aggregate].
             scaling: the factor of the products of adapter factors in the model.
+            personal: names or glob patterns of parameters and buffers that remain on each client, as in
+                [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. The server does not store or send them.
+                To resume, pass the space with `personal` instead of the model.
             **options: keyword arguments of the constructor.
 
         Raises:
@@ -221,7 +225,7 @@ class Server:
             >>> server.receive_model(ticket, model, samples=10).accepted, server.state_dict()["running_mean"]
             (True, tensor([1.]))
         """
-        space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling)
+        space, policies = model_space(model, buffer_policy, manifolds, adapters, scaling, personal)
         check_rule(rule, "Server.of(model, rule)")
         start = initial_model(space, model, policies)
         with renamed_arguments(MODEL_NAMES):

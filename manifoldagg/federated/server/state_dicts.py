@@ -2,7 +2,7 @@
 
 import glob
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -39,6 +39,7 @@ def model_space(
     manifolds: Assignment | None,
     adapters: bool | None,
     scaling: Scaling,
+    personal: Sequence[str] = (),
     *,
     is_resumed: bool = False,
 ) -> tuple[ParameterSpace, BufferPolicy]:
@@ -52,12 +53,13 @@ def model_space(
         try:
             if isinstance(model, torch.nn.Module):
                 _check_module_options(adapters, scaling)
-                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy)
+                space = ParameterSpace.of(model, manifolds, buffer_policy=buffer_policy, personal=personal)
             else:
                 space = ParameterSpace.of_state_dict(
                     tensors_of(model),
                     manifolds,
                     buffer_policy=buffer_policy,
+                    personal=personal,
                     adapters=False if adapters is None else adapters,
                     scaling=scaling,
                 )
@@ -180,6 +182,7 @@ def _payload(
     models = {}
     for label, state in given.items():
         found = {name: x for name, x in as_str_dict(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
+        found = dict(whole.shared(found))
         check_names(label, found, leaves, whole.entries)
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)

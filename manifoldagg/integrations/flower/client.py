@@ -16,6 +16,7 @@ from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_clien
 from manifoldagg.federated.clients.base import count_samples
 from manifoldagg.federated.clients.compression import Codec, ErrorFeedback
 from manifoldagg.federated.clients.determinism import deterministic, seeded_model, task_generator
+from manifoldagg.federated.clients.personal import load_personal
 from manifoldagg.federated.pytrees import tree_map
 from manifoldagg.federated.types import ClientState
 from manifoldagg.integrations.flower.records import (
@@ -26,6 +27,7 @@ from manifoldagg.integrations.flower.records import (
     state_dict,
 )
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.personal import check_patterns
 from manifoldagg.wire import pack, unpack
 
 __all__ = ["client_app"]
@@ -45,6 +47,7 @@ def client_app(
     data: Callable[[FlowerContext, int], Iterable[Any]],
     *,
     criterion: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
+    personal: Sequence[str] = (),
     seed: int = 0,
     evaluate: Callable[[nn.Module, FlowerContext], Mapping[str, float]] | None = None,
     mods: Sequence[Callable[..., FlowerMessage]] | None = None,
@@ -66,6 +69,8 @@ def client_app(
         data: a function of the context and the task number (starting from 0) that returns the batches of a task. The
             batches must be re-iterable.
         criterion: the loss, a function of output and target.
+        personal: names or glob patterns of parameters and buffers that stay on the node, in `context.state`, the same
+            as in `Asynchronous`. The node trains them, and evaluates the model of the server with them.
         seed: the seed of all random numbers.
         evaluate: a function of the module in evaluation mode and the context. It returns metrics with `"num-examples"`.
             With `None`, the app computes the mean of the criterion over `data(context, 0)` as `"loss"`.
@@ -94,7 +99,16 @@ def client_app(
     check_count("seed", seed, at_least=0)
     if threads is not None:
         check_count("threads", threads)
-    client = _Client(trainer, model, data, criterion, seed, evaluate or _mean_loss(criterion, data), threads)
+    client = _Client(
+        trainer,
+        model,
+        data,
+        criterion,
+        seed,
+        evaluate or _mean_loss(criterion, data),
+        threads,
+        check_patterns(personal),
+    )
     app = flwr.clientapp.ClientApp(mods=list(mods or ()))
     app.train()(client.train)
     app.evaluate()(client.evaluate)
@@ -110,10 +124,11 @@ class _Client:
     seed: int
     evaluate_fn: Callable[[nn.Module, FlowerContext], Mapping[str, float]]
     threads: int | None
+    personal: tuple[str, ...]
 
     def train(self, message: FlowerMessage, context: FlowerContext) -> FlowerMessage:
         model = self._make_model()
-        space = ParameterSpace.of(model)
+        space = ParameterSpace.of(model, personal=self.personal)
         order, ticket = _read_message(message.content, model, space)
         node_state = _NodeState(context)
         nth = node_state.num_tasks
@@ -124,7 +139,14 @@ class _Client:
         with deterministic(generator, threads=self.threads):
             batches = _reiterable_batches(self.data, context, nth)
             payload = train_client(
-                model, order, trainer, batches, self.criterion, client_state=memory, generator=generator
+                model,
+                order,
+                trainer,
+                batches,
+                self.criterion,
+                client_state=memory,
+                personal=self.personal,
+                generator=generator,
             )
         node_state.client_state = payload.client_state
         payload = replace(payload, client_state=None)
@@ -142,10 +164,12 @@ class _Client:
 
     def evaluate(self, message: FlowerMessage, context: FlowerContext) -> FlowerMessage:
         model = self._make_model()
-        space = ParameterSpace.of(model)
+        space = ParameterSpace.of(model, personal=self.personal)
         order, _ = _read_message(message.content, model, space)
         # If the server stores no buffers, the module keeps its own buffers.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
+        if self.personal:
+            load_personal(model, _NodeState(context).client_state)
         with deterministic(task_generator(self.seed, _client_id(context), 0), threads=self.threads):
             found = self.evaluate_fn(model.eval(), context)
         if not isinstance(found, Mapping) or NUM_EXAMPLES_KEY not in found:
@@ -197,7 +221,7 @@ class _NodeState:
         """Return the error feedback with the residual of the node's last update with this codec."""
         feedback = ErrorFeedback(codec)
         data = self._entries().get(FEEDBACK_KEY)
-        saved = unpack(data).client_state if data else {"codec": None}
+        saved: Any = unpack(data).client_state if data else {"codec": None}
         if saved["codec"] == codec.spec():
             feedback.load_state_dict(saved["state"])
         return feedback

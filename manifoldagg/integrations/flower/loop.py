@@ -59,6 +59,7 @@ class TrainingLoop(Strategy):
     arrayrecord_key: str
     seed: int
     buffer_policy: BufferPolicy
+    personal: tuple[str, ...]
     durability: Durability
     resume: bool
     replace: bool
@@ -160,6 +161,7 @@ class TrainingLoop(Strategy):
             durability=self.durability,
             resume=resume,
             replace=self.replace,
+            personal=self.personal,
             **self.server_options,
         )
         for unsubscribe in self._unsubscribe:  # the server of an earlier run may still report a checkpoint

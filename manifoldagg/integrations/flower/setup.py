@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -86,6 +86,7 @@ def build_server(
     durability: Durability,
     resume: bool,
     replace: bool,
+    personal: Sequence[str] = (),
     **options: Any,
 ) -> Server:
     """Build a server from initial arrays, or resume the server from a checkpoint or a journal.
@@ -99,6 +100,7 @@ def build_server(
         durability: the checkpoints and the journal.
         resume: whether to resume if a checkpoint or a journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
+        personal: names or glob patterns of the entries that remain on each node.
         **options: keyword arguments of the server.
 
     Raises:
@@ -109,13 +111,16 @@ def build_server(
     try:
         state = state_dict(arrays)
         source = state if module is None else _load_state(module, state)
-        space = ParameterSpace.of_state_dict(state) if module is None else ParameterSpace.of(module)
+        if module is None:
+            space = ParameterSpace.of_state_dict(state, personal=personal)
+        else:
+            space = ParameterSpace.of(module, personal=personal)
         start, carried = space.point(source), space.buffers(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
     if module is not None:  # frozen parameters are left unchanged
-        buffer_policy = dict(ParameterSpace.of(module, buffer_policy=buffer_policy).buffer_policies)
+        buffer_policy = dict(ParameterSpace.of(module, buffer_policy=buffer_policy, personal=personal).buffer_policies)
     initial = InitialModel(start, carried, buffer_policy)
     if resume and durability.checkpoint is not None:
         path = durability.checkpoint.path

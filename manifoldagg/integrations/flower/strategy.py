@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, Recor
 from flwr.serverapp import Grid
 from torch import nn
 
-from manifoldagg._validation import check_choice, check_count, check_instance, check_number, short_repr
+from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Durability, Rule
-from manifoldagg.federated.clients.compression import Codec, codec_from_spec
+from manifoldagg.federated.clients.compression import Codec, check_codec, codec_from_spec
 from manifoldagg.federated.server.client_sampling import rule_attribute, sampler_for
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import check_option
@@ -26,6 +26,7 @@ from manifoldagg.integrations.flower.metrics import bounded_metrics, sample_coun
 from manifoldagg.integrations.flower.records import num_bytes
 from manifoldagg.integrations.flower.setup import check_callbacks, check_options
 from manifoldagg.manifolds.buffer_policies import BufferPolicy, check_buffer_policy
+from manifoldagg.manifolds.personal import check_patterns
 
 __all__ = ["Asynchronous"]
 
@@ -79,6 +80,8 @@ class Asynchronous(TrainingLoop):
             weighted by samples.
         seed: the seed of client sampling.
         buffer_policy: the policies of the buffers, as in `Server.of`.
+        personal: names or glob patterns of parameters and buffers that remain on each node, as in
+            [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. Messages and results do not contain them.
         durability: the checkpoints and the journal. The method `start` writes a final checkpoint, and stores the
             metrics of the rounds next to the checkpoint.
         resume: whether `start` resumes from the checkpoint, if a checkpoint exists.
@@ -124,6 +127,7 @@ class Asynchronous(TrainingLoop):
         evaluate_metrics_aggr_fn: AggregateFn | None = None,
         seed: int = 0,
         buffer_policy: BufferPolicy = (),
+        personal: Sequence[str] = (),
         durability: Durability = Durability(),
         resume: bool = False,
         replace: bool = False,
@@ -156,8 +160,7 @@ class Asynchronous(TrainingLoop):
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
         if codec is not None:
-            check_instance("codec", codec, Codec, "TopK() or Int8()")
-            codec_from_spec(codec.spec())  # nodes construct the codec from this spec
+            codec_from_spec(check_codec(codec).spec())  # nodes construct the codec from this spec
             if wire is False:
                 raise ArgumentError("wire: expected None or True, as encoded updates have the wire format")
         self.wire = wire
@@ -173,6 +176,7 @@ class Asynchronous(TrainingLoop):
         self.evaluate_metrics_aggr_fn: AggregateFn = evaluate_metrics_aggr_fn or weighted_mean
         self.seed = check_count("seed", seed, at_least=0)
         self.buffer_policy = buffer_policy
+        self.personal = check_patterns(personal)
         self.durability = durability
         self.resume = resume
         self.replace = replace
@@ -266,7 +270,7 @@ class Asynchronous(TrainingLoop):
             return []
         config["server-round"] = server_round
         chosen = self._generator.permutation(len(present))[:count]
-        model = {self.arrayrecord_key: arrays}
+        model: dict[str, ArrayRecord | ConfigRecord] = {self.arrayrecord_key: arrays}
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
