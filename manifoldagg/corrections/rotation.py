@@ -145,7 +145,7 @@ def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, go
         return torch.add(middle, x).to(phi.dtype)
     # Rounding errors would determine the second direction of the plane.
     if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
-        turned = x - 2 * (e1 @ x) * e1
+        turned = x if bool(cosine > 0) else x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)
     e2 = e2 / sine
     p = e1 @ x

@@ -88,6 +88,12 @@ def test_chords_without_length_turn_nothing():
     assert relative(still, phi - (base + end) / 2 + current) <= 1e-15
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-100, 1e-150, 1e-155, 1e-200])
+def test_parallel_chords_of_any_length_leave_the_control_point(scale):
+    control, chord, zero = torch.tensor([[1.5, 1.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64) * scale
+    assert torch.equal(rotate_control(control, zero, chord, zero, chord), control)
+
+
 @pytest.mark.parametrize("unit", [1e-30, 1e-10, 1e30])
 def test_units_do_not_matter(unit):
     points = draw(3, 5, SIZE)
