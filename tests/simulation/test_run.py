@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from manifoldagg.errors import ArgumentError, DivergenceError
-from manifoldagg.experiments import load_dataset
+from manifoldagg.experiments import load_dataset, workloads
 from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import method, methods
 from manifoldagg.experiments.report import check_destination, write_report
@@ -205,7 +205,7 @@ def test_held_out_samples_are_nobodys_training_samples():
 def test_a_partition_has_a_name():
     named, given = (
         FederatedDataset.split(load_dataset("digits"), 4, partition=partition, seed=3)
-        for partition in ("dirichlet:concentration=0.7", dirichlet(0.7))
+        for partition in (workloads.partition("dirichlet:concentration=0.7"), dirichlet(0.7))
     )
     assert pickle.loads(pickle.dumps(named)).checksum == named.checksum == given.checksum
 
