@@ -95,7 +95,8 @@ def merge(
 
     Warns:
         UserWarning: if the models are so far apart that a mean may not be meaningful. The thresholds are an angle of 45
-            degrees between two models, and an arithmetic mean that is shorter than 90 % of the mean norm.
+            degrees between two models, and an arithmetic mean that is shorter than 90 % of the mean norm. Adapters are
+            not compared, because they are differences from one model.
 
     Cost: `"arithmetic"` and `"bezier"` read the models once. The other methods read each tensor twice in
     succession, and the second time usually from the page cache. With `scope="model"`, they read all files twice. Apart
@@ -193,7 +194,8 @@ class _Run:
             weights=tuple(plan.method.weights.tolist()),
             tensors=tuple(certificates),
             model=model,
-            warnings=tuple(distance_warnings(model)),
+            # Adapters are differences from one model. Their directions say nothing about the distance of the models.
+            warnings=() if any(part.kind == "factors" for part in plan.parts) else tuple(distance_warnings(model)),
         )
 
     def _mean(self, index: int) -> Mean:

@@ -424,6 +424,7 @@ def test_adapters_are_averaged_as_products(folder, ranks):
     states = [adapter(i, rank) for i, rank in enumerate(ranks)]
     out = folder / "out.safetensors"
     info = merge(write(folder, states), [1, 2, 3], out=out)
+    assert info.warnings == ()
     expected = average_adapters(states, [1, 2, 3])
     found = load_file(out)
     assert {name: tuple(x.shape) for name, x in found.items()} == {n: tuple(x.shape) for n, x in expected.items()}
