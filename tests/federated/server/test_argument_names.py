@@ -3,7 +3,7 @@
 import copy
 import inspect
 import pickle
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -186,7 +186,7 @@ REQUIRED = {
 }
 RULES = [getattr(rules, name) for name in rules.__all__]
 TRAINERS = [getattr(clients, name) for name in clients.__all__]
-OPTIONED = [kind for kind in [*RULES, *TRAINERS] if is_dataclass(kind) and not isabstract(kind)]
+OPTIONED = [kind for kind in [*RULES, *TRAINERS] if is_dataclass(kind) and not inspect.isabstract(kind)]
 
 
 @pytest.mark.parametrize("kind", OPTIONED, ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}")
