@@ -178,6 +178,7 @@ class Process:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
         self.reader.join(30)
+        self.process.stdout.close()
 
 
 def run(folder, kills):
