@@ -121,7 +121,7 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any) -> bytearray:
-    """Return the bytes of the file that `save` would write. Errors are the same as those of `save`."""
+    """Return the bytes of the file that `save` would write, for `load_from`. The errors are those of `save`."""
     data = bytearray().join(_serialize(kind, tree))
     data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % zlib.crc32(data)
     return data

@@ -176,7 +176,7 @@ class Weights:
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights after a client has reported a sample count, which must be capped."""
+        """Return the weights after a report of a client. The sample count must already be capped."""
         found = self.reported.get(client)
         if found == samples:
             return self
