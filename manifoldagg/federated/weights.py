@@ -198,7 +198,7 @@ class Weights:
 
     @property
     def _may_exceed_a_cap(self) -> bool:
-        """Whether a report can exceed its cap, as far as the bit lengths of all reports show."""
+        """Whether the bit lengths of the reports allow that a report exceeds its cap."""
         if self.cap_factor is None:
             return False
         histogram = self.bit_length_histogram

@@ -55,8 +55,8 @@ class AsyncBezier(ScheduledRule):
     `pull_back="length"` selects the general step. Both steps are equal on a straight curve that does not turn back.
 
     AsyncBezier is the special case of AsyncManifold for a Bézier curve. The option `embedding` selects another case of
-    AsyncManifold. Then $\iota_\psi(s)$ is the path of the embedding from $\Theta^\tau$ to its end point $\omega$. The image
-    of the end point is the last control point. There are three kinds of paths:
+    AsyncManifold. Then $\iota_\psi(s)$ is the path of the embedding from $\Theta^\tau$ to its end point $\omega$. The
+    image of the end point is the last control point. There are three kinds of paths:
 
     - The path of a tunnel is its curve ($\xi = 0$).
     - The path of a simplex is the edge from the first to the last vertex.
