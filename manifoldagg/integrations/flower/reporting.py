@@ -153,7 +153,7 @@ class RunReport:
         self._failed.clear()
 
     def flush(self) -> None:
-        """Log one line that counts the events without their own line, by node."""
+        """Log one line that counts the events that were not logged, by node."""
         if not self._unlogged:
             return
         listed = [
