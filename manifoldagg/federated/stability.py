@@ -159,8 +159,8 @@ def warn_if_unstable(
     """Warn if the step of an average client exceeds the stability limit.
 
     The step is divided by N times the weight of the client, because one client with many samples does not make training
-    unstable. The concurrency is estimated as the smaller of two numbers: the number of tasks in flight, and $K$ times
-    the staleness plus 1. The estimate ignores lost clients and single late updates.
+    unstable. The concurrency is estimated as the smaller of two numbers: the number of tasks in flight, and
+    $K (\tau - t) + 1$ for the staleness $\tau - t$. The estimate ignores lost clients and single late updates.
 
     Args:
         rule: the rule that computed the step.

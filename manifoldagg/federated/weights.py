@@ -176,7 +176,7 @@ class Weights:
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights after a client has reported a sample count, which must be capped."""
+        """Return the weights after a report of a client. The sample count must already be capped."""
         found = self.reported.get(client)
         if found == samples:
             return self
@@ -198,7 +198,7 @@ class Weights:
 
     @property
     def _may_exceed_a_cap(self) -> bool:
-        """Whether a report can exceed its cap, as far as the bit lengths of all reports show."""
+        """Whether the bit lengths of the reports allow that a report exceeds its cap."""
         if self.cap_factor is None:
             return False
         histogram = self.bit_length_histogram

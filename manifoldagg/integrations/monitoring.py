@@ -48,9 +48,9 @@ class PrometheusMetric(NamedTuple):
     Attributes:
         name: the name. Prometheus appends `_total` to a counter, and `_bucket`, `_sum` and `_count` to a histogram.
         kind: `"counter"`, `"gauge"` or `"histogram"`.
-        unit: what one unit of the value is.
+        unit: the unit of the value.
         description: the help text.
-        label: the name of its label; empty without a label.
+        label: the name of the label. Empty if the metric has no label.
         buckets: the upper bounds of the buckets of a histogram.
     """
 
@@ -167,8 +167,8 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     """Create a callback that exports metrics to Prometheus.
 
-    [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS] lists the metrics, and
-    [the guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) their names and units.
+    [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS] lists the metrics.
+    [The guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) explains their names and units.
 
     Args:
         registry: a registry of `prometheus_client`. A registry can contain each metric only once. The default is the

@@ -327,7 +327,7 @@ class PlannedStep:
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
-        """The tensors that already store these linear combinations, by name."""
+        """The tensors that already store the linear combinations of `pending_sums`, by name."""
         return {
             name: TensorList([one[name] for one in self.previous_states])
             for name in self.pending_sums

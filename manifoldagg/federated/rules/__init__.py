@@ -14,7 +14,7 @@ words that are read, written and allocated. The assumptions are:
 
 - Models are in float32, and updates are stale.
 - A curve has two control points, and a buffer has room for three updates.
-- Data that several operations read from the cache counts once.
+- Data that stays in the cache between operations counts once.
 """
 
 from manifoldagg.federated.rules.ace import ACE

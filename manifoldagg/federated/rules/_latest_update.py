@@ -16,7 +16,7 @@ __all__ = ["LatestUpdateRule", "coefficients_of", "combine_float64"]
 
 @dataclass(frozen=True)
 class LatestUpdateRule(ServerRule):
-    r"""A rule that stores the latest displacement $h_i$ of each client, and $\sum_j h_j$.
+    r"""Base class of rules that store the latest displacement $h_i$ of each client, and the sum $\sum_j h_j$.
 
     The client state stores $h_i$ in the dtype of the model. The state of the rule stores $\sum_j h_j$ in float64.
     """

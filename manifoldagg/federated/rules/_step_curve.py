@@ -37,15 +37,18 @@ class StepCurve:
     r"""Curve of the corrected displacements, and the meaning of the rate $\rho$ on it.
 
     Args:
-        overshoot: the meaning of $\rho > 1$: `"clamp"` limits $\rho$ to 1.
-        pull_back: the unit of $\rho$. `"chord"`: a fraction of the distance to the end; `"none"`: a fraction of the
-            parameter range; `"conflict_free_prefix"`: a fraction of the parameter at which the curve turns against the
-            drift; `"length"`: a fraction of the length of the curve.
-        curve_weight: the weight $\kappa$: at each parameter, the curve is $\kappa$ times the original curve plus
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1.
+        pull_back: the unit of $\rho$:
+
+            - `"chord"`: a fraction of the distance to the end.
+            - `"length"`: a fraction of the length of the curve.
+            - `"none"`: a fraction of the parameter range.
+            - `"conflict_free_prefix"`: a fraction of the parameter at which the curve turns against the drift.
+        curve_weight: the weight $\kappa$. At each parameter, the curve is $\kappa$ times the original curve plus
             $1 - \kappa$ times its chord.
         polygon: whether the points are the vertices of a polygon.
-        embedding: an embedding whose path to its end point is the curve. Its points are not combinations of the
-            displacements with known weights, so the step computes the control points and evaluates the embedding.
+        embedding: an embedding whose path to its end point is the curve. The step computes the control points and
+            evaluates the embedding, because the weights of the displacements are not known in advance.
 
     Example:
         >>> StepCurve(pull_back="none").weights(2, 0.5)

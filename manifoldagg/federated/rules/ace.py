@@ -18,16 +18,20 @@ __all__ = ["ACE"]
 
 @dataclass(frozen=True)
 class ACE(LatestUpdateRule):
-    r"""Rule that moves the model by the mean of the latest displacements of all clients, at each update.
+    r"""All-client engagement (ACE): a step along the mean of the latest displacements of all clients.
+
+    After each update of client i, its latest displacement $h_i$ and the model become
 
     $$h_i \leftarrow \Delta_i, \qquad \Theta \leftarrow \Theta + \eta\, \frac1N \sum_{j=1}^N h_j.$$
 
     $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement of client i from its own base. $h_j$ is the latest
-    displacement of client j, and zero before the first update of client j. A fast client replaces its own $h_i$ more
-    often, but its share of the mean remains $1 / N$. The data of fast clients therefore do not dominate the model.
+    displacement of client j, and zero before the first update of client j.
 
-    The server stores one vector $h_j$ per client, and their sum. An update adds $\Delta_i - h_i$ to the sum. The last
-    displacement of a client that leaves remains in the mean. A failed task changes nothing.
+    Use this rule when some clients return updates much more often than others. A fast client replaces its own $h_i$
+    more often, but its share of the mean remains $1 / N$.
+
+    The server stores one vector $h_j$ per client and the sum of these vectors. An update adds $\Delta_i - h_i$ to the
+    sum. If a client leaves, its last displacement remains in the mean. A failed task changes nothing.
 
     Rounding: the sum is stored in float64. For one entry of the vectors, let M be the largest value that
     $\sum_j |h_j|$ has had. After T updates, the entry of the stored sum differs from the exact sum by at most
@@ -41,16 +45,16 @@ class ACE(LatestUpdateRule):
 
     Args:
         rate: the global rate $\eta$: a number or a function of the version $\tau$.
-        clients: the number N of clients. It grows if more clients return updates. `None` counts the clients that have
-            returned an update.
+        clients: the number N of clients, which grows if more clients return updates. With `None`, N is the number of
+            clients that have returned an update.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves), because the rule stores displacements from different bases.
+        ArgumentError: if an option is out of range, or if the space has curved leaves other than low-rank leaves,
+            because the rule adds displacements from different bases.
 
     Source: arXiv 2511.19066.
 
-    Cost: an update that moves the model reads 19 words a parameter, writes 4 and makes 3.
+    Cost: a step reads 19 words per parameter, writes 4 and allocates 3.
 
     Example:
         The second update of client a replaces its first update. The update of client b remains in the mean:

@@ -33,36 +33,41 @@ MAX_PROGRESS = 1e100
 
 @dataclass(frozen=True)
 class AsyncBezier(ScheduledRule):
-    r"""Rule that steps along the corrected Bézier curve of a client.
+    r"""Asynchronous Bézier step (AsyncBezier): a step along the corrected Bézier curve of a client.
 
-    $\Theta^{\tau+1} = \iota_\psi(s)$ on the corrected curve $\psi = \exp_{\varphi_{\Theta^\tau}}(\pi v)$.
+    After each update, the new model is the point
 
-    $\pi$ is OrthoDC, applied to each control point. The candidate is $\hat\Theta = \iota_\psi(1)$. The rate is
-    $\rho = S\, w_i\, \eta_g(\tau)$. The step uses the smallest $s$ with
+    $$\Theta^{\tau+1} = \iota_\psi(s), \qquad \psi = \exp_{\varphi_{\Theta^\tau}}(\pi v),
+      \qquad \rho = S\, w_i\, \eta_g(\tau),$$
+
+    on the curve with the corrected control points $\psi$. The correction $\pi$ is
+    [`OrthoDC`][manifoldagg.corrections.OrthoDC], applied to each control point. The end of the curve is the candidate
+    $\hat\Theta = \iota_\psi(1)$. The position $s$ on the curve is the smallest $s$ with
 
     $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
 
-    This is (12) of the paper, read as a distance along the chord. The general step (11) of the paper is a geodesic of
-    the pulled-back metric. Geodesics have constant speed, so on a curve this step covers the share $\rho$ of the
-    length:
+    This equation is (12) of the paper, where $d$ is the length of the chord between two points. The general step (11)
+    of the paper is a geodesic of the pulled-back metric. A geodesic has constant speed. On a curve, the general step
+    therefore covers the fraction $\rho$ of the length:
 
     $$\int_0^s \|\iota_\psi'(t)\|\, dt = \rho \int_0^1 \|\iota_\psi'(t)\|\, dt.$$
 
-    `pull_back="length"` selects this step. Both steps are equal on a straight curve that does not turn back.
+    `pull_back="length"` selects the general step. Both steps are equal on a straight curve that does not turn back.
 
-    With `embedding`, this rule is AsyncManifold, of which AsyncBezier is an instance. Then $\iota_\psi(s)$ is the path
-    of the embedding from $\Theta^\tau$ to its end point $\omega$, whose image is the last control point:
+    AsyncBezier is the special case of AsyncManifold for a Bézier curve. The option `embedding` selects another case of
+    AsyncManifold. Then $\iota_\psi(s)$ is the path of the embedding from $\Theta^\tau$ to its end point $\omega$. The
+    image of the end point is the last control point. There are three kinds of paths:
 
     - The path of a tunnel is its curve ($\xi = 0$).
     - The path of a simplex is the edge from the first to the last vertex.
     - The path of another embedding is $\iota_\psi(x(s))$, where its method `path_coordinates` computes $x(s)$.
 
-    The pull-back along the chord weights clients by the ratio of the length of their chord to the speed of their curve.
-    If the curve follows the path of local training, use `pull_back="none"`: with $s = \min(1, \rho)$, the step
-    approaches the client's gradient as $\rho \to 0$.
+    For small $\rho$, the pull-back along the chord multiplies the step by the ratio of the length of the chord to the
+    initial speed of the curve. This ratio differs between clients. If the curve follows the path of local training, use
+    `pull_back="none"`. Then $s = \min(1, \rho)$, and the step approaches the client's gradient as $\rho \to 0$.
 
-    Further options are those of [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. `decay=1` is
-    AsyncBezierED.
+    All other options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. With `decay=1`,
+    the rule is AsyncBezierED.
 
     Args:
         threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
@@ -80,11 +85,12 @@ class AsyncBezier(ScheduledRule):
             `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1], where $r$ is the mean cosine of displacements and
             drifts over about 50 updates, weighted by the product of both norms. This weight is 0 before the first drift
             and increases as displacements and drifts agree less.
-        normalise: divide $\rho$ by the ratio of the client's progress $\eta_i K_i$ to the running mean of the progress.
-            So clients with different local rates or numbers of steps have equal influence. The message and the payload
-            contain the number `progress`; [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns it.
-        polygon: interpret the points as the vertices of a polygon with equidistant parameters, such as the n points of
-            `Trajectory(pieces=n)`. Otherwise, they are the control points of a Bézier curve of degree n.
+        normalise: whether to divide $\rho$ by the ratio of the client's progress $\eta_i K_i$ to the running mean of
+            the progress. Clients with different local rates or numbers of steps then have equal influence. The message
+            and the payload contain the number `progress`, which the trainer
+            [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns.
+        polygon: whether the points are the vertices of a polygon with equidistant parameters, such as the n points of
+            `Trajectory(pieces=n)`. Otherwise, the points are the control points of a Bézier curve of degree n.
         embedding: the embedding whose control points clients return, such as `Tunnel(radius=0.1)` or
             `Simplex(vertices=3)`. Use the same embedding in the trainer
             [`Curve`][manifoldagg.federated.clients.Curve]. `None` is a Bézier curve, and a tunnel is equivalent to
@@ -92,11 +98,12 @@ class AsyncBezier(ScheduledRule):
             corrected control points, and requires a space without low-rank leaves.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
-    Source: Manifold (6)-(12), Algorithm 1. With n control points, an update reads n + 2 vectors twice and writes one.
+    Source: Manifold (6)-(12), Algorithm 1. An update with n control points reads n + 2 vectors twice and
+    writes one vector.
 
-    Cost: an update that moves the model reads 8 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 8 words per parameter, writes 1 and allocates 0.
 
     Example:
         >>> AsyncBezier(threshold=1.0, rate=0.5).correction

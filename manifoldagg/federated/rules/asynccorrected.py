@@ -40,8 +40,8 @@ class AsyncCorrected(ScheduledRule):
         dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that
             return updates often.
         transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
-            `None` uses parallel transport where a closed form exists, and a ladder otherwise. For low-rank leaves, see
-            below.
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`. For low-rank leaves, see below.
         rungs: the number of rungs of a ladder.
 
     Raises:

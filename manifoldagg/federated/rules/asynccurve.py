@@ -32,66 +32,70 @@ CONTROL_WEIGHTS = {"shift": [1.0, -0.5, 0.5], "keep": [1.0, 0.0, 0.0]}
 
 @dataclass(frozen=True)
 class AsyncCurve(ServerRule):
-    r"""Rule that steps along a quadratic curve with a corrected end.
+    r"""Quadratic curve step (AsyncCurve): a step along a quadratic curve with a corrected end.
 
-    $\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta$, $s = \min(1,
-    \eta(\tau) / (N p_i))$.
+    After each update, the new model is the point at the parameter $s$ of a quadratic Bézier curve:
 
-    OrthoDyn corrects the end $\hat\Theta = \Theta^\tau + \pi(\Theta_i - \Theta^t)$. The control point then rotates with
-    the chord (Report (17)):
+    $$\Theta^{\tau+1} = (1 - s)^2\, \Theta^\tau + 2 s (1 - s)\, \hat\varphi + s^2\, \hat\Theta,
+      \qquad s = \min\bigl(1, \eta(\tau) / (N p_i)\bigr).$$
+
+    The correction $\pi$ determines the end $\hat\Theta = \Theta^\tau + \pi(\Theta_i - \Theta^t)$. The control point
+    $\varphi$ of the client then rotates with the chord (Report (17)):
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right).$$
 
     Here $R$ rotates the old chord $\Theta_i - \Theta^t$ to the direction of the new chord $\hat\Theta - \Theta^\tau$.
-    `control` selects two alternatives for comparison:
+    For comparison, the option `control` has two alternatives:
 
     - `"shift"` moves the control point with the midpoint of the chord and does not rotate it: $R = I$. This equals
       `"rotate"` if the end has the tangent correction.
     - `"keep"` uses the control point as the client returned it: $\hat\varphi = \varphi$.
 
-    $s$ is a parameter of the curve. It does not depend on the staleness, and the rule does not pull back a distance.
-    $p_i$ is the fraction of all updates that come from the client, as in
-    [`Dominance`][manifoldagg.federated.rules.Dominance]. With `weighted`, $s = \min(1, w_i\, \eta(\tau))$ instead,
-    where $w_i$ is the client's share of the data. The paper has both: Algorithm 1 divides by $N p_i$, and (32)
-    multiplies by $w_i$.
+    The parameter $s$ does not depend on the staleness or on a distance. $p_i$ is the fraction of all updates that come
+    from client i, as in [`Dominance`][manifoldagg.federated.rules.Dominance]. With `weighted`, the parameter is
+    $s = \min(1, w_i\, \eta(\tau))$, where $w_i$ is the client's share of the data. The paper has both formulas:
+    Algorithm 1 divides by $N p_i$, and (32) multiplies by $w_i$.
 
     The server sends moments for Adam to each client that has returned an update before:
 
     $$m = (\Theta^{\tau-1} - \Theta^\tau) / n_i, \qquad v = m \odot m.$$
 
-    They come from the last step of the model that the client receives. This is the client's own step if the client is
-    dispatched immediately. $n_i$ is the number of batches per epoch, the number `batches` of the client's payload.
+    The moments come from the last step of the server before the dispatch. If the server dispatches a client directly
+    after its update, this is the client's own step. $n_i$ is the number of batches per epoch. The client returns $n_i$
+    as the number `batches` of its payload.
 
-    *Periodic averaging*: the rule averages the versions $\tau \ge$ `start` with $\tau \equiv 0$ (mod `cycle`). Every
-    `periodic` versions, it overwrites the model with the average and restarts the average. This is
-    [`SWA`][manifoldagg.averaging.SWA] with `reset_point`. It is part of the rule because subscribers of a server cannot
-    write its model. To average a whole run, pass an `SWA` to the server.
+    Periodic averaging: the rule averages the versions $\tau \ge$ `start` with $\tau \equiv 0$ (mod `cycle`). Every
+    `periodic` versions, the rule overwrites the model with the average and restarts the average. The result equals that
+    of [`SWA`][manifoldagg.averaging.SWA] with `reset_point`. To average a whole run without overwriting the model, pass
+    an `SWA` to the server.
 
-    *Participation*: a late joiner starts without moments. A client that failed or left keeps its count. Its fraction of
-    the updates decreases in the meantime, so its next step is longer. An update on an old ticket includes its whole
-    drift.
+    Participation:
+
+    - A client that joins late starts without moments.
+    - A client that failed or left keeps its count $c_i$. Its fraction of the updates decreases during the absence, so
+      its next step is longer.
+    - The drift of an update on an old ticket includes all steps since its dispatch.
 
     Args:
         clients: the number $N$ of clients.
         rate: the rate $\eta$: a number or a function of the version $\tau$. The paper uses cyclic rates.
-        correction: the correction $\pi$ of the end.
+        correction: the correction $\pi$ of the end. The default is [`OrthoDyn`][manifoldagg.corrections.OrthoDyn].
         smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
         control: the correction of the control point: `"rotate"`, `"shift"` or `"keep"`.
         weighted: whether the parameter is $w_i\, \eta(\tau)$ in place of $\eta(\tau) / (N p_i)$.
         start: the first version to average.
         cycle: the interval between averaged versions.
-        offset: the number of versions by which the averaging is delayed; 1 in the paper's Algorithm 1.
+        offset: the number of versions by which the averaging is delayed. Algorithm 1 of the paper uses 1.
         periodic: the interval between overwritten versions. `None` disables the averaging.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved (the message names its
-            curved leaves).
+        ArgumentError: if an option is out of range, or if the space is curved.
 
     Source: Report (16), (17), (31), and Algorithm 1 with two changes: $\hat\Theta$ is computed before $\hat\varphi$,
-    and $\hat\varphi$ has the weight 2. Report, Figure 3, for `control`, whose text does not define the alternatives;
-    (32) for `weighted`.
+    and $\hat\varphi$ has the weight 2. The option `weighted` is (32). The option `control` follows Figure 3. The text
+    of the report does not define the two alternatives.
 
-    Cost: an update that moves the model reads 16 words a parameter, writes 3 and makes 2.
+    Cost: a step reads 16 words per parameter, writes 3 and allocates 2.
 
     Example:
         >>> AsyncCurve(clients=8, rate=0.5, periodic=20).correction.upper

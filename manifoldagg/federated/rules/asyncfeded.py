@@ -23,47 +23,48 @@ MAX_EPOCHS = 2**53
 
 @dataclass(frozen=True)
 class AsyncFedED(TangentRule):
-    r"""Rule with Euclidean-distance staleness, adaptive rates and adaptive epochs.
+    r"""Euclidean-distance staleness (AsyncFedED): a shorter step and fewer local epochs after a long drift.
 
-    $\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with $\Delta_i = \Theta_i - \Theta^t$ and
+    After each update, the new model is $\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with
+    $\Delta_i = \Theta_i - \Theta^t$ and
 
     $$\gamma_i = \frac{\|\Theta^\tau - \Theta^t\|}{\|\Delta_i\|}, \qquad \eta_i = \frac{\lambda}{\gamma_i + \epsilon},
-      \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor),$$
+      \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor).$$
 
-    where $K_i$ is the number of epochs of the client's next task. The message contains it as the number `epochs`, which
-    the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$. With
-    `weighted`, $\eta_i$ is multiplied by the client's share of the data $w_i$.
+    Here, $K_i$ is the number of epochs of the client's next task. The message contains $K_i$ as the number `epochs`,
+    which the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$.
 
     Special cases:
 
     - Without a drift, $\gamma_i = 0$, and the client's step is $\lambda / \epsilon$ times its displacement.
-    - If a client has not moved, the model and its $K_i$ are unchanged.
-    - A late joiner starts with $K^0$, and a returning client keeps its $K_i$.
-    - An old ticket has a long drift. So its step is short, and the client's next task has fewer epochs.
+    - If the displacement of an update is zero, the model and $K_i$ are unchanged.
+    - A client that joins late starts with $K^0$. A client that returns keeps its $K_i$.
+    - An update on an old ticket has a long drift. The step is therefore short, and the client's next task has fewer
+      epochs.
     - A failed task changes nothing.
 
-    On a curved space, distances are geodesic, and the step is an exp. `transport` and `rungs` are those of
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    On a curved space, distances are geodesic distances, and the step is an exponential map. For `transport` and
+    `rungs`, see [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
 
     Args:
         rate: the rate $\lambda$: a number or a function of the version $\tau$.
-        epsilon: the constant $\epsilon > 0$. At 1, a fresh update is multiplied by $\lambda$.
+        epsilon: the constant $\epsilon > 0$. With 1, the displacement of a fresh update is multiplied by $\lambda$.
         target: the target staleness $\bar\gamma$.
-        gain: the gain $\kappa$ of the epochs. 0 keeps the number of epochs constant.
+        gain: the gain $\kappa$ of the epochs. With 0, the number of epochs is constant.
         epochs: the initial number of epochs $K^0$.
         warm_up: the number of initial versions with $\gamma_i = \bar\gamma$.
-        weighted: multiply $\eta_i$ by $w_i$, as in the experiments of Manifold. The mean of $w_i$ over the clients is
-            1 / N, so the rate $\lambda$ must be larger.
+        weighted: whether to multiply $\eta_i$ by the client's share of the data $w_i$, as in the experiments of
+            Manifold. The mean of $w_i$ over the N clients is 1 / N, so the rate $\lambda$ must be larger.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range.
 
     Source: Wang et al. 2022, where $\gamma$ is (6); Manifold B.1 for `weighted`, and (47) for the first versions.
 
-    Cost: an update that moves the model reads 6 words a parameter, writes 1 and makes 0.
+    Cost: a step reads 6 words per parameter, writes 1 and allocates 0.
 
     Example:
-        The server has moved by 2 from the base, and the client by 1.
+        The server has moved by 2 from the base, and the client has moved by 1:
 
         >>> import manifoldagg, torch
         >>> current, base, update = ([torch.tensor([x])] for x in (2.0, 0.0, 1.0))

@@ -33,7 +33,7 @@ class FedAsync(CorrectionRule):
             `weighted` is set.
         staleness: the staleness weight $s$: `Constant()`, `Hinge(a, b)` or `Polynomial(a)` of
             `manifoldagg.federated.staleness`, or any other function of an integer.
-        weighted: whether to multiply $\alpha_\tau$ by the client's share of the data $w_i$, as in the experiments of
+        weighted: whether to multiply $\alpha$ by the client's share of the data $w_i$, as in the experiments of
             Manifold.
 
     Raises:

@@ -46,14 +46,16 @@ class GeneralizedAsyncSGD(CorrectionRule):
 
     $$\Theta \leftarrow \Theta - \frac{\eta}{n\, p_i}\, g_i(\Theta^t).$$
 
-    Here, n is the number of clients, and $p_i$ is the probability that a task is assigned to client i. A new task is
-    assigned after each completed task, even if the sampled client is busy. Each client processes its tasks in first-in,
-    first-out order. The expected step is then $-\eta \cdot \frac1n \sum_i g_i$ for any probabilities p.
+    Here, n is the number of clients in `routing`, and $p_i$ is the probability that a task is assigned to client i.
+    After each completed task, the server assigns a new task, even if the sampled client is busy. Each client processes
+    its tasks in first-in, first-out order. The expected step is then
+    $-\eta \cdot \frac1n \sum_i g_i$ for any probabilities p.
 
     Use this rule when you want to choose how often each client trains without a bias towards fast clients.
 
-    The client returns the model $\Theta^t - g_i$, as computed by the trainer
-    [`Gradient`][manifoldagg.federated.clients.Gradient]. The step is not clamped and not weighted by staleness.
+    The client returns the model $\Theta^t - g_i$, which is one step of gradient descent with rate 1. The trainer
+    [`Gradient`][manifoldagg.federated.clients.Gradient] computes this model. The step is not clamped and not
+    weighted by staleness.
 
     Participation:
 
@@ -64,7 +66,7 @@ class GeneralizedAsyncSGD(CorrectionRule):
 
     Args:
         routing: the probabilities p, with sum 1 up to 1e-6. Pass a mapping from clients, or a sequence for the clients
-            0 to n - 1, such as the result of `manifoldagg.routing.optimise_routing`.
+            0 to n - 1, such as `p` of the result of `manifoldagg.routing.optimise_routing`.
         rate: the rate $\eta$: a number or a function of the version $\tau$.
 
     Raises:

@@ -224,40 +224,46 @@ def _norms(state: State) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MasFL(ControlVariateRule):
-    r"""Rule with momentum and a control variate of each client.
+    r"""MasFL: momentum on the server, and a control variate for each client.
 
-    After the updates $c_i^+$ of S distinct clients, each the mean of K local gradients:
+    The update $c_i^+$ of client i is the mean of K local gradients. After the updates of S distinct clients, the
+    momentum $g$, the model and the mean $c$ of the control variates become
 
     $$g \leftarrow \beta \Big(\frac1S \sum_{i \in S} (c_i^+ - c_i) + c\Big) + (1 - \beta)\, g, \qquad
       \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i),$$
 
-    where the update of $g$ uses the old $c$. The server sends $\Theta$, $\beta c + (1 - \beta) g$ and the client's
-    $c_i$ to the trainer [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. At a stationary point of the
-    joint loss $\frac1N \sum f_i$ with $g = c = 0$ and $c_i = \nabla f_i$, no client moves. So there is no bias for any
-    K, any delays and any data.
+    The new $g$ uses the old $c$. The server sends $\Theta$, $\beta c + (1 - \beta) g$ and the client's $c_i$ to the
+    trainer [`ControlVariate`][manifoldagg.federated.clients.ControlVariate].
 
-    A late joiner first sends its $c_i$ (or has $c_i = 0$), and N grows, so that $c$ remains the mean. The last $c_i$ of
-    a client that leaves remains in $c$. An update on an old ticket is an ordinary $c_i^+$. A dropped ticket changes
-    nothing.
+    Use this rule when clients have heterogeneous data. At a stationary point of the joint loss $\frac1N \sum f_i$ with
+    $g = c = 0$ and $c_i = \nabla f_i$, no client moves. The method is therefore unbiased for any K, any delays and any
+    data.
+
+    Participation:
+
+    - When a client joins late, N grows, so that $c$ remains the mean. The option `initial` determines the first $c_i$.
+    - If a client leaves, its last $c_i$ remains in $c$.
+    - An update on an old ticket counts like any other update.
+    - A dropped ticket changes nothing.
 
     Args:
         size: the number S of distinct clients per step.
-        rate: the rate $\gamma$: a number or a function of the version. The paper uses $\beta / 4L$, see `theory`.
+        rate: the rate $\gamma$: a number or a function of the version. The paper uses $\beta / (4L)$, see `theory`.
         beta: the momentum coefficient $\beta \in (0, 1]$. The paper uses $\sqrt{SK/T}$, see `theory`.
-        clients: the number N of clients. With `initial="gradient"`, the model does not move before their first updates.
-            With `initial="zero"`, $c$ is a mean over N clients. `None` counts the clients that have joined so far.
-            Further clients can always join.
+        clients: the number N of clients. With `initial="gradient"`, the model does not move before all N clients have
+            returned their first updates. With `initial="zero"`, $c$ is a mean over N clients. With `None`, N is the
+            number of clients that have joined. More than N clients can join.
         initial: the initial $c_i$. `"gradient"` requests the mean gradient of K batches at the client's first start,
             and starts with $g = c$. `"zero"` starts with 0.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it) or the space is curved.
+        ArgumentError: if an option is out of range, or if the space is curved.
 
-    Source: MasFL, Algorithms 1 and 2. The rule does not read the points of a payload. The memory is 2 P for the state,
-        P for the buffer, and P per client.
+    Source: MasFL, Algorithms 1 and 2.
 
-    Cost: an update that moves the model reads 14 words a parameter, writes 5 and makes 4; one that waits reads 7,
-        writes 3 and makes 4.
+    Cost: a step reads 14 words per parameter, writes 5 and allocates 4. A buffered update reads 7, writes 3 and
+    allocates 4. The rule does not read the points of a payload. The server stores 2 vectors for the state, 1 vector for
+    the buffer, and 1 vector per client.
 
     Example:
         >>> import torch

@@ -64,7 +64,7 @@ class OrthoFL(ServerRule):
     Args:
         rate: the rate $\beta$: a number or a function of the version.
         staleness: the staleness weight $s$. The paper counts delays from 1 and uses $s_a(x) = x^{-a}$.
-        weighted: whether to multiply $\beta_t$ by the client's share of the data.
+        weighted: whether to multiply $\beta$ by the client's share of the data.
         protocol: `"server"`, `"client"`, or a function from the client to one of these strings.
         calibration: `"orthogonal"`, `"none"` or `"pairwise"`. With `"none"`, the rule is FedAsync. With `"pairwise"`,
             $W_m^{+} = W_m + \Delta - \operatorname{proj} \Delta_m$ with the projection onto the span of the latest

@@ -57,8 +57,8 @@ class Private(WrapperRule):
     rejection would reveal private data.
 
     Args:
-        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. `Momentum(Private(rule))` is
-            as private as `Private(rule)`.
+        rule: `FedAvg`, `DeFedAvg`, `FedBuff`, `FADAS` or `FedAdam`, with `weighted=False`. The error for any other rule
+            states the reason. `Momentum(Private(rule))` is as private as `Private(rule)`.
         clip: the clipping norm C, in the units of the norm of an update.
         noise: the noise multiplier $\sigma$.
         participations: the limit of n for each client. The rule rejects an update that would exceed this limit.

@@ -55,7 +55,8 @@ def client_app(
 ) -> flwr.clientapp.ClientApp:
     """Build a Flower `ClientApp` that runs a trainer of this package. The app works with every rule.
 
-    - The app reads models and messages in the wire format. The reply contains all outputs of the trainer.
+    - The app reads both message formats: a state dict, or a complete message in the wire format. The reply
+      contains all outputs of the trainer.
     - The node stores the client state of the trainer and the number of its tasks in `context.state`.
     - All random numbers of a task depend only on `seed`, the node and the number of its earlier tasks. A simulation of
       the same federation computes the same bits. The node is identified by the `partition-id` in `context.node_config`
@@ -63,7 +64,7 @@ def client_app(
     - If training raises an exception, Flower sends an error reply, and the server continues.
 
     Args:
-        trainer: the trainer, or a function that returns a trainer for a context.
+        trainer: the trainer, or a function that returns a trainer for a context with the configuration of the run.
         model: a function that returns the module, such as its class, or a module, which is copied. Training runs on the
             device of the module.
         data: a function of the context and the task number (starting from 0) that returns the batches of a task. The

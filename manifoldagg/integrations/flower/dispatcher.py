@@ -241,7 +241,7 @@ class MessageDispatcher:
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Return the next reply to a training task, or `None`. The caller must then call `complete`."""
+        """Return the next reply to a training task, or `None`. For each reply, the caller must call `complete`."""
         if not self._inbox:
             self._poll()
         if not self._inbox:

@@ -76,7 +76,9 @@ def with_sample_count(content: RecordDict, key: str, samples: int) -> RecordDict
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """Return the number of samples that a node reports. If the number is missing or invalid, return `None`.
+    """Return the number of samples that a node reports, or `None` if the number is missing or invalid.
+
+    A valid number is a positive integer up to `MAX_SAMPLES`.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")

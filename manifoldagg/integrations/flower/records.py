@@ -69,7 +69,7 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
-    """Return the record that asks a node to encode its update, by its name; empty without a codec.
+    """Return the record, by name, that requests an encoded update. Without a codec, the result is empty.
 
     Example:
         >>> from manifoldagg.federated.clients import Int8
@@ -80,7 +80,7 @@ def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
 
 
 def codec_from_record(content: RecordDict) -> Codec | None:
-    """Return the codec that a message asks for, or `None`.
+    """Return the codec that a message requests, or `None` without a request.
 
     Raises:
         ArgumentError: if this version of the library does not have the codec.

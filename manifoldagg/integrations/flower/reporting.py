@@ -30,8 +30,8 @@ class RunReport:
       not reply.
 
     The number of log lines is limited for each node. The rejections number 1, 2, 4, 8, 16, ... of a node are logged,
-    and also the first rejection in each field. The same limit applies to training failures and to evaluation failures.
-    At the end of a round, one line counts the events that were not logged.
+    and also the first rejection of a node in each field. The same limit applies to training failures and to
+    evaluation failures. At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()
@@ -55,7 +55,7 @@ class RunReport:
         self._staleness.append(staleness)
 
     def add_bytes(self, count: int) -> None:
-        """Add the size in bytes of a reply to a training task, accepted or not."""
+        """Add the size in bytes of a reply to a training task. The reply may be accepted or rejected."""
         self._num_bytes += count
 
     def reject(self, node: int, reason: str) -> None:
@@ -153,7 +153,7 @@ class RunReport:
         self._failed.clear()
 
     def flush(self) -> None:
-        """Log one line that counts the events without their own line, by node."""
+        """Log one line that counts the events that were not logged, by node."""
         if not self._unlogged:
             return
         listed = [

@@ -38,7 +38,8 @@ class Asynchronous(TrainingLoop):
 
     The strategy runs a [`Server`][manifoldagg.federated.Server] with any rule.
 
-    - The server applies each update on arrival. It rejects invalid updates, such as a NaN or a wrong shape.
+    - The server applies each update on arrival, with any staleness. It rejects invalid updates, such as a NaN or a
+      wrong shape. After a rejection, the node receives its next task after a backoff time.
     - A node that fails, disconnects or does not reply within `task_timeout` does not delay other nodes.
     - A round ends when the server has accepted `updates` updates, or after the `timeout` of `start`.
     - The model of a round is evaluated while training continues. A node evaluates as soon as it is free.
@@ -56,11 +57,11 @@ class Asynchronous(TrainingLoop):
         rule: the aggregation rule.
         model: a module, or a function that returns a module, such as its class. The module determines which arrays are
             parameters, buffers or frozen. With `None`, the names and dtypes of the arrays are used.
-        updates: the number of accepted updates per round. With `None`, the number of nodes at the start of the run.
-        concurrency: the number of tasks in flight. With `None`, one task per node.
-        buffer: the number of updates in each step of a rule with a buffer. With `None`, the size in the rule.
-        refill: the number of free slots at which the strategy sends new tasks, to all of them. With `None`, 1.
-        task_timeout: the timeout of a task or an evaluation in seconds. With `None`, the `timeout` of `start`.
+        updates: the number of accepted updates per round. The default is the number of nodes at the start of the run.
+        concurrency: the number of tasks in flight. The default is one task per node.
+        buffer: the number of updates in each step of a rule with a buffer. The default is the size in the rule.
+        refill: the number of free slots at which the strategy sends new tasks, to all of them. The default is 1.
+        task_timeout: the timeout of a task or an evaluation in seconds. The default is the `timeout` of `start`.
         wire: whether messages have the wire format, which requires nodes with `client_app`. With `None`, the wire
             format is used only if the rule sends or requires more than models.
         compress: whether messages in the wire format are compressed losslessly.
@@ -75,8 +76,8 @@ class Asynchronous(TrainingLoop):
         arrayrecord_key: the key of the model in a message.
         configrecord_key: the key of the configuration in a message.
         train_metrics_aggr_fn: a function that aggregates the metrics of a round. It receives the records without
-            arrays. With `None`, the mean weighted by samples.
-        evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. With `None`, the mean
+            arrays. The default is the mean weighted by samples.
+        evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. The default is the mean
             weighted by samples.
         seed: the seed of client sampling.
         buffer_policy: the policies of the buffers, as in `Server.of`.
@@ -88,7 +89,8 @@ class Asynchronous(TrainingLoop):
         replace: whether `rule` and `clock` may differ from those in the checkpoint, as in `Server.resume`.
         on_event: callbacks that receive all events of the server. See `Server.on_event` and
             `manifoldagg.integrations.monitoring`.
-        **server_options: other keyword arguments of `Server`.
+        **server_options: other keyword arguments of `Server`, except those that depend on the arrays or on
+            `concurrency`.
 
     Attributes:
         server: the server of the current run or the last run.
