@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldagg.corrections import OrthoDC, OrthoDyn, Position
+from manifoldagg.corrections import DelayCompensated, OrthoDC, OrthoDyn, Position
 from manifoldagg.curves import Bezier
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Message, Payload, Server, Update, aggregate
@@ -71,6 +71,7 @@ RULES = [
     AsyncBezier(0.5, threshold=-1.0),
     AsyncCorrected(0.5, correction=OrthoDC(0.5, granularity="tensor")),
     AsyncKrylov(0.5),
+    AsyncCorrected(0.5, correction=DelayCompensated(0.3, form="outer")),
     AsyncCorrected(0.5, correction=OrthoDyn(schedule=lambda version: "position")),
     FedBuff(1, 0.5),
     FedAvg(1, 0.5),

@@ -61,6 +61,7 @@ RULES = [
     AsyncCorrected(0.5, correction=OrthoDC(0.5, granularity="tensor")),
     AsyncCorrected(0.5, correction=OrthoDyn()),
     AsyncCorrected(0.5, correction=Position() >> OrthoDyn()),
+    AsyncCorrected(0.5, correction=DelayCompensated(0.3, form="outer")),
     FedBuff(3, 0.5),
     FedAvg(2, 0.5),
     DeFedAvg(2, 0.5),
