@@ -77,7 +77,7 @@ class Fit:
     Attributes:
         phi: the learned points (size, *space.shape).
         losses: the loss of every step of both phases in chronological order, without the proximal and volume terms.
-        state: the value of `resume=` that continues this fit.
+        state: the value of `resume=` that continues this fit: a tree of tensors and numbers.
         converged: whether every phase with at least one step ended on a plateau.
     """
 
