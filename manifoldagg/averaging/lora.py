@@ -98,7 +98,7 @@ def average_adapters(
     1. Two thin QR decompositions and the SVD $U \Sigma V^\top$ of their core give the nearest matrix $\hat X$ of the
        given rank in the Frobenius norm.
     2. The returned factors $U \sqrt\Sigma$ and $\sqrt\Sigma V^\top$ are balanced, $B^\top B = A A^\top$. The same
-       learning rate therefore suits both.
+       learning rate therefore suits both factors.
     3. If $\bar X$ has a lower rank than requested, the remaining columns of $B$ are 0. The remaining rows of $A$ are
        drawn from PEFT's initial distribution with a fixed seed, so training can use them.
 
@@ -128,7 +128,8 @@ def average_adapters(
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.
-        StateDictError: if a tensor is invalid, or if its average overflows its dtype. The message names the tensor.
+        StateDictError: if a tensor is invalid, or if its average overflows its dtype. The message names the tensor and,
+            for an invalid tensor, the adapter.
 
     Warns:
         UserWarning: if the smallest retained singular value equals the largest discarded singular value. The nearest

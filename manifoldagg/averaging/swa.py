@@ -230,7 +230,8 @@ class SWA:
         - $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of `periodic`;
         - a model was selected since the last reset.
 
-        The next selected version starts a new average. Until then, the average keeps its value.
+        Without `periodic`, the result is always `None`. After a reset, the next selected version starts a new average.
+        Until then, the average keeps its value.
 
         Args:
             version: the version of the last call of `update`.

@@ -53,7 +53,7 @@ class AutoThreshold(Correction):
     - If the clients alternate, the median regret at delays 1, 3 and 10 is 0.0 %, -0.2 % and -1.1 % (20 problems), or
       0.0 %, 0.1 % and -1.3 % (200 problems).
     - If the clients arrive in random order, the median regret is 22 %, 13 % and -0.3 % (200 problems). The median
-      distances are 0.24, 0.26 and 0.30. Those of the best fixed threshold are 0.24, 0.25 and 0.43.
+      distances are 0.24, 0.26 and 0.30. The median distances of the best fixed threshold are 0.24, 0.25 and 0.43.
 
     The correction does not balance the clients. In random order and at small delays, always projecting can be better,
     because it also damps the noise.

@@ -100,13 +100,13 @@ class DelayCompensated(Correction):
       for each displacement, in float64.
 
     With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the mean square
-    $m \leftarrow 0.95\, m + 0.05\, v \odot v$ of the last displacement, which is that of the end point. The products
-    are divided by the root.
+    $m \leftarrow \rho\, m + (1 - \rho)\, v \odot v$ of the last displacement, which is the displacement of the end
+    point.
 
     Args:
         strength: $\lambda \ge 0$, or $\lambda_0$.
         adaptive: whether to scale by the root of the mean square of the gradient. It requires the diagonal form.
-        decay: the decay of that mean.
+        decay: $\rho \in [0, 1]$, the decay of the mean square.
         form: `"diagonal"` or `"outer"`.
 
     Raises:

@@ -22,7 +22,8 @@ class OrthoDC(Correction):
     The drift $g$ is the change of the server model since the client started. The projection is the nearest vector to
     $v$ that is orthogonal to $g$. The threshold $\vartheta$ selects the displacements that are projected:
 
-    - $\vartheta = 1$: all displacements. `Position` and `Tangent` then give the same result.
+    - $\vartheta = 1$: all displacements. The projection then removes the difference between `Position` and
+      `Tangent`.
     - $\vartheta = 0$: displacements with a negative or zero inner product with $g$ (gradient surgery).
     - $\vartheta = -1$: no displacement.
 

@@ -135,8 +135,7 @@ class Bezier(BezierSpline):
       \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
 
     On a flat space, the curve is computed as $\sum_i \binom{n}{i} t^i (1-t)^{n-i} \varphi_i$. It is then contained in
-    the convex hull of its control points. Parameters outside [0, 1] extrapolate the curve. The curve is differentiable
-    with respect to $\varphi$ and $t$.
+    the convex hull of its control points.
 
     The curve starts at $\varphi_0$ and ends at $\varphi_n$: exactly on a flat space, and up to rounding on a curved
     space. If points are equivalence classes of tensors, the end point can be another representative of $\varphi_n$.

@@ -96,7 +96,7 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw barycentric coordinates (*batch, V): a random face, and a uniform point of this face."""
+        """Draw barycentric coordinates (*batch, V): a face with equal probability, then a uniform point of it."""
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -111,7 +111,7 @@ class Complex(Hull):
     ) -> Float64[Tensor, "..."]:
         """Draw barycentric coordinates (*batch, V) of uniformly distributed points of the complex.
 
-        The probability of a face is proportional to its volume.
+        By default, the probability of a face is proportional to its volume.
 
         Args:
             phi: the vertices (V, *space.shape).

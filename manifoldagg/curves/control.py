@@ -25,8 +25,8 @@ class Control:
         rate: the learning rate of the inner points. The default is the learning rate of the end points.
         start: the initial inner points of the second phase. `"chord"` spaces them equally on the chord, and `"base"`
             sets all of them to $\Theta^t$.
-        projection: $\gamma \in [0, 1]$, how much of the motion along the chord is removed from the inner points. The
-            value 1 removes all of this motion. The option requires a flat space.
+        projection: $\gamma \in [0, 1]$, the fraction of the motion along the chord that is removed from the inner
+            points. The fit returns the points after this removal. The option requires a flat space.
         free: the indices of the trainable points. The default is all points except the first and the last.
         volume: $\lambda \ge 0$, the weight of the regulariser $-\lambda \log \operatorname{vol} \varphi$. The option
             requires an embedding with the method `log_volume`.

@@ -82,6 +82,8 @@ class Barrier:
     ) -> Any:
         """Plot the losses along the curve and along its chord.
 
+        A dotted line connects the losses at both ends. Barriers are measured from this line.
+
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
             label: the name of the values.

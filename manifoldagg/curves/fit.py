@@ -77,7 +77,7 @@ class Fit:
     Attributes:
         phi: the learned points (size, *space.shape).
         losses: the loss of every step of both phases in chronological order, without the proximal and volume terms.
-        state: the value of `resume=` that continues this fit.
+        state: the value of `resume=` that continues this fit: a tree of tensors and numbers.
         converged: whether every phase with at least one step ended on a plateau.
     """
 
@@ -129,9 +129,9 @@ def fit(
     The fit has two phases:
 
     1. The first phase trains only the last point, as in ordinary training ($P = \delta_1$).
-    2. The second phase trains all free points. It draws $S$ uniformly for each batch, on $[0, 1]$ for a curve. The
-       gradient at $\iota_\varphi(S)$ is pulled back to the free points. For a Bézier curve on a flat space, this
-       multiplies it by $b_i(S)$.
+    2. The second phase trains all free points. It draws $S$ for each batch, by default uniformly, on $[0, 1]$ for a
+       curve. The gradient at $\iota_\varphi(S)$ is pulled back to the free points. For a Bézier curve on a flat space,
+       this multiplies the gradient by $b_i(S)$.
 
     A step costs `sampling.samples` forward and backward passes of the model, independently of the size of $\varphi$.
 

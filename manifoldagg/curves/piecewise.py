@@ -89,7 +89,10 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Compute the parameters of the points of the curve that are nearest to given points, and the distances."""
+        """Compute the parameters of the points of the curve that are nearest to given points, and the distances.
+
+        Arguments, result and errors are the same as in [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
+        """
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         parameters = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(nearest)])
         distances, best = torch.stack([d for _, d in nearest]).min(0)

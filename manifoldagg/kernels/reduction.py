@@ -6,7 +6,7 @@ the number of threads, or on which thread computed which block.
 Squares of float32, bf16 and fp16 differences never overflow or underflow. For float64 rows, the norm in a segment can
 be below $2^{-450}$ or above $2^{500}$, where squares lose digits or overflow. Such a row is multiplied by $2^{-e}$ in
 this segment, where $2^e$ is close to its largest entry. The products are multiplied by $2^{e_i + e_j}$ at the end. Both
-operations are exact, so every entry of the Gram matrix that float64 can represent is accurate.
+multiplications are exact, so every entry of the Gram matrix that float64 can represent is accurate.
 """
 
 import math

@@ -170,7 +170,8 @@ class GeooptManifold(Manifold):
     """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
 
     All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
-    `random_tangent` draws standard normal tangents. It calls proju and inner once for each coordinate.
+    `random_tangent` draws tangents that are standard normal in the metric. It calls proju and inner once for each
+    coordinate.
 
     Args:
         manifold: the geoopt manifold with its declared properties.

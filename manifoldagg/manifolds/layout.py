@@ -286,7 +286,8 @@ class Layout:
 
         Args:
             models: a mapping from labels to models. Error messages start with the label.
-            reference: the label of the model from which this layout was created. Only its values are read.
+            reference: the label of the model from which this layout was created. Its names, shapes and dtypes are
+                not checked again.
 
         Raises:
             StateDictError: as in `check`.

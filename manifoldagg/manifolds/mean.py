@@ -75,7 +75,8 @@ def karcher_mean(
         max_steps: the maximum number of steps.
 
     Returns:
-        The means (*batch, *shape), residuals (*batch,), the number of steps, and whether all means converged.
+        The means (*batch, *shape) in the dtype of the points, residuals (*batch,), the number of steps, and whether all
+        means converged.
 
     Raises:
         ArgumentError: if an argument is invalid.

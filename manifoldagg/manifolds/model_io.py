@@ -81,7 +81,9 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Check that the tensors of a model are writable, and return them. Only overlaps are not checked.
+    """Check that the tensors of a model are writable, and return them.
+
+    The function does not check whether the tensors share memory.
 
     Raises:
         ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.

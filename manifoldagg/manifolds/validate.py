@@ -30,7 +30,7 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         name: the name of the argument in the error message.
         tolerance: the tolerance for the largest coordinate of the difference. It is relative to the largest coordinate
             of the point, if this is larger than 1. The default is $\sqrt\varepsilon$ of the dtype in which a model
-            stores the leaf. An open set does not contain its boundary. Its default is therefore 64 $\varepsilon$ times
+            stores the leaf. For an open set, which does not contain its boundary, the default is 64 $\varepsilon$ times
             the largest coordinate, unless the leaf is stored in a narrower dtype.
 
     Raises:

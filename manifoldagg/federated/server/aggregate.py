@@ -119,7 +119,7 @@ def aggregate(
         rule: the rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
         state: the state that the previous call returned, including the client states; `None` in the first call.
         current: the server's current model $\Theta^\tau$.
-        base: the model $\Theta^t$ that the client started from.
+        base: the model $\Theta^t$ that the client started from. The caller must store this model.
         update: the client's model. For a curve, a sequence of models: the control points
             $\varphi_1, \dots, \varphi_n$, of which the last is the client's model.
         info: further information about the update, such as the client's name and its share of the data.
@@ -158,8 +158,9 @@ def aggregate(
             - The model has adapter factors, and `space` is not given.
 
     Cost: on flat spaces, most rules read and write the tensors in place, and only the result needs memory. The
-    docstring of the rule states how often. 8-bit tensors, tensors that are not contiguous, and arrays in foreign byte
-    order are copied. Other rules, and curved spaces, copy every model into a vector.
+    docstring of the rule states how often. The function copies 8-bit tensors, tensors that are not contiguous, tensors
+    that are not on the device of the first tensor, and arrays in foreign byte order. If the update is a difference, the
+    function computes the models first. Other rules, and curved spaces, copy every model into a vector.
 
     Example:
         >>> import numpy as np

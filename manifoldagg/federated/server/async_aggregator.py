@@ -127,8 +127,8 @@ class AsyncAggregator:
         Args:
             client: the name of the client: any hashable value that equals itself, but not a tensor.
             task: the name of the task, if the client has several tasks at a time.
-            version: the version of a task that has already started; `None` for the current version. Another task in
-                flight must have the same version, because only such versions are stored.
+            version: the version of a task that has already started; `None` for the current version. The
+                aggregator stores only the current version and the versions of tasks in flight.
             restart: whether to cancel an existing task with this client and name.
 
         Returns:
@@ -191,6 +191,8 @@ class AsyncAggregator:
         Warns:
             UserWarning: for the same reasons as in `aggregate`.
             StabilityWarning: once, if the step exceeds the stability limit for the number of tasks in flight.
+
+        Cost: the cost of `aggregate`.
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
@@ -258,7 +260,16 @@ class AsyncAggregator:
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The current staleness of each task in flight, by client and task name. The name may be `None`."""
+        """The current staleness of each task in flight, by client and task name. The name may be `None`.
+
+        Example:
+            >>> import torch
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> aggregator = AsyncAggregator(FedAsync(0.5), [torch.ones(1)])
+            >>> _ = aggregator.checkout("ward-7")
+            >>> aggregator.in_flight
+            {('ward-7', None): 0}
+        """
         now = self._state.value
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 

@@ -174,7 +174,8 @@ class CohortSampler(ClientSampler):
     """Sampler that draws a cohort of clients, uniformly and without replacement, after each completed cohort.
 
     A cohort is complete when the server has accepted as many updates as the cohort has clients. When no task is in
-    flight, the sampler replaces rejected and lost updates by further clients, if possible by new ones.
+    flight, the sampler draws further clients for the rejected and lost updates. Clients that had no task in this cohort
+    are drawn first.
     """
 
     def __init__(self, cohort: int, generator: np.random.Generator) -> None:
@@ -207,7 +208,7 @@ class RuleSampler(ClientSampler):
     """Sampler that dispatches to every client once, and then lets the rule draw cohorts of clients.
 
     The rule draws the next cohort when the server has accepted as many updates as a cohort has clients, or when no task
-    is in flight. It may draw busy clients. If too few clients are available, all of them receive a task.
+    is in flight. The rule may draw busy clients. If too few clients are available, all of them receive a task.
 
     Args:
         draw: the method of the rule, which draws a cohort from the given clients.

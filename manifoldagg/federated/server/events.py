@@ -130,7 +130,12 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Event: a checkpoint could not be written. The older file is unchanged."""
+    """Event: a checkpoint could not be written. The older file is unchanged.
+
+    Attributes:
+        path: the path of the file.
+        reason: the reason of the failure.
+    """
 
     path: str
     reason: str

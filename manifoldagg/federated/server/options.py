@@ -51,7 +51,8 @@ class ServerLimits(KeywordHints):
         update: the limits that each update must satisfy.
         max_in_flight: the maximum number of tickets in flight. At this number, `dispatch` raises `BusyError`.
         max_queued_updates: the maximum number of updates that wait for the running update. The server rejects further
-            updates as busy. An update is not counted while its payload is unpacked.
+            updates as busy. An update is not counted while its payload is unpacked, so the host must limit the number
+            of concurrent calls.
         timeout: the number of seconds after which a ticket expires, as in `Server.expire`.
         receipt_cache_size: the number of latest receipts that the server stores for repeated requests.
         history_size: the number of latest rows in `Server.history`.
@@ -105,7 +106,8 @@ class MemoryPolicy(KeywordHints):
             to unlinked temporary files, and releases their memory to the system. `None` disables the limit.
         spill: the folder of the temporary files; `None` for the system's temporary folder.
         base_dtype: a narrower dtype for the models that clients start from, on flat and low-rank spaces. The server
-            sends and stores the rounded model, and measures the drift from it. A model that overflows is not rounded.
+            sends and stores the rounded model, and measures the drift from it. The drift is therefore rarely zero,
+            even without staleness. A model that overflows is not rounded.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.

@@ -80,8 +80,8 @@ class Server:
     - Clients never share memory with the server: dispatched models are copies, and payloads are only read.
     - Every method is atomic and may be called from any thread, signal handler or finaliser. The state is one immutable
       record, so that an interrupted method has either completed or had no effect.
-    - Updates are applied one at a time. `save`, `snapshot`, `averaged` and `close` wait for a running update. Other
-      methods do not wait.
+    - Updates are applied one at a time. `receive`, `receive_model`, `save`, `snapshot`, `averaged` and `close` wait for
+      a running update. Other methods do not wait for it.
     - Rules and averages may read the server. They must not call methods that wait for the running update.
 
     Args:
@@ -258,6 +258,7 @@ class Server:
 
         Raises:
             CheckpointError: for the same reasons as in `resume`.
+            ArgumentError: if an argument is invalid.
         """
         check_rule(rule, "Server.open(path, space, rule, start)")
         journal = check_option("durability", options.get("durability", Durability()), Durability).journal
@@ -433,7 +434,7 @@ class Server:
 
         Returns:
             The ticket, whose message shares memory with the server and must not be written; and the stored base. Keep a
-            reference to the base while you read the message, because the server then reuses the memory.
+            reference to the base until you have read the message. Afterwards, the server reuses the memory.
         """
         return self._dispatch(client, True, copies=False)
 
@@ -553,7 +554,7 @@ class Server:
     def expire(self) -> list[str]:
         """Expire the tickets that are older than `timeout` seconds, and return their ids, the oldest first.
 
-        `dispatch` and `receive` also expire tickets.
+        `dispatch` and `receive` also expire tickets. Without a `timeout`, no ticket expires.
         """
         self._updates.lock.check_process()
         expired = self._updates.expire()
@@ -573,6 +574,9 @@ class Server:
 
         Returns:
             A function that unsubscribes the callback.
+
+        Raises:
+            ArgumentError: if `callback` is not callable.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -693,7 +697,8 @@ class Server:
         deletes them only if `path` is the path of the automatic checkpoints.
 
         Args:
-            path: the path of the file; `None` for the path of the automatic checkpoints.
+            path: the path of the file; `None` for the path of the automatic checkpoints. Saving to this path also keeps
+                older files.
 
         Raises:
             ArgumentError: if the folder does not exist, `path` is missing, the server was closed, or the method is
@@ -701,6 +706,8 @@ class Server:
             CheckpointError: if a value cannot be stored, such as a lambda in the rule or a client that is neither a
                 string nor an integer; or if the file cannot be written. The older file is then unchanged.
             SpillError: if the file of a client state was altered.
+
+        Cost: one pass over the complete state.
         """
         self._updates.check_may_wait()
         self._durability.save(path, self._updates.snapshot)

@@ -20,8 +20,9 @@ class UpdateInfo(KeywordHints):
         weight: the client's share $w_i$ of the data, in (0, 1].
         samples: the number of samples that the client trained on.
         difference: whether the update is the difference $\varphi_i - \Theta^t$ instead of the model. `aggregate` adds
-            the base to each entry and rounds the sum once to the dtype of the entry. Boolean buffers are not
-            differences: the client's values are used. Differences require a flat space without adapters.
+            the base and rounds each sum once to the dtype of the entry. If the client's subtraction was exact, the sum
+            is bit-identical to the client's model, up to the sign of zeros. Buffers are also differences, except for
+            boolean buffers, which contain the client's values. Differences require a flat space without adapters.
         scaling: the scaling of the client's adapters, if it differs from the scaling of the space: a number, patterns
             or a config, as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
         share: the unnormalised weight of the client, as in [`Update`][manifoldagg.federated.Update].

@@ -46,10 +46,9 @@ class LowRank(Manifold):
     Properties:
 
     - No matrix of the size of $X$ and no Gram matrix of a factor is computed. Errors are therefore proportional to the
-      condition number of the gauge and not to its square. All primitives are computed in float64 and cast back.
-    - Geodesics have no closed form, so `exp`, `log` and `transport` are not declared. Rules, averages and servers do
-      not need them. They compute inner products and sums of the matrices, and one nearest matrix of the given rank per
-      step.
+      condition number of the factors and not to its square. All primitives are computed in float64 and cast back.
+    - Geodesics have no closed form, so `exp`, `log` and `transport` are not declared. Rules, averages and servers
+      need only inner products and sums of the matrices, and one nearest matrix of the given rank per step.
     - $B$ or $A$ can have a lower rank, for example if $B = 0$ at the start of a fine-tuning. The point is then valid,
       but the manifold is not smooth there. `inner` is correct, and `project_tangent` preserves $\xi$.
       `inverse_retract`, `gradient` and `random_tangent` contain only the directions that the factors span.

@@ -68,7 +68,11 @@ class Journal(KeywordHints):
         return Path(f"{self.path}.{first_lsn}.journal")
 
     def segments(self) -> list[int]:
-        """Return the first LSNs of the existing segments, in order."""
+        """Return the first LSNs of the existing segments, in order.
+
+        Raises:
+            CheckpointError: if the folder cannot be read.
+        """
         path = Path(self.path)
         with os_errors(f"{path.parent}: cannot be read"):
             names = os.listdir(path.parent)

@@ -38,7 +38,11 @@ class EventDispatcher:
         self._delivered: tuple[int, tuple[Subscription, ...]] = (-1, ())
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Subscribe a callback to all later events, and return a function that unsubscribes it."""
+        """Subscribe a callback to all later events, and return a function that unsubscribes it.
+
+        Raises:
+            ArgumentError: if `callback` is not callable.
+        """
         if not callable(callback):
             raise ArgumentError(f"callback: expected a function of an event, got {short_repr(callback)}")
 
