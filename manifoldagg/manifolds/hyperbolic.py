@@ -157,7 +157,7 @@ class PoincareBall(Manifold):
     ) -> Tensor:
         """Compute the Möbius sum of x and p.
 
-        p is v = u / (1 - |x|²), multiplied by `shorten`(|v|²) so that |p| < 1. `rest`(|v|²) is 1 - |p|² in closed form.
+        The point p is `shorten`(|v|²) · v with v = u / (1 - |x|²), so that |p| < 1. `rest`(|v|²) returns 1 - |p|².
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)

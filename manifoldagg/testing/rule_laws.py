@@ -61,7 +61,7 @@ def needs_state_dicts(case: RuleCase) -> str:
 
 
 def needs_flat_tensors(case: RuleCase) -> str:
-    """Require a model that can be split into other tensors, and a rule that does not depend on this split."""
+    """Return why the law about splitting tensors does not apply to a case, or an empty string."""
     if case.by_tensor:
         return "the rule works tensor by tensor (by_tensor=True)"
     return "" if case.space.flat else "it requires a flat space"
