@@ -16,7 +16,7 @@ from manifoldagg.manifolds.power import Power
 from manifoldagg.manifolds.smooth import angle_per_sine, cos_of_square, sinc_of_square
 from manifoldagg.manifolds.sphere import Sphere
 
-__all__ = ["Span", "SpheresInSpan"]
+__all__ = ["Span"]
 
 MAX_NORM_RATIO = 2.0
 """The maximum ratio of a norm to 1. Larger norms would make squared norms from the Gram matrix inaccurate."""

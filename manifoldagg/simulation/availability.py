@@ -204,8 +204,11 @@ def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
             table = csv.reader(file, strict=True, skipinitialspace=True)
             if next(table, None) != COLUMNS:
                 raise ArgumentError(f"expected the columns {', '.join(COLUMNS)}")
-            for time, client, kind in table:
+            for row in table:
                 line = table.line_num
+                if len(row) != len(COLUMNS):
+                    raise ArgumentError(f"expected {len(COLUMNS)} values, got {len(row)}")
+                time, client, kind = row
                 changes.append(AvailabilityChange(float(time), parse_client(client), kind))
     except OSError as error:
         raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None

@@ -20,7 +20,7 @@ from manifoldagg.federated.clients import Curve
 from manifoldagg.federated.rules import ASGD, AsyncBezier, FedOrtho
 from manifoldagg.federated.server.durability.fingerprint import fingerprint
 from manifoldagg.manifolds import Flat, Manifold, Sphere, geodesic
-from manifoldagg.simulation import FederatedDataset, run
+from manifoldagg.simulation import FederatedDataset, iid_partition, run
 from manifoldagg.testing import check_rule
 from tests.simulation.test_run import clusters
 from tests.support import draw, relative, seeds
@@ -255,7 +255,7 @@ def test_a_server_learns_along_embeddings(embedding):
 def test_embeddings_have_names_on_the_command_line(text, embedding):
     made = method(f"asyncbezier:{text}")
     assert made.rule.embedding == made.trainer.embedding == embedding
-    federation = FederatedDataset.split(clusters(), 6, partition="iid", seed=0)
+    federation = FederatedDataset.split(clusters(), 6, partition=iid_partition, seed=0)
     one = run(federation, made, num_updates=30)
     assert one.rejected == 0
     assert max(one.accuracy) > max(0.6, one.accuracy[0] + 0.1)
