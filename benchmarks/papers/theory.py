@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.ticker import NullFormatter, NullLocator
 from torch import Tensor
 
 from manifoldagg._io import new_figure
@@ -332,6 +333,13 @@ def slope(lengths: Sequence[int], means: Sequence[float]) -> float:
     return float(np.polyfit(np.log(lengths), np.log(means), 1)[0])
 
 
+def label_ticks(axis: Any, values: Sequence[int]) -> None:
+    """Label only these values of a logarithmic horizontal axis, and only powers of 10 of the vertical axis."""
+    axis.set_xticks(values, [f"{value:,}" for value in values])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def main() -> None:
     """Run all experiments, print and store the table, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -359,7 +367,8 @@ def main() -> None:
         values = [0.7 * low * (length / lengths[-1]) ** order for length in lengths]
         axis.loglog(lengths, values, "--", color="0.5", label=f"slope {order:g}")
         axis.set_xlabel("server steps T")
-        axis.legend(fontsize="x-small", frameon=False)
+        label_ticks(axis, lengths)
+        axis.legend(loc="lower left", fontsize="x-small", frameon=False)
 
     axes[0, 0].set_title("MasFL, Theorem 1", fontsize="small")
     curve(axes[0, 0], "MasFL", masfl, COLOURS[0], -0.5)
@@ -392,7 +401,9 @@ def main() -> None:
         print(rows[-1], flush=True)
     axis.set_xlabel("updates T")
     axis.set_ylabel("mean of $\\|\\nabla f\\|^2$")
-    axis.legend(fontsize="x-small", frameon=False)
+    label_ticks(axis, lengths)
+    axis.set_ylim(bottom=1e-2 * axis.get_ylim()[0])  # room for the legend
+    axis.legend(loc="lower left", fontsize="x-small", frameon=False)
 
     axis = axes[1, 1]
     axis.set_title("OrthoFL (18)", fontsize="small")
@@ -416,6 +427,7 @@ def main() -> None:
     axis.loglog(counts, moved, "o-", color=COLOURS[0], label="squared distance", ms=4)
     axis.loglog(counts, bounds, "--", color=COLOURS[0], label="bound")
     axis.set_xlabel("local steps K")
+    label_ticks(axis, counts)
     axis.legend(fontsize="x-small", frameon=False)
     least = float((np.array(drifts)[..., 1] / np.array(drifts)[..., 0]).min())
     rows.append(f"| Report (63) | smallest ratio of the bound to the squared distance | at least 1 | {least:.1f} |")

@@ -25,7 +25,15 @@ from manifoldagg.manifolds.lora.peft import FactorPair
 from manifoldagg.manifolds.model_io import as_tensors
 from manifoldagg.tensor_file import DTYPES, TensorEntry, parse_entries, tensor_bytes
 
-__all__ = ["FOREIGN_DTYPES", "CheckpointFiles", "FilePool", "StoredTensor", "check_alike", "open_checkpoint"]
+__all__ = [
+    "FOREIGN_DTYPES",
+    "CheckpointFiles",
+    "FilePool",
+    "StoredTensor",
+    "check_alike",
+    "map_state_dict",
+    "open_checkpoint",
+]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 FILE_SUFFIX = ".safetensors"
@@ -160,11 +168,29 @@ class CheckpointFiles:
     identity: Any = None
 
 
-def open_checkpoint(index: int, model: Any, pool: FilePool) -> CheckpointFiles:
+def map_state_dict(label: str, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors checkpoint, mapped into memory. They must not be written.
+
+    The system loads the pages of the file when they are read, and can drop them again. The file must not change while
+    the tensors exist.
+
+    Args:
+        label: the name of the argument, for error messages.
+        path: the path of a safetensors file, of an index of shards, or of a folder.
+
+    Raises:
+        ArgumentError: if the path is not that of a checkpoint.
+        CheckpointError: if a file is invalid. The message names the file.
+    """
+    tensors = open_checkpoint(label, path, FilePool()).tensors
+    return {name: tensor.read().view(tensor.entry.shape) for name, tensor in tensors.items()}
+
+
+def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
     """Read the headers of a checkpoint.
 
     Args:
-        index: the position among the models.
+        label: the name of the argument, for error messages.
         model: a path of a safetensors file, of an index or of a folder, or a state dict.
         pool: the pool of the files.
 
@@ -173,10 +199,10 @@ def open_checkpoint(index: int, model: Any, pool: FilePool) -> CheckpointFiles:
         CheckpointError: if a file is invalid. The message names the file.
     """
     if not isinstance(model, str | os.PathLike):
-        return _in_memory(f"models[{index}]", model)
+        return _in_memory(label, model)
     place = Path(model)
+    files, weight_map = _find_files(label, place)
     label = str(place)
-    files, weight_map = _find_files(f"models[{index}]", place)
     tensors: dict[str, StoredTensor] = {}
     shards: dict[str, list[str]] = {}
     metadata: dict[str, str] = {}

@@ -313,7 +313,7 @@ def plan_merge(
     check_choice("scope", scope, SCOPES)
     mean = MeanMethod.of(method, given, weights, t)
     pool = FilePool()
-    opened = tuple(open_checkpoint(i, model, pool) for i, model in enumerate(models))
+    opened = tuple(open_checkpoint(f"models[{i}]", model, pool) for i, model in enumerate(models))
     names = [*opened[0].tensors]
     factors = find_first_factor(names)
     pairs = classify_tensors(names, prefix=f"{opened[0].label}: ").pairs if factors is not None else ()

@@ -28,6 +28,7 @@ from manifoldagg.federated.server.durability.persistent_map import AtomicReferen
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.state_dicts import map_paths
 from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
@@ -161,7 +162,7 @@ class AsyncAggregator:
     def submit(
         self,
         client: Hashable,
-        update: Model | Sequence[Model],
+        update: Model | str | Path | Sequence[Model | str | Path],
         *,
         samples: int,
         task: Hashable = None,
@@ -172,7 +173,8 @@ class AsyncAggregator:
 
         Args:
             client: the name of the client.
-            update: the client's model, or a sequence of models for a curve, as in `aggregate`. It is not modified.
+            update: the client's model, or a sequence of models for a curve, as in `aggregate`. It is not modified. A
+                model may be the path of a safetensors file, which is mapped into memory.
             samples: the number of samples that the client trained on, at most 10⁹.
             task: the name of the task; `None` for a task without a name.
             difference: whether `update` is the trained model minus the start model. This is not possible if the rule
@@ -197,6 +199,7 @@ class AsyncAggregator:
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         check_choice("difference", difference, (True, False))
+        models = map_paths("update", update)
         if self._update_lock.held_by_me():
             raise ArgumentError(
                 "async_aggregator: expected a call outside of an update; call this after `submit` has returned"
@@ -225,7 +228,7 @@ class AsyncAggregator:
                 now.state,
                 now.model(now.version),
                 now.model(began),
-                update,
+                models,
                 known,
                 self._space,
                 difference_option="difference=True",

@@ -508,7 +508,7 @@ class Server:
     def receive_model(
         self,
         ticket: str | Ticket,
-        model: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | Callable[[], Any],
+        model: Mapping[str, Tensor] | str | Path | Sequence[Mapping[str, Tensor] | str | Path] | Callable[[], Any],
         *,
         samples: int,
         client: Hashable = ANY_CLIENT,
@@ -519,8 +519,9 @@ class Server:
         Args:
             ticket: the ticket or its id.
             model: the state dict of the client's model, which may omit frozen parameters and buffers with the policy
-                `"leave"`. For a curve, a sequence of state dicts: the control points, of which the last is the client's
-                model and contains the buffers. Or a function that returns one of these, as in `receive`.
+                `"leave"`. Or the path of a safetensors file, which the server maps into memory. For a curve, a sequence
+                of state dicts or paths: the control points, of which the last is the client's model and contains the
+                buffers. Or a function that returns one of these, as in `receive`.
             samples: the number of samples that the client trained on.
             client: the client that returns the model, as in `receive`.
             scaling: the scaling of the client's adapters, if it differs from the scaling of the server, as in

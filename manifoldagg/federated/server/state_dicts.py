@@ -2,6 +2,7 @@
 
 import glob
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
+from manifoldagg.averaging.checkpoints import map_state_dict
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
 from manifoldagg.federated.server.options import InitialModel
@@ -27,7 +29,15 @@ from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.parameters import check_unscaled
 
-__all__ = ["MODEL_NAMES", "field_names", "initial_model", "model_space", "payload_loader", "resumed_space"]
+__all__ = [
+    "MODEL_NAMES",
+    "field_names",
+    "initial_model",
+    "map_paths",
+    "model_space",
+    "payload_loader",
+    "resumed_space",
+]
 
 MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
 """The argument `model` in error messages, where the code checks a space or a point."""
@@ -140,6 +150,15 @@ def payload_loader(
     return load
 
 
+def map_paths(label: str, models: Any) -> Any:
+    """Replace a path, or each path of a list or tuple, by the memory-mapped tensors of its checkpoint."""
+    if isinstance(models, str | os.PathLike):
+        return map_state_dict(label, models)
+    if type(models) in (list, tuple) and any(isinstance(model, str | os.PathLike) for model in models):
+        return [map_paths(f"{label}[{i}]", model) for i, model in enumerate(models)]
+    return models
+
+
 def field_names(model: Any) -> dict[str, str]:
     """Return the argument of `receive_model` for each field of a payload."""
     names = {"points": "model", "buffers": "model"}
@@ -161,7 +180,7 @@ def _payload(
 
     Args:
         schema: the schema of the server's payloads.
-        model: a state dict, or the sequence of state dicts of a curve. The last state dict contains the buffers.
+        model: a state dict or the path of one, or a sequence of them for a curve. The last one contains the buffers.
         samples: the number of samples that the client trained on.
         current: the server's model (P,), for the check that the update is not a difference of models.
         load_base: a function that returns the model (P,) that the client started from; `None` if this is unknown.
@@ -169,12 +188,13 @@ def _payload(
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
+    model = map_paths("model", model)
     if isinstance(model, Mapping):
         given = {"model": model}
     elif type(model) in (list, tuple):
         given = {f"model[{i}]": part for i, part in enumerate(model)}
     else:  # Other sequences may return different items in each iteration.
-        raise ArgumentError(f"model: expected a state dict or a sequence of them, got {type(model).__name__}")
+        raise ArgumentError(f"model: expected a state dict, a path or a sequence of them, got {type(model).__name__}")
     most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
         raise ArgumentError(f"model: expected from 1 to {most} state dicts, got {len(given)}")

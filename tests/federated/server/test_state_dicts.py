@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from manifoldagg import AsyncAggregator
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import Payload, Server, ServerLimits, UpdateLimits, rules
 from manifoldagg.federated.types import extra_fields
@@ -200,9 +202,12 @@ FREED.untyped_storage().resize_(0)
         ({}, "model: missing: 0.bias, 0.weight"),
         ([], "model: expected from 1 to 16 state dicts, got 0"),
         ([STATE] * 17, "model: expected from 1 to 16 state dicts, got 17"),
-        (type("Odd", (list,), {"__iter__": 3})([STATE]), "model: expected a state dict or a sequence of them, got Odd"),
-        (None, "model: expected a state dict or a sequence of them, got NoneType"),
-        (torch.ones(3), "model: expected a state dict or a sequence of them, got Tensor"),
+        (
+            type("Odd", (list,), {"__iter__": 3})([STATE]),
+            "model: expected a state dict, a path or a sequence of them, got Odd",
+        ),
+        (None, "model: expected a state dict, a path or a sequence of them, got NoneType"),
+        (torch.ones(3), "model: expected a state dict, a path or a sequence of them, got Tensor"),
         ([STATE, 3], "model[1]: expected a mapping from names, got int"),
         (STATE | {"extra": torch.ones(2)}, "model: unknown: extra"),
         (STATE | {3: torch.ones(2)}, "model: unknown: 3"),
@@ -317,3 +322,55 @@ def test_a_loop_of_plain_torch_learns_through_a_server():
             assert server.receive_model(ticket, client.state_dict(), samples=64, client="a").accepted
     assert loss(server.state_dict()) < 0.8 * before
     assert server.state_dict()["1.num_batches_tracked"] == 40
+
+
+@pytest.mark.parametrize("rule", [rules.FedOrtho(0.5), rules.AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
+def test_a_path_is_the_state_dict_in_its_file(rule, tmp_path):
+    twins = [Server.of(net(), rule) for _ in range(2)]
+    count = 1 if isinstance(rule, rules.FedOrtho) else 2
+    for turn in range(2):
+        tickets = [server.dispatch("ward-7") for server in twins]
+        states = [moved(tickets[0].state_dict(), 10 * turn + i) for i in range(count)]
+        paths = [tmp_path / f"{turn}-{i}.safetensors" for i in range(count)]
+        for state, path in zip(states, paths, strict=True):
+            save_file(state, path)
+        data = [path.read_bytes() for path in paths]
+        single = count == 1
+        receipts = [
+            twins[0].receive_model(tickets[0], states[0] if single else states, samples=4),
+            twins[1].receive_model(tickets[1], str(paths[0]) if single else paths, samples=4),
+        ]
+        assert receipts[0].accepted
+        assert receipts[0] == receipts[1]
+        assert bits(twins[0].state_dict()) == bits(twins[1].state_dict())
+        assert [path.read_bytes() for path in paths] == data
+
+
+def test_a_damaged_file_is_rejected_and_may_be_sent_again(tmp_path):
+    server = Server.of(net(), rules.FedAsync(0.5))
+    ticket = server.dispatch("ward-7")
+    path = tmp_path / "update.safetensors"
+    save_file(moved(ticket.state_dict(), 0), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    receipt = server.receive_model(ticket, path, samples=4)
+    assert not receipt.accepted
+    assert "is not complete" in receipt.reason
+    receipt = server.receive_model(ticket, tmp_path / "missing.safetensors", samples=4)
+    assert "model: expected an existing file" in receipt.reason
+    path.write_bytes(whole)
+    assert server.receive_model(ticket, path, samples=4).accepted
+
+
+def test_an_aggregator_reads_an_update_from_a_file(tmp_path):
+    twins = [AsyncAggregator(rules.FedOrtho(0.5), nn.Linear(3, 2).state_dict() | {"bias": torch.ones(2)})]
+    twins.append(AsyncAggregator(rules.FedOrtho(0.5), twins[0].model))
+    state = moved(twins[0].checkout("ward-7"), 0)
+    twins[1].checkout("ward-7")
+    save_file(state, tmp_path / "update.safetensors")
+    made = [
+        twins[0].submit("ward-7", state, samples=4),
+        twins[1].submit("ward-7", tmp_path / "update.safetensors", samples=4),
+    ]
+    assert made[0] == made[1]
+    assert bits(twins[0].model) == bits(twins[1].model)
