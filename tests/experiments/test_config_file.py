@@ -335,7 +335,8 @@ def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
     given_by_hand = {name for name, options in tried.items() if not options["tune"]}
     delays = {f"digits-{name}" for name in ("measured", "measured-path", "lognormal", "halfnormal", "uniform")}
     free = {"digits-masfl-free", "digits-masfl-free-five"}
-    assert given_by_hand == {"digits-two", "digits-ten", "digits-twenty"} | delays | free
+    averages = {"digits-swa", "digits-swa-periodic"}
+    assert given_by_hand == {"digits-two", "digits-ten", "digits-twenty"} | delays | free | averages
     chosen = {name: methods(options["methods"]) for name, options in tried.items()}
     digits = [one for name, listed in chosen.items() if tried[name]["data"] == "digits" for one in listed]
     rules = {type(one.bind(range(5)).rule).__name__.lower() for one in digits}
