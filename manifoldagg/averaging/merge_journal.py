@@ -118,8 +118,8 @@ class MergeDraft:
     def publish(self, certificate: str) -> None:
         """Move the result to its final path.
 
-        Each file is replaced atomically, so readers never see an incomplete file. The draft is removed last. If the
-        process is killed before the removal, a restarted merge publishes the same files again.
+        The move is atomic, so readers see either the old result or the complete new result. The draft is removed last.
+        If the process is killed before the removal, a restarted merge publishes the same files again.
         """
         self.commit(wait=True)
         files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
