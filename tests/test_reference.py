@@ -1,4 +1,4 @@
-"""The reference pages: an entry for every public name, examples as code, and no text that Markdown has changed."""
+"""The reference pages have an entry for every public name, show examples as code, and contain no Markdown errors."""
 
 import re
 from html.parser import HTMLParser
@@ -12,7 +12,7 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Page(HTMLParser):
-    """The ids of a page, its code blocks, its emphasised words, and its text outside of code and formulas."""
+    """A parsed HTML page: its ids, code blocks and emphasised words, and its text outside of code and formulas."""
 
     def __init__(self, text):
         super().__init__()
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """Every page of the site by its path."""
+    """Return the text of every page of the site, by its path."""
     return {str(path.relative_to(site).with_suffix("")): path.read_text() for path in site.rglob("*.html")}
 
 
@@ -59,20 +59,20 @@ def reference(pages):
 
 
 def modules():
-    """Every module with an entry in the reference: the packages of users, and the modules that the guide imports."""
+    """Return every module that has an entry in the reference."""
     entries = set()
     for page in sorted((ROOT / "docs").glob("reference/*.md")):
         entries.update(re.findall(r"^::: (manifoldagg(?:\.[a-z_]+)*)$", page.read_text(), flags=re.M))
     found = []
     for entry in sorted(entries):
-        # A function with the name of its module belongs to the package.
+        # Skip functions that have the same name as their module. They belong to the package.
         if (ROOT / entry.replace(".", "/")).is_dir() or (ROOT / (entry.replace(".", "/") + ".py")).exists():
             found.append(import_module(entry))
     return found
 
 
 def public_names():
-    """Every name that users import: the `__all__` of packages and of the errors, and the imports of the snippets."""
+    """Return the names in `__all__` of packages and errors, and the names that documentation code imports."""
     names = set()
     for path in sorted((ROOT / "manifoldagg").rglob("__init__.py")):
         name = ".".join(path.parent.relative_to(ROOT).parts)
@@ -91,10 +91,10 @@ def test_every_public_name_has_an_entry(pages, reference):
     missing = []
     for module, name in public_names():
         if module == "manifoldagg":
-            # A table links to the entries in the subpackages.
+            # In the top-level package, a table links to the entries in the subpackages.
             found = name == "rules" or f"<code>{name}</code></a>" in pages["reference/manifoldagg"]
         else:
-            # An entry of a module may have the name under its package.
+            # A name in a module may have its entry under the package of the module.
             is_package = hasattr(import_module(module), "__path__")
             found = any(other.endswith(f"{module}.{name}" if is_package else f".{name}") for other in ids)
         missing += [] if found else [f"{module}.{name}"]
@@ -106,7 +106,7 @@ def test_examples_are_code_with_their_prompts(reference):
     for module in modules():
         for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
-            # An alias of something else has the docstring of that.
+            # An alias of an object from another package has a docstring of that package.
             ours = getattr(value, "__module__", "").startswith("manifoldagg")
             for line in re.findall(r"^ *(>>> .*?) *(?:# doctest.*)?$", value.__doc__ if ours else "", flags=re.M):
                 assert line in shown, f"{module.__name__}.{name}"

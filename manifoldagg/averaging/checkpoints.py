@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files: discovery of files, comparison of headers, and tensors mapped into memory."""
+"""Checkpoints in safetensors files, whose tensors are mapped into memory."""
 
 import json
 import math
@@ -50,7 +50,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class MappedFile:
-    """A file that is mapped into memory for reading. The mapping ends with its last reference or tensor.
+    """A file that is mapped into memory for reading.
+
+    The mapping is released when neither the object nor its tensors are referenced.
 
     Args:
         path: the path of the file.
@@ -63,12 +65,12 @@ class MappedFile:
         self.data = as_tensors(str(path), {"data": np.frombuffer(self._memory, np.uint8)})["data"]
 
     def prefetch(self, begin: int, end: int) -> None:
-        """Request that the system reads a range of bytes from the disk. The call does not wait for the disk."""
+        """Request that the operating system reads a range of bytes from the disk. The call does not wait."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self, begin: int, end: int) -> None:
-        """Remove a range of bytes from the memory of the process. The system may keep the range in its page cache."""
+        """Release a range of bytes from the memory of the process. The page cache may still contain the range."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
@@ -82,7 +84,7 @@ class FilePool:
         self._lock = threading.Lock()
 
     def get(self, path: Path) -> MappedFile:
-        """Return a file, and map it if necessary."""
+        """Return the mapped file of a path. If necessary, map the file first."""
         with self._lock:  # A second thread reads ahead.
             if path not in self._files:
                 while len(self._files) >= MAX_OPEN_FILES:
@@ -117,7 +119,7 @@ class StoredTensor:
         return math.prod(self.entry.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the entries from `start` to `stop` as a vector that shares the memory of the source, if possible."""
+        """Return the entries from `start` to `stop` as a vector, which shares the memory of the source if possible."""
         stop = self.size if stop is None else stop
         if isinstance(self.source, Tensor):
             return self.source.detach().reshape(-1)[start:stop].cpu()
@@ -126,17 +128,17 @@ class StoredTensor:
         assert self.path is not None
         begin, end = self._range(start, stop)
         data = self.source.get(self.path).data[begin:end]
-        # Other programs may store a tensor at an address that is not a multiple of the size of its numbers.
+        # Other programs may store a tensor at an address that is not a multiple of its item size.
         data = data.clone() if begin % self.entry.dtype.itemsize else data
         return data.view(self.entry.dtype)
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Request that the system reads a range of entries from the disk."""
+        """Request that the operating system reads a range of entries from the disk."""
         if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
             self.source.get(self.path).prefetch(*self._range(start, stop))
 
     def release(self, start: int, stop: int) -> None:
-        """Remove a range of entries from the memory of the process, if they are in a file."""
+        """If the tensor is in a file, release a range of entries from the memory of the process."""
         if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
             self.source.get(self.path).release(*self._range(start, stop))
 
@@ -150,12 +152,13 @@ class CheckpointFiles:
     """A checkpoint: one file, several shards, or a state dict in memory.
 
     Attributes:
-        label: the path, or `models[i]` for a state dict. Error messages begin with it.
+        label: the path, or `models[i]` for a state dict. Error messages begin with this label.
         tensors: the tensors by name, in the order of the file.
         shards: the names of the tensors in each file, by the name of the file.
         metadata: the metadata of the first file.
         folder: the folder of the files, or `None` for a state dict.
-        scaling: the factor of the products of an adapter and its exceptions, or `None` without a configuration.
+        scaling: the factor by which a LoRA adapter multiplies its products, with exceptions by name. `None` without an
+            adapter configuration.
         identity: the properties by which a restarted merge recognises the checkpoint.
     """
 
@@ -191,11 +194,11 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
 
     Args:
         label: the name of the argument, for error messages.
-        model: a path of a safetensors file, of an index or of a folder, or a state dict.
+        model: the path of a safetensors file, of an index or of a folder, or a state dict.
         pool: the pool of the files.
 
     Raises:
-        ArgumentError: if the model is of another type, or the path is not that of a checkpoint.
+        ArgumentError: if the model is of another type, or the path does not belong to a checkpoint.
         CheckpointError: if a file is invalid. The message names the file.
     """
     if not isinstance(model, str | os.PathLike):
@@ -227,12 +230,12 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
 
 
 def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPair]) -> None:
-    """Compare the names, shapes and dtypes of all checkpoints with those of the first one.
+    """Check that all checkpoints have the same names, shapes and dtypes as the first checkpoint.
 
-    The ranks of the factors of adapters may differ.
+    The ranks of LoRA factors may differ.
 
     Raises:
-        StateDictError: with one line for each difference.
+        StateDictError: if checkpoints differ. The message has one line for each difference.
     """
     first, *others = checkpoints
     rank_axes = {name: axis for pair in pairs for name, axis in ((pair.first, 0), (pair.second, 1))}
@@ -265,7 +268,7 @@ def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
 
 
 def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a tensor, without the rank if the tensor is a factor of an adapter."""
+    """Return the shape of a tensor. If the tensor is a LoRA factor, the shape excludes the rank."""
     axis = rank_axes.get(entry.name)
     return tuple(n for i, n in enumerate(entry.shape) if i != axis or len(entry.shape) < 2)
 
@@ -286,7 +289,7 @@ def _in_memory(label: str, model: Any) -> CheckpointFiles:
 
 
 def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files of a checkpoint, and the file of each tensor if there is an index."""
+    """Return the files of a checkpoint. If there is an index, also return the file of each tensor."""
     if place.name.endswith(INDEX_SUFFIX):
         return _read_index(place)
     if place.is_file():
@@ -353,7 +356,7 @@ def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntr
 
 
 def _adapter_scaling(folder: Path) -> Any:
-    """Return the factor of the products of an adapter, with its exceptions, or `None` without a configuration."""
+    """Return the scaling factor of a LoRA adapter with its exceptions, or `None` without a configuration."""
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text())
         rank, alpha = config["r"], config["lora_alpha"]

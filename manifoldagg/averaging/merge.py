@@ -1,4 +1,4 @@
-"""Merging of checkpoints that do not fit in memory, in at most two passes over their files."""
+"""Merging of checkpoints that do not fit in memory, with at most two passes over their files."""
 
 import math
 import os
@@ -40,12 +40,12 @@ def merge(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> MergeInfo:
-    r"""Average checkpoints in files in constant memory, and write the result to files.
+    r"""Average checkpoints with constant memory, and write the result to files.
 
-    The mean of each flat tensor is $m = \sum_i c_i x_i$, summed in float64 and rounded once. Its coefficients depend on
-    the method:
+    The mean of each flat tensor is $m = \sum_i c_i x_i$. It is summed in float64 and rounded once. The coefficients
+    $c_i$ depend on the method:
 
-    - `"arithmetic"`: $c_i = w_i$. The weights are also the barycentric coordinates of a point of a simplex.
+    - `"arithmetic"`: $c_i = w_i$, the weights. The mean is a point of the simplex whose vertices are the models.
     - `"karcher"`: the Karcher mean of the directions $x_i / \|x_i\|$ on the unit sphere, multiplied by the mean norm
       $\sum_i w_i \|x_i\|$.
     - `"slerp"`: the spherical interpolation of two models, $c_1 = \sin((1 - t)\theta) / \sin\theta$ and
@@ -58,49 +58,51 @@ def merge(
 
     - A pair of LoRA factors is averaged as the matrix B A, and truncated to the largest rank of the models.
     - A tensor on a manifold gets its Karcher mean with the weights.
-    - Statistics of batch normalisation get their arithmetic mean. Tensors with one entry do so too, except with
-      `scope="model"`.
+    - Statistics of batch normalisation get their arithmetic mean. With `scope="tensor"`, tensors with one entry also
+      get their arithmetic mean.
     - Integers and booleans follow the rules of [`average`][manifoldagg.averaging.average].
 
-    A killed merge continues when the same call is repeated. The files are then bitwise equal to those of an
-    uninterrupted merge. The result appears in its place after it is complete.
+    If a merge is killed, repeat the same call to continue. The files are then bitwise equal to the files of an
+    uninterrupted merge. `out` is created or replaced only when the result is complete.
 
     Args:
         models: 2 to 32 checkpoints with the same names, shapes and dtypes. A checkpoint is the path of a safetensors
             file, of an index of shards (`*.safetensors.index.json`) or of a folder, or a state dict.
-        weights: k numbers >= 0, not all zero. They are normalised. The default is equal weights.
+        weights: one number >= 0 for each model, not all zero. The weights are normalised. The default is equal weights.
         out: the path of the result. A path that ends in `.safetensors` is a single file. Another path is a folder with
             the same shards as the first checkpoint, and with its configuration files.
         method: `"arithmetic"`, `"karcher"`, `"slerp"`, `"bezier"` or `"radial"`.
         scope: whether `"karcher"`, `"slerp"` and `"radial"` treat each tensor as one vector (`"tensor"`), or all flat
             tensors and LoRA pairs together as one vector (`"model"`).
-        t: the parameter in [0, 1] of `"slerp"` and `"bezier"`. For `"slerp"`, it replaces the weights $1 - t$ and $t$.
-        manifolds: a mapping from names or patterns to the space of those tensors, as in `average`.
+        t: the parameter in [0, 1] of `"slerp"` and `"bezier"`. For `"slerp"`, $1 - t$ and $t$ are the weights of the
+            two models.
+        manifolds: a mapping from tensor names or patterns to manifolds, as in `average`.
         shard_size: the maximum number of bytes of the tensors in a file of the folder.
         resume: whether to continue an interrupted merge. Otherwise the merge starts again.
         progress: a function that is called after each step with the number of processed bytes and the total number.
 
     Returns:
-        The certificates: distances to the models, the residual of the Karcher condition, the distance to the arithmetic
-        mean, and the rounding error. They are also written as JSON, next to the file (`mean.certificate.json`) or into
-        the folder (`certificate.json`).
+        Measurements of the quality of the mean: the distances to the models, the residual of the Karcher condition, the
+        distance to the arithmetic mean, and the rounding error. They are also written as JSON, next to the file
+        (`mean.certificate.json`) or into the folder (`certificate.json`).
 
     Raises:
-        ArgumentError: naming the invalid argument; if the models have different names, shapes or dtypes (the message
-            lists all differences, and no tensor was read); if the disk has too little free space; or if directions are
-            too far apart for a Karcher mean.
-        StateDictError: naming the file and the tensor that is not finite.
+        ArgumentError: if an argument is invalid (the message names it), if the models have different names, shapes or
+            dtypes (the message lists all differences), if the disk has too little free space, or if directions are too
+            far apart for a Karcher mean.
+        StateDictError: if a tensor is not finite. The message names the file and the tensor.
         CheckpointError: if a file is invalid or was changed during the merge, or after a system error.
-        BusyError: if another process writes the same result.
+        BusyError: if another process is writing the same result.
 
     Warns:
         UserWarning: if the models are so far apart that a mean may not be meaningful. The thresholds are an angle of 45
-            degrees between two models, and an arithmetic mean that is shorter than 90 % of the mean norm. Adapters are
-            not compared, because they are differences from one model.
+            degrees between two models, and an arithmetic mean that is shorter than 90 % of the mean norm. LoRA adapters
+            are not compared, because they are differences from a common base model.
 
-    Cost: `"arithmetic"` and `"bezier"` read the models once. The other methods read each tensor twice in
-    succession, and the second time usually from the page cache. With `scope="model"`, they read all files twice. Apart
-    from tensors on manifolds and LoRA pairs, less than 256 MiB of memory is allocated.
+    Cost: `"arithmetic"` and `"bezier"` read the models once. The other methods read each tensor twice in succession.
+    The second read usually comes from the page cache. With `scope="model"`, the other methods read all files twice.
+    Tensors on manifolds and LoRA pairs are processed as a whole. For all other tensors, `merge` allocates less than 256
+    MiB of memory.
 
     Source: the formulas, and the methods of mergekit with the same meaning, are in `averaging/coefficients.py`.
 
@@ -133,7 +135,7 @@ def merge(
 
 @torch.no_grad()
 def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
-    """Carry out a plan. The arguments and errors are those of [`merge`][manifoldagg.averaging.merge]."""
+    """Carry out a plan. [`merge`][manifoldagg.averaging.merge] describes the other arguments and the errors."""
     total = plan.bytes_read + plan.bytes_written
     done = 0
     with MergeDraft(plan, resume=resume) as draft, _ReadAhead(plan, draft) as ahead:
@@ -194,7 +196,8 @@ class _Run:
             weights=tuple(plan.method.weights.tolist()),
             tensors=tuple(certificates),
             model=model,
-            # Adapters are differences from one model. Their directions say nothing about the distance of the models.
+            # Adapters are differences from one base model, so their directions do not measure the distance of the
+            # models.
             warnings=() if any(part.kind == "factors" for part in plan.parts) else tuple(distance_warnings(model)),
         )
 
@@ -260,12 +263,12 @@ class _Run:
 
 
 class _ReadAhead:
-    """Requests for the bytes of later steps, made in a thread of their own because the system may block them."""
+    """Read-ahead of the bytes of later steps. A separate thread makes the requests, because they may block."""
 
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
         self._plan = plan
         seen: set[tuple[int, int]] = set()
-        # The first step that reads a range reads it from the disk. A second one usually finds it in the page cache.
+        # The first read of a range comes from the disk. The second read usually comes from the page cache.
         self._pending: deque[tuple[int, Step]] = deque()
         for i, step in enumerate(plan.steps):
             if i not in draft.records and (plan.scope == "model" or (step.part, step.start) not in seen):
@@ -282,7 +285,7 @@ class _ReadAhead:
         self._worker.shutdown(cancel_futures=True)
 
     def reach(self, index: int) -> None:
-        """Request the steps that follow a step, up to `PREFETCH_BYTES`."""
+        """Request the bytes of the steps that follow a step, up to `PREFETCH_BYTES`."""
         while self._ahead and self._ahead[0][0] <= index:
             self._size -= self._ahead.popleft()[1]
         while self._pending and self._size < PREFETCH_BYTES:

@@ -1,4 +1,7 @@
-"""The draft of a merge: unfinished files with a journal of the completed steps, which a restarted merge continues."""
+"""The draft of a merge: unfinished files with a journal of the completed steps.
+
+A restarted merge continues its draft.
+"""
 
 import json
 import os
@@ -28,17 +31,18 @@ Numbers = np.ndarray
 class MergeDraft:
     """The files of an unfinished merge, in a folder next to the result.
 
-    The folder contains the shards in their final size, and a journal that begins with the plan. A step first writes its
-    bytes. Its record enters the journal after the bytes are on the disk. A restarted merge therefore repeats at most
-    the steps of the last batch, and a repeated step writes the same bytes.
+    The folder contains the shards, which have their final size from the start, and a journal that begins with the plan.
+    A step first writes its bytes to a shard. When the bytes are on the disk, the record of the step is appended to the
+    journal. A restarted merge therefore repeats at most the steps of the last batch. A repeated step writes the same
+    bytes.
 
     Args:
         plan: the plan.
-        resume: whether to continue an interrupted merge. Otherwise its files are removed.
+        resume: whether to continue an interrupted merge. Otherwise the files of the interrupted merge are removed.
 
     Raises:
         ArgumentError: if the draft belongs to another plan, or the disk has too little free space.
-        BusyError: if another process writes this result.
+        BusyError: if another process is writing this result.
     """
 
     def __init__(self, plan: MergePlan, *, resume: bool) -> None:
@@ -85,8 +89,8 @@ class MergeDraft:
 
         Args:
             name: the name of the tensor.
-            offset: the first entry.
-            values: the values of the entries from there on.
+            offset: the index of the first entry.
+            values: the values of this entry and the following entries.
         """
         i, begin = self.plan.location(name)
         data = tensor_bytes(values)
@@ -102,7 +106,7 @@ class MergeDraft:
             self.commit()
 
     def commit(self, *, wait: bool = False) -> None:
-        """Sync the written bytes and then the records in the background."""
+        """Sync first the written bytes and then the records to the disk, in the background."""
         if self._commit is not None:
             self._commit.result()
         lines, dirty = b"".join(self._lines), [self._descriptors[i] for i in sorted(self._dirty)]
@@ -112,9 +116,10 @@ class MergeDraft:
             self._commit.result()
 
     def publish(self, certificate: str) -> None:
-        """Move the result to its place. Readers see either no file, or the old one, or the complete new one.
+        """Move the result to its final path.
 
-        The draft is removed last. If the process is killed before, a restarted merge publishes the same files again.
+        The move is atomic, so readers see either the old result or the complete new result. The draft is removed last.
+        If the process is killed before the removal, a restarted merge publishes the same files again.
         """
         self.commit(wait=True)
         files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
@@ -146,7 +151,7 @@ class MergeDraft:
                 f"out: expected the inputs and options of the unfinished merge in {self.folder}, got others; "
                 "repeat its command, or pass resume=False to start again"
             )
-        # Blocks have 512 bytes in `st_blocks`, whatever the file system.
+        # The unit of `st_blocks` is 512 bytes on every file system.
         present = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir() if hasattr(os, "posix_fallocate"))
         self.plan.check_space(present)
         existing = [self._open_shard(i) for i in range(len(self.plan.shards))]
@@ -167,11 +172,11 @@ class MergeDraft:
         shard = self.plan.shards[i]
         path = self.folder / shard.name
         existed = path.exists() and path.stat().st_size == shard.size
-        # Mode 0666 without the bits of the umask, as of other files that users create.
+        # The mode is 0666 without the bits of the umask, as for other new files.
         file = self._descriptors[i] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if not existed:
             self._allocate(file, shard.size)
-        # A killed process may have written a part of the header. A second write has the same bytes.
+        # A killed process may have written a part of the header. Writing the header again writes the same bytes.
         self._pwrite(i, memoryview(shard.header), 0)
         self._dirty.add(i)
         return existed
@@ -180,14 +185,14 @@ class MergeDraft:
         """Reserve the space of a file, so that a full disk is reported before the first step."""
         if hasattr(os, "posix_fallocate"):
             try:
-                # The size becomes final last, because a file in its final size counts as existing.
+                # The final size is set last, because a file of this size is treated as complete.
                 os.posix_fallocate(file, 0, max(size - 1, 1))
             except OSError as error:
                 raise ArgumentError(f"out: expected {size:,} free bytes, got an error: {error.strerror}") from None
         os.ftruncate(file, size)
 
     def _read_journal(self) -> str | None:
-        """Read the valid records, truncate the journal after them, and return the fingerprint of their plan."""
+        """Read the valid records, truncate the journal after them, and return the fingerprint of the plan."""
         end = 0
         fingerprint = None
         with open(os.dup(self._journal), "rb") as file:
@@ -229,7 +234,7 @@ def _line(text: bytes) -> bytes:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, or move it if the file system has no hard links."""
+    """Create a hard link to a file. If the file system does not support hard links, move the file."""
     try:
         os.link(source, target)
     except OSError:

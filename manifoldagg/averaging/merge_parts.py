@@ -1,4 +1,4 @@
-"""The steps of a merge for each kind of part: flat tensors, manifolds, factors of adapters, and integers."""
+"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers."""
 
 from collections.abc import Callable
 from itertools import starmap
@@ -41,7 +41,7 @@ class Buffers:
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
-    """Compute the inner products of the used models over a range of entries, in the basis of `InnerProducts`.
+    """Compute the inner products of the used models over a range of entries. `InnerProducts` defines the basis.
 
     Raises:
         StateDictError: if an entry is not finite. The message names the file and the tensor.
@@ -64,9 +64,12 @@ def write_part(part: Part, mean: Mean, write: Write, buffers: Buffers, start: in
     """Compute and write a range of a part.
 
     Returns:
-        The numbers to record. For flat tensors and factors, they are the squared rounding error and, unless the inner
-        products were recorded before, the inner products. For a manifold, they are the squares of the residual, of the
-        distance from the manifold, of the distance to the arithmetic mean, and of the distances to the used models.
+        The numbers to record:
+
+        - For flat tensors and factors: the squared rounding error and the inner products. The inner products are
+          omitted if they were recorded before.
+        - For a manifold: the squared residual, and the squared distances from the mean to the manifold, to the
+          arithmetic mean and to the used models.
 
     Raises:
         StateDictError: if an entry of a model is not finite, or the mean overflows the dtype.
@@ -102,7 +105,10 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
 
 
 def _write_copied(part: Part, write: Write, start: int, stop: int) -> None:
-    """Write a range of integers: the largest counter, or the values of the model with the largest weight."""
+    """Write a range of integers.
+
+    A counter gets its largest value. Other integers are copied from the model with the largest weight.
+    """
     name = part.names[0]
     column = part.tensors[0]
     heaviest = column[int(part.method.barycentric.argmax())]
@@ -135,7 +141,7 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
 
 
 def _space_of_range(space: Manifold | None, size: int) -> Manifold:
-    """Return the space of a range of entries: the whole space, or some copies of a power."""
+    """Return the space of a range of entries. For a power of a manifold, this is a power with fewer copies."""
     assert space is not None
     if not isinstance(space, Power):
         return space
@@ -171,12 +177,12 @@ def _stacks(part: Part) -> list[Tensor]:
 
 
 def _rows(part: Part, start: int, stop: int) -> list[Tensor]:
-    """Return a range of entries of the used models, in one dtype and on the CPU."""
+    """Return a range of entries of the used models on the CPU, in a common dtype."""
     return [part.tensors[0][i].read(start, stop) for i in part.used]
 
 
 def _raise_invalid(part: Part, start: int, stop: int) -> None:
-    """Raise an error that names the first tensor that is not finite, or the overflow of the mean."""
+    """Raise an error that names the first tensor that is not finite. If all are finite, the mean overflowed."""
     for name, column in zip(part.names, part.tensors, strict=True):
         for i in part.used:
             whole = part.kind == "factors"

@@ -1,4 +1,4 @@
-"""The plan of a merge: the parts of the model, the steps of reading and writing, and the files of the result."""
+"""The plan of a merge, with the parts of the model, the steps, and the files of the result."""
 
 import json
 import math
@@ -51,11 +51,11 @@ SAMPLE_BYTES = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit of the model that has its own mean: a tensor, or a pair of factors of an adapter.
+    """A unit of the model that is averaged on its own: a tensor, or a pair of LoRA factors.
 
     Attributes:
         kind: `"flat"`, `"statistic"`, `"manifold"`, `"factors"`, or `"copied"` for integers and booleans.
-        names: the names of its tensors: one, or two for factors.
+        names: the names of its tensors. A pair of factors has two names, and other parts have one name.
         tensors: for each name, the tensors of all models.
         labels: the labels of all models.
         method: the method of this part.
@@ -91,7 +91,7 @@ class Part:
 
     @property
     def origin(self) -> int:
-        """The position of the model with the largest weight among the used models."""
+        """The index, within `used`, of the model with the largest weight."""
         return self.used.index(int(self.method.barycentric.argmax()))
 
     @property
@@ -106,11 +106,11 @@ class Part:
 
     @property
     def has_products(self) -> bool:
-        """Whether the inner products of the part count for the whole model."""
+        """Whether the inner products of the part are included in the sums over the whole model."""
         return self.kind in ("flat", "factors")
 
     def cells(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of entries of the steps."""
+        """Yield the range of entries of each step."""
         width = CELL_SIZE
         if self.kind == "factors":
             width = max(self.size, 1)
@@ -136,20 +136,20 @@ class Part:
         return (stop - start) * self.first.entry.dtype.itemsize
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Request that the system reads a range of entries of all models."""
+        """Request that the operating system reads a range of entries of all models."""
         for column in self.tensors:
             for i in self.method.used:
                 column[i].prefetch(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
 
     def release(self, start: int, stop: int) -> None:
-        """Remove a range of entries of all models from the memory of the process."""
+        """Release a range of entries of all models from the memory of the process."""
         for column in self.tensors:
             for i in self.method.used:
                 column[i].release(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
 
 
 class Step(NamedTuple):
-    """One step of a merge: a range of one part, for which inner products are computed or the mean is written."""
+    """One step of a merge, which computes inner products or writes the mean for a range of one part."""
 
     part: int
     is_write: bool
@@ -159,7 +159,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """What a merge reads and writes.
+    """The plan of a merge: its inputs, its method and its output files.
 
     Attributes:
         out: the absolute path of the result.
@@ -170,7 +170,7 @@ class MergePlan:
         parts: the parts of the model.
         shards: the files of the result.
         fingerprint: JSON text that identifies the plan.
-        pool: the mapped files. The caller closes them.
+        pool: the mapped files. The caller must close the pool.
     """
 
     out: Path
@@ -202,7 +202,7 @@ class MergePlan:
 
     @cached_property
     def bytes_read(self) -> int:
-        """The number of bytes that all steps read. The inner products and the mean read the same bytes."""
+        """The number of bytes that all steps read. Bytes that two steps read count twice."""
         return sum(self.parts[step.part].num_bytes(step.start, step.stop) for step in self.steps)
 
     @cached_property
@@ -221,11 +221,11 @@ class MergePlan:
 
     @property
     def certificate_path(self) -> Path:
-        """The path of the certificates: next to a file, or in the folder of the result."""
+        """The path of the JSON file with the certificates, next to the file or in the folder of the result."""
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the contents of further files in the folder of the result: the index, and copied configurations."""
+        """Return the contents of the index and of the copied configuration files in the folder of the result."""
         if not self.is_folder:
             return {}
         found = {}
@@ -256,7 +256,7 @@ class MergePlan:
                     raise CheckpointError(f"{path}: expected an unchanged file during the merge, got a changed one")
 
     def estimate_seconds(self) -> float:
-        """Estimate the duration from the speeds of reading and writing `SAMPLE_BYTES`. The sample is then deleted."""
+        """Estimate the duration of the merge, by reading and writing a sample of `SAMPLE_BYTES`."""
         source = next((column[0] for part in self.parts for column in part.tensors if column[0].path is not None), None)
         read_speed = math.inf
         if source is not None and source.path is not None:
@@ -284,7 +284,7 @@ class MergePlan:
             present: the number of bytes that an interrupted merge has already allocated.
 
         Raises:
-            ArgumentError: if it does not.
+            ArgumentError: if there is too little free space.
         """
         needed = self.bytes_written - present
         free = shutil.disk_usage(self.out.parent).free
@@ -303,9 +303,9 @@ def plan_merge(
     manifolds: Assignment | None = None,
     shard_size: int | None = None,
 ) -> MergePlan:
-    """Read the headers of the checkpoints, compare them, and plan the merge. No tensor in a file is read.
+    """Read and compare the headers of the checkpoints, and plan the merge. Tensors in files are not read.
 
-    The arguments and errors are those of [`merge`][manifoldagg.averaging.merge].
+    The arguments and errors are the same as in [`merge`][manifoldagg.averaging.merge].
     """
     given = len(models) if isinstance(models, Sequence) and not isinstance(models, str | bytes) else short_repr(models)
     if not isinstance(given, int) or not MIN_MODELS <= given <= MAX_MODELS:
@@ -365,7 +365,7 @@ def _parts(
         elif entry.is_statistic:
             kind, method = "statistic", barycentric
         elif entry.size == 1 and scope == "tensor":
-            # The direction of a single number is its sign. For equal signs, all means of directions are arithmetic.
+            # The direction of a single number is its sign. For equal signs, all methods compute the arithmetic mean.
             method = barycentric
         columns = tuple(tuple(model.tensors[part] for model in models) for part in own)
         parts.append(Part(kind, own, columns, labels, method, spaces.get(name)))

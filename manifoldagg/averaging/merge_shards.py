@@ -1,4 +1,4 @@
-"""The files of a merged checkpoint: their names, headers and tensors."""
+"""The names, headers and tensors of the files of a merged checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ class Shard:
     Attributes:
         name: the name of the file.
         header: the bytes in front of the tensors.
-        begins: the position of each tensor in the file.
-        size: the number of bytes.
+        begins: the position of each tensor in the file, in bytes.
+        size: the size of the file in bytes.
     """
 
     name: str
@@ -35,13 +35,14 @@ class Shard:
 def divide_into_shards(
     first: CheckpointFiles, entries: Mapping[str, TensorEntry], file: str | None, shard_size: int | None
 ) -> tuple[Shard, ...]:
-    """Divide the tensors of the result into files: by size, or as in the first checkpoint.
+    """Divide the tensors of the result into files, by size or as in the first checkpoint.
 
     Args:
         first: the first checkpoint.
         entries: the tensors of the result by name.
         file: the name of a single file, or `None` for a folder.
-        shard_size: the maximum number of bytes of the tensors in a file, or `None`.
+        shard_size: the maximum number of bytes of the tensors in a file. `None` uses the shards of the first
+            checkpoint.
 
     Raises:
         ArgumentError: if `shard_size` is invalid.
@@ -68,13 +69,13 @@ def divide_into_shards(
 
 
 def _stem(first: CheckpointFiles) -> str:
-    """Return the name of the files without shard number and suffix."""
+    """Return the common file name of the shards, without number and suffix."""
     file = next(iter(first.shards), "model.safetensors")
     return "adapter_model" if file.startswith("adapter_model") else "model"
 
 
 def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
-    """Fill each shard up to the given number of bytes. A larger tensor has a shard of its own."""
+    """Fill each shard up to the given number of bytes. A larger tensor gets its own shard."""
     groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
@@ -87,7 +88,7 @@ def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[lis
 
 
 def _shard(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Shard:
-    # Readers require that a tensor begins at a multiple of the size of its numbers. Sorting is stable.
+    # Readers require that a tensor begins at a multiple of its item size. Sorting is stable.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     lines: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     begins: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Runner of the comparisons in a TOML file: one command line for each table, in order."""
+"""Runner of the comparisons in a TOML file, which runs one command line for each table."""
 
 import json
 import os
@@ -38,13 +38,13 @@ FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
 
 
 def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
-    """Run the command once for each table of a file. Options on the command line override those of the table.
+    """Run the command once for each table of a file. Options on the command line override options in the table.
 
     All tables are checked before the first one runs. Paths in the file are relative to the file. Paths on the command
     line are relative to the working directory.
 
     Raises:
-        ArgumentError: if a table is invalid. The message names the table and the fault.
+        ArgumentError: if a table is invalid. The message names the table and describes the error.
     """
     command = context.command
     typed = {
@@ -61,7 +61,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
             typed[name] = _rebase_paths(there, name, typed[name])
     if typed.keys() & {"data", "methods"}:
         sys.path.insert(0, str(here))
-    # A user module may be in the working directory, as for `python -m`.
+    # As with `python -m`, a user module may be in the working directory.
     sys.path.insert(0, "")
     runs = {}
     with chdir(there):
@@ -89,14 +89,14 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
 
 
 def _is_typed(context: Any, name: str) -> bool:
-    """Return whether an option is on the command line."""
+    """Return whether an option was given on the command line."""
     return bool(context.get_parameter_source(name).name == "COMMANDLINE")
 
 
 def _rebase_paths(folder: Path, option: str, text: str) -> str:
-    """Return a spec in which paths relative to the working directory are relative to `folder`.
+    """Rewrite the paths in a spec from relative to the working directory to relative to `folder`.
 
-    A path that exists only relative to `folder` is also rebased, so that the command reports a missing file.
+    A path that exists only relative to `folder` is also rewritten, so that the command reports a missing file.
     """
     spec = parse_spec(option, text)
     exists = Path.exists if spec.name in DATASETS else Path.is_file
@@ -149,7 +149,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _methods(params: dict[str, Any]) -> list[Method]:
-    """Build the methods like the command: with scaled default rates, unless it tunes the rates."""
+    """Build the methods as the command does. The default rates are scaled unless the command tunes the rates."""
     names, rates = params["methods"], list(params["rate"] or ())
     if params["tune"]:
         return methods(names, rates)

@@ -1,4 +1,4 @@
-"""Consoles for results and for errors, and the exception type of a usage error."""
+"""Consoles for results and for errors, and the exception of a usage error."""
 
 from typing import Any
 

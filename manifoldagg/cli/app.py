@@ -1,4 +1,4 @@
-"""The command-line application: its lazily imported commands and its exit codes."""
+"""The command-line application, which imports its commands lazily."""
 
 import sys
 from importlib import import_module

@@ -239,7 +239,7 @@ def compare_command(
         return run_config(context, config, only or [])
     if only:
         raise ArgumentError("only: expected --config, because --only selects its tables")
-    # A user module may be in the working directory, as for `python -m`.
+    # As with `python -m`, a user module may be in the working directory.
     sys.path.insert(0, "")
     scaled: list[str] = []
     if tune:
@@ -341,10 +341,10 @@ def _stability_warnings() -> Iterator[None]:
 def _progress_bars(
     console: Console, num_updates: int, stack: ExitStack, notices: Sequence[str]
 ) -> Callable[[str, int], None]:
-    """Return a callback that advances the bar of a method and a seed.
+    """Return a callback that advances the progress bar of a method and a seed.
 
-    The first call prints the notices and shows the bars until `stack` closes. So the error for an invalid setting is
-    printed without bars.
+    The first call prints the notices and shows the bars until `stack` closes. An error for an invalid setting is
+    therefore printed without bars.
     """
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
@@ -407,7 +407,7 @@ def rejection_lines(comparison: Comparison) -> list[str]:
 
 
 def rate_lines(comparison: Comparison) -> list[str]:
-    """Return a line for each tuned method with the tried rates and the best accuracy."""
+    """Return a line for each tuned method, with the tried rates and the best accuracy."""
     tuning = comparison.settings["tuning"] or {"methods": {}}
     return [f"{name}: {_format_search(result)}" for name, result in tuning["methods"].items()]
 

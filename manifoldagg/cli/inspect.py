@@ -68,11 +68,15 @@ def inspect_command(
 
 @dataclass
 class Summary:
-    """Numbers that `inspect` reports, for a checkpoint or a journal.
+    """The summary of a checkpoint or a journal that `inspect` prints.
 
-    `version` is the version of the model after the last record. `num_updates` is `None` if only a checkpoint contains
-    it. `clients` have a ticket, an update or a weight. `staleness` counts accepted updates, `counts` rejections by
-    invalid field, and `records` records by kind. `damage` is the message about a corrupted file.
+    - `version`: the version of the model after the last record.
+    - `num_updates`: the number of accepted updates, or `None` if the file does not contain it.
+    - `clients`: the clients with a ticket, an update or a weight.
+    - `staleness`: the number of accepted updates by staleness.
+    - `counts`: the number of rejections by invalid field.
+    - `records`: the number of records by kind.
+    - `damage`: the message about a corrupted file.
     """
 
     path: Path
@@ -90,7 +94,7 @@ class Summary:
     damage: str = ""
 
     def add_snapshot(self, tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Add the content of a checkpoint, and yield the rows of its history."""
+        """Add the content of a checkpoint to the summary, and yield the rows of its history."""
         heads = tree["history"]["heads"]
         rows = [dict(zip(heads[head], values, strict=True)) for head, *values in tree["history"]["lines"]]
         self.version, self.num_updates = tree["version"], tree["updates"]
@@ -104,7 +108,7 @@ class Summary:
         yield from rows
 
     def add_record(self, record: StoredRecord) -> None:
-        """Add a record of a journal."""
+        """Add a record of a journal to the summary."""
         content = record.content
         self.records[record.kind] += 1
         self.counts = content.get("rejected", self.counts)
@@ -201,7 +205,7 @@ def _records(segments: Sequence[Segment], summary: Summary) -> Iterator[StoredRe
 
 
 def _read_head(path: Path, file: BufferedReader, summary: Summary) -> tuple[str, dict[str, Any]]:
-    """Read the tensor file that a file starts with, add it to a summary, and return its kind and its tree."""
+    """Read the first tensor file of a file, add its content to the summary, and return its kind and content."""
     try:
         metadata, tree = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
     except CheckpointError as error:

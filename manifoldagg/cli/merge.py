@@ -174,9 +174,7 @@ def plan_table(plan: MergePlan) -> Table:
 
 
 def certificate_table(info: MergeInfo) -> Table:
-    """Format the certificates of the model and of the tensors that are farthest from the models, relative to their
-    norm.
-    """
+    """Format the certificates of the model, and of the tensors with the largest relative distances from the models."""
     heads = ("largest\ndistance", "residual", "to the\narithmetic mean", "rounding\nerror", "largest\nangle, °")
     grid = new_table("tensor", "norm", *heads)
     ordered = sorted(info.tensors, key=_relative_distance, reverse=True)

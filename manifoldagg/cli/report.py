@@ -65,7 +65,7 @@ def report_command(
 
 
 def report_tables(combined: CombinedReport) -> Iterable[Table]:
-    """Format a table for each problem, with the accuracy at the end and at equal cost."""
+    """Format a table for each problem, with the final accuracy and the accuracy at equal cost."""
     for problem in combined.runs:
         frame = combined.table(problem)
         shown = [name for name in frame if name == "method" or name.endswith(", %") or name.startswith("updates to")]

@@ -73,7 +73,7 @@ def route_command(
 def objective_bound(
     objective: str, rates: np.ndarray, concurrency: int, *, num_updates: int, **constants: float
 ) -> Bound:
-    """Return the bound of an objective: H for "time" and G for "update"."""
+    """Return the bound for an objective, which is H for "time" and G for "update"."""
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, concurrency, **constants, rounds=1)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)

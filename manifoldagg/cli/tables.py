@@ -10,7 +10,7 @@ __all__ = ["fold_names", "new_table"]
 
 
 def new_table(first: str, *numbers: str, title: str | Text | None = None, caption: str | None = None) -> Table:
-    """Make a table with one left-aligned column and right-aligned columns of numbers."""
+    """Make a table whose first column is left-aligned and whose other columns are right-aligned."""
     grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in numbers:
         grid.add_column(heading, justify="right")
@@ -18,7 +18,7 @@ def new_table(first: str, *numbers: str, title: str | Text | None = None, captio
 
 
 def fold_names(grid: Table, methods: Iterable[str]) -> None:
-    """Fold long method names in a narrow terminal."""
+    """Wrap long method names in a narrow terminal."""
     for column in grid.columns:
         column.no_wrap = True
     names = grid.columns[0]

@@ -1,4 +1,4 @@
-"""Tangent and position readings of a stale update, and delay compensation by an estimate of the Hessian."""
+"""Tangent and position readings of a stale update, and delay compensation with an estimate of the Hessian."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -39,9 +39,9 @@ class Position(Correction):
 
     $$\pi v = v - g$$
 
-    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. It differs from the transported $v$ minus
-    $g$ at third order, so the frame gets these tangents as additional rows. After another correction, $v$ is
-    transported back to the base first.
+    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. It differs from $v - g$ with the
+    transported $v$ by terms of third order. The frame therefore gets these tangent vectors as additional rows. If
+    another correction was applied before, $v$ is first transported back to the base.
 
     Source: Manifold (AsyncPos).
 
@@ -94,24 +94,23 @@ class DelayCompensated(Correction):
     $$\pi v = v - \lambda\; v \odot v \odot g.$$
 
     - The outer form needs only inner products. It does not depend on coordinates, and works on every space. On a curved
-      space, $v$ and $g$ are tangents at $\Theta^\tau$. It only changes the length of $v$, and its sign if
-      $\lambda \langle v, g \rangle > 1$.
-    - The diagonal form is that of DC-ASGD. It requires flat leaves. The products are additional rows of the frame, one
-      for each displacement, in float64.
+      space, $v$ and $g$ are tangent vectors at $\Theta^\tau$. The outer form multiplies $v$ by a number, which is
+      negative if $\lambda \langle v, g \rangle > 1$.
+    - The diagonal form is used in DC-ASGD. It requires flat leaves. The elementwise products are additional rows of the
+      frame in float64, one for each displacement.
 
-    With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the mean square
-    $m \leftarrow \rho\, m + (1 - \rho)\, v \odot v$ of the last displacement, which is the displacement of the end
-    point.
+    With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the running
+    mean square $m \leftarrow \rho\, m + (1 - \rho)\, v \odot v$, where $v$ is the displacement of the end point.
 
     Args:
-        strength: $\lambda \ge 0$, or $\lambda_0$.
-        adaptive: whether to scale by the root of the mean square of the gradient. It requires the diagonal form.
+        strength: $\lambda \ge 0$. With `adaptive`, $\lambda_0 \ge 0$.
+        adaptive: whether to divide by the root mean square of the gradient. It requires the diagonal form.
         decay: $\rho \in [0, 1]$, the decay of the mean square.
         form: `"diagonal"` or `"outer"`.
 
     Raises:
-        ArgumentError: if an option is out of range (the message names it). In the diagonal form, if the space is
-            curved, because an elementwise product depends on coordinates. If a mean square overflows.
+        ArgumentError: if an option is out of range (the message names it), or if a mean square overflows. In the
+            diagonal form, also if the space is curved, because an elementwise product depends on coordinates.
 
     Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12). Manifold §2.2 describes the outer form in words.
 
@@ -183,7 +182,7 @@ class DelayCompensated(Correction):
         return {"mean_square": square}
 
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
-        r"""Compute $v_i \odot v_i \odot g$ for each i, divided by the root of the mean square if it is tracked."""
+        r"""Compute $v_i \odot v_i \odot g$ for each i. With `adaptive`, divide by the root of the mean square."""
         n = frame.num_displacements
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
@@ -209,7 +208,7 @@ def _product_name(i: int) -> str:
 def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
-    """Yield chunks of the frame, of the mean square in the state and of other vectors, for each tensor of the rows."""
+    """Yield chunks of the frame, of the mean square in the state, and of other vectors. Each tensor is one chunk."""
     known = []
     if state is not None:
         known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
@@ -232,5 +231,5 @@ def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
 
 
 def _row_part(row: Row, j: int, entries: slice) -> torch.Tensor:
-    """Return the part of a row in tensor j as a vector. `entries` is the range of that part in a vector (P,)."""
+    """Return the entries of a row that belong to tensor j, as a vector. `entries` is their range in a vector (P,)."""
     return row[j].reshape(-1) if isinstance(row, tuple) else row[entries]

@@ -14,7 +14,7 @@ class EndPath(CurveEmbedding):
     r"""The curve $s \mapsto \iota_\varphi(x(s))$, where $x$ is the geodesic of $M$ from the start to the end point.
 
     $x(0)$ maps to $\varphi_0$, and $x(1) = \omega$ maps to the last control point. The method `path_coordinates` of the
-    embedding computes $x(s)$. The control points are those of the embedding.
+    embedding computes $x(s)$. The curve has the same control points $\varphi$ as the embedding.
 
     Args:
         embedding: an embedding with an end point.

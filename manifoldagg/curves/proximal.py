@@ -1,4 +1,4 @@
-"""Proximal terms: penalties on the distance of a model from the model where training started."""
+"""Proximal terms, which penalise the distance of a model from the start of training."""
 
 from typing import Protocol, runtime_checkable
 
@@ -15,10 +15,11 @@ __all__ = ["ProximalTerm", "add_proximal_gradient", "check_proximal"]
 
 @runtime_checkable
 class ProximalTerm(Protocol):
-    r"""The protocol of proximal terms $r(\theta, \Theta^t)$ that training adds to the loss, on flat spaces.
+    r"""The interface of proximal terms $r(\theta, \Theta^t)$, which training adds to the loss on flat spaces.
 
-    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the term of FedMRUR. Every option `proximal`
-    also accepts a number $\mu \ge 0$ for the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ of FedProx, on every space.
+    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the proximal term of FedMRUR. Every option
+    `proximal` also accepts a number $\mu \ge 0$. The number selects the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$
+    of FedProx, which exists on every space.
     """
 
     def gradient(self, theta: Tensor, base: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def check_proximal(proximal: float | ProximalTerm) -> None:
     """Check that an option `proximal` is a number >= 0 or a proximal term.
 
     Raises:
-        ArgumentError: if it is not.
+        ArgumentError: if `proximal` is neither.
     """
     if isinstance(proximal, type) or not isinstance(proximal, int | float | ProximalTerm):
         raise ArgumentError(
@@ -51,10 +52,10 @@ def check_proximal(proximal: float | ProximalTerm) -> None:
 def add_proximal_gradient(
     space: Manifold, derivative: Tensor, theta: Tensor, base: Tensor, proximal: float | ProximalTerm
 ) -> Tensor:
-    r"""Return the derivative of the loss plus that of the proximal term, in coordinates.
+    r"""Return the sum of the derivatives of the loss and of the proximal term, in coordinates.
 
     Args:
-        space: the space of the points, which is flat for a `ProximalTerm`.
+        space: the space of the points. It must be flat if `proximal` is a `ProximalTerm`.
         derivative: the derivative of the loss, (*shape).
         theta: $\theta$, (*shape).
         base: $\Theta^t$, (*shape).

@@ -1,4 +1,4 @@
-"""Sampling of coordinates of an embedding for a batch: uniform, stratified, by a quadrature rule, or by length."""
+"""Sampling of the coordinates at which a fit evaluates an embedding for each batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""A sampling of pairs of weights and coordinates for a batch.
+    r"""A method that samples weighted coordinates for each batch.
 
     Except for `"length"`, the coordinates are uniform in the domain: $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$. With
     `"length"`, the points $\iota_\varphi(x_k)$ are uniform on the image of a curve of length $L$:
@@ -25,20 +25,20 @@ class Sampling:
       L = \int_0^1 \|\iota_\varphi'(t)\|\, dt.$$
 
     Args:
-        kind: the method:
+        kind: the kind of sampling:
 
             - `"uniform"`: independent uniform coordinates with the weights 1 / samples.
             - `"stratified"`: one uniform parameter in each of `samples` equal subintervals of [0, 1]. It requires a
               curve.
             - `"quadrature"`: the nodes and weights of the Gauss-Legendre rule on [0, 1], without randomness. The sum is
               exact for polynomials of degree 2·samples - 1. It requires a curve.
-            - `"length"`: independent parameters at uniform fractions of the length of the curve, with the weights
-              1 / samples. It requires a curve, and one pass over the control points for each batch. If the length is 0,
-              the parameters are uniform.
+            - `"length"`: independent parameters of points that are uniform along the length of the curve, with the
+              weights 1 / samples. It requires a curve, and one pass over the control points for each batch. If the
+              length is 0, the parameters are uniform.
 
-              This is the measure $U(\mathcal{M}_\varphi)$ of the objective (19) of the Report. As in the Report,
-              training differentiates the loss at the sampled points and treats their parameters as constants. So the
-              gradient omits the change of the measure with $\varphi$.
+              The distribution of the points is $U(\mathcal{M}_\varphi)$ in the objective (19) of the Report. As in the
+              Report, training differentiates the loss at the sampled points, and treats their parameters as constants.
+              The gradient therefore ignores that the distribution changes with $\varphi$.
         samples: the number of coordinates for each batch.
 
     Raises:
@@ -76,7 +76,7 @@ class Sampling:
         r"""Yield the weights and coordinates for one batch.
 
         Args:
-            embedding: the embedding. If its `sample` is not implemented, as for some tunnels, `sample_in` is called.
+            embedding: the embedding. If its method `sample` is not implemented, its method `sample_in` is called.
             phi: the control points of the embedding.
             generator: the random generator; `None` for torch's default generator.
         """

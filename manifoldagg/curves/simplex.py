@@ -1,4 +1,4 @@
-"""Simplices: the convex hull of several models, its volume, its nearest points, and ensembles of its points."""
+"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    r"""Base class of embeddings whose points are means of $\varphi$, with barycentric coordinates as weights."""
+    r"""Base class of embeddings whose points are means of $\varphi$, weighted by barycentric coordinates."""
 
     @property
     def domain(self) -> tuple[int, ...]:
@@ -43,8 +43,9 @@ class Hull(Embedding):
             The points (*batch, *space.shape) in the dtype of `phi`. The coordinates of a vertex map to this vertex.
 
         Raises:
-            ArgumentError: if a shape or a value of `x` is invalid. For a complex, also if no face contains all vertices
-                with nonzero coordinates. Inside functorch transforms, which hide values, only shapes are checked.
+            ArgumentError: if a shape or a value of `x` is invalid. For a simplicial complex, also if no face contains
+                all vertices with nonzero coordinates. Inside `torch.func` transforms, only shapes are checked, because
+                the values are not accessible.
             DivergenceError: if the Karcher mean is not found because the vertices are too far apart.
         """
         self._check_phi(phi)
@@ -63,7 +64,7 @@ class Hull(Embedding):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull derivatives `w` (*batch, *space.shape) back to the vertices. On a flat space, they are $x_i w$."""
+        r"""Pull derivatives `w` (*batch, *space.shape) back to the vertices. On a flat space, the result is $x_i w$."""
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
         self._check_phi(phi)
@@ -81,7 +82,7 @@ class Hull(Embedding):
         $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ with the machine epsilon $\varepsilon$ of the coarser dtype.
 
         Raises:
-            ArgumentError: as `nearest`, or if `tolerance` is negative.
+            ArgumentError: for the same reasons as in `nearest`, or if `tolerance` is negative.
         """
         _, distances = self.nearest(phi.detach(), point.detach())
         if tolerance is None:
@@ -96,7 +97,9 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Compute the mean prediction of n random models, $\frac1n \sum_j f(\iota_\varphi(x_j))$, one after the other.
+        r"""Compute the mean prediction of n random models, $\frac1n \sum_j f(\iota_\varphi(x_j))$.
+
+        Only one model is in memory at a time.
 
         Args:
             phi: the control points of the embedding.
@@ -133,26 +136,25 @@ class Simplex(Hull):
 
     $$\iota_\varphi(x) = \sum_i x_i\, \varphi_i, \qquad \sum_i x_i \log_{\iota_\varphi(x)} \varphi_i = 0 .$$
 
-    The first formula is for flat spaces. The second defines the weighted Karcher mean on curved spaces. $x$ is divided
-    by its sum, so derivatives along a change of the sum are 0. On a flat space,
-    $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$, which is $\sum_i u_i \varphi_i$ for tangents with
-    $\sum_i u_i = 0$.
+    The first formula is for flat spaces. The second formula defines the weighted Karcher mean on curved spaces. $x$ is
+    divided by its sum, so a change of the sum does not change the point. On a flat space, the derivative along $u$ is
+    $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$. If $\sum_i u_i = 0$, the derivative is $\sum_i u_i \varphi_i$.
 
-    The start is $\varphi_0$, and the end point is the last vertex $\varphi_k$. The path between them is the edge
-    $x(s) = (1 - s, 0, \dots, 0, s)$.
+    The start is $\varphi_0$, and the end point is the last vertex $\varphi_k$. The path from the start to the end point
+    is the edge $x(s) = (1 - s, 0, \dots, 0, s)$.
 
     On a curved space:
 
     - The residual of the mean is at most $10^{-12}$.
-    - The first and second derivatives with respect to $\varphi$ and $x$ are correct. Two Newton steps with the exact
-      Hessian provide them. Third and higher derivatives are not correct.
-    - Factors of a product and copies of a power are solved separately. Derivatives with respect to $D$ coordinates cost
-      $O(D^3)$.
+    - The first and second derivatives with respect to $\varphi$ and $x$ are correct, because the computation ends with
+      two Newton steps with the exact Hessian. Third and higher derivatives are not correct.
+    - For products and powers of manifolds, each factor is solved separately. Derivatives with respect to $D$
+      coordinates cost $O(D^3)$.
     - Volumes and nearest points are not available, because they have no closed form.
 
     Args:
-        space: a flat space, or a space with exp, log, inner, project and project_tangent. With `None`, only `on` can be
-            called, which returns a simplex in a space.
+        space: a flat space, or a space with exp, log, inner, project and project_tangent. With `None`, only the method
+            `on` can be called. It returns a simplex in a given space.
         vertices: $k + 1 \ge 1$, the number of vertices. $\varphi$ has the shape (vertices, *space.shape).
 
     Raises:
@@ -205,8 +207,8 @@ class Simplex(Hull):
 
         - The error is about $\varepsilon / \sin^2\alpha$, where $\alpha$ is the smallest angle between an edge and the
           span of the previous edges.
-        - If $\sin\alpha$ is below $\sqrt{8 k \varepsilon}$, the simplex is degenerate. Its log-volume is $-\infty$ with
-          gradient 0.
+        - If $\sin\alpha$ is below $\sqrt{8 k \varepsilon}$, the simplex counts as degenerate. Its log-volume is
+          $-\infty$, and the gradient is 0.
         - The volume of a single vertex is 1.
 
         Cost: one pass over `phi`.
@@ -249,13 +251,13 @@ class Simplex(Hull):
 
         Returns:
             Barycentric coordinates (*batch, k + 1), without derivatives, and distances (*batch,), both in float64. The
-            first derivatives of the distances with respect to `phi` and `point` are correct, and 0 at distance 0.
-            Higher derivatives are not correct, because $x$ counts as constant.
+            first derivatives of the distances with respect to `phi` and `point` are correct. At distance 0, they are 0.
+            Higher derivatives are not correct, because $x$ is treated as a constant.
 
         Raises:
             ArgumentError: if the space is curved, a shape is invalid, or a value is not finite.
 
-        Source: Wolfe 1976, an active-set method. Each face is solved exactly in k coordinates of the span of the edges.
+        Source: Wolfe 1976 (an active-set method).
 
         Example:
             >>> import torch
@@ -294,7 +296,10 @@ class Simplex(Hull):
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Return $h_i / i$ for the heights, and whether the simplex is nondegenerate. Otherwise all heights are 1."""
+        """Return $h_i / i$ for the heights $h_i$, and whether the simplex is nondegenerate.
+
+        For a degenerate simplex, all heights are replaced by 1.
+        """
         inner = self._edge_gram(phi)
         nondegenerate = _cholesky(inner.detach())[1]
         safe = torch.where(nondegenerate, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
@@ -323,13 +328,13 @@ def _cholesky(inner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
-    r"""Minimise $\|\sum_i x_i c_i - t\|$ over the simplex by an active-set method that improves in every iteration."""
+    r"""Minimise $\|\sum_i x_i c_i - t\|$ over the simplex, by an active-set method."""
     x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
     scale = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
     while (gap := x @ vertices - target).norm() > EPS * scale:
         slopes = vertices @ gap
-        # In a thin simplex, the slope towards a vertex can be a descent that is hidden by rounding. The tolerance makes
-        # such vertices candidates, and only an actual improvement is accepted.
+        # In a thin simplex, rounding errors can hide that a step towards a vertex is a descent. The tolerance includes
+        # such vertices as candidates. A step is accepted only if it improves the objective.
         candidate = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * scale**2)
         trials = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if candidate[i])
         better = next((y for y in trials if (y @ vertices - target).norm() < gap.norm()), None)
@@ -340,9 +345,9 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Minimise over the face of `x` and one additional vertex, or over a subface of it.
+    """Minimise the distance over the face of `x` extended by one vertex, or over a subface of the extended face.
 
-    The objective never increases.
+    The distance never increases.
     """
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:

@@ -1,4 +1,4 @@
-"""Tunnels: a curve with a ball in its normal space at every point."""
+"""Tunnels around curves. A tunnel has a ball in the normal space at every point of the curve."""
 
 import math
 from collections.abc import Callable
@@ -46,33 +46,35 @@ class Tunnel(Embedding):
 
     $$r = \varepsilon\, |\varphi_n - \varphi_0| ,$$
 
-    so the tunnel of equal control points is a single point. The coordinates are one tensor $x = (t, \xi)$, in one of
-    two forms:
+    so the tunnel of equal control points is a single point. The coordinates of a point are one tensor $x = (t, \xi)$,
+    in one of two forms:
 
-    - *ambient*, (1 + P,): $\iota(t, \xi) = \exp_{b(t)}(\xi)$ with a tangent $\xi \perp b'(t)$, $|\xi| \le r$. $\xi$ has
-      all coordinates of a tangent. No larger tensors are allocated.
-    - *subspace*, (n,): $\iota(t, \xi) = b(t) + |\varphi_n - \varphi_0|\, R(t)\, \xi$ with
-      $\xi \in \mathbb{R}^{n-1}$, $|\xi| \le \varepsilon$. $R$ is the rotation-minimising orthonormal frame that starts
-      with the Gram-Schmidt frame of the control points. The domain $M = [0, 1] \times B_\varepsilon$ does not depend on
-      $\varphi$. This form requires a flat space and control points that span n dimensions.
+    - *ambient*, (1 + P,): $\iota(t, \xi) = \exp_{b(t)}(\xi)$ with a tangent vector $\xi \perp b'(t)$, $|\xi| \le r$.
+      The coordinates contain all entries of $\xi$.
+    - *subspace*, (n,): $\iota(t, \xi) = b(t) + |\varphi_n - \varphi_0|\, R(t)\, \xi$ with $\xi \in \mathbb{R}^{n-1}$,
+      $|\xi| \le \varepsilon$. $R$ is a rotation-minimising orthonormal frame. At t = 0, $R$ is the Gram-Schmidt frame
+      of the control points. The domain $M = [0, 1] \times B_\varepsilon$ does not depend on $\varphi$. This form
+      requires a flat space and control points that span n dimensions.
 
-    The curve is the set with $\xi = 0$, and the ends of the tunnel are flat disks. A call does not check that $\xi$ is
-    normal and within the ball. The methods `sample`, `sample_in` and `nearest` return coordinates with these
-    properties.
+    The points with $\xi = 0$ form the curve. The ends of the tunnel are flat disks. A call does not check that $\xi$ is
+    normal to the curve and within the ball. The methods `sample`, `sample_in` and `nearest` return coordinates with
+    these properties.
 
-    The start of the tunnel is $(0, 0)$ and its end point is $\omega = (1, 0)$. In the product metric of the domain, the
-    geodesic between them is $x(s) = (s, 0)$, so the path to the end point is the curve.
+    The start of the tunnel has the coordinates $(0, 0)$, and the end point has the coordinates $\omega = (1, 0)$. In
+    the product metric of the domain, the geodesic between these points is $x(s) = (s, 0)$. The path to the end point is
+    therefore the curve.
 
     Args:
-        curve: the curve $b$ of degree n. With `None`, only `on` can be called, which returns a tunnel in a space.
+        curve: the curve $b$ of degree n. With `None`, only the method `on` can be called. It returns a tunnel in a
+            given space.
         radius: $\varepsilon \ge 0$, in units of the chord length.
         form: `"ambient"` or `"subspace"`.
-        steps: the number of grid steps of the frame, whose error is of fourth order in 1 / steps.
+        steps: the number of grid steps for the frame. The error of the frame is of fourth order in 1 / steps.
 
     Raises:
         ArgumentError: if an argument is invalid, or the subspace form is requested for a curved space or for fewer than
             n dimensions.
-        NotImplementedError: by a method that has no formula for curved spaces.
+        NotImplementedError: if a method has no formula for curved spaces.
 
     Source: Dold et al. 2025; Weyl 1939, Hotelling 1939 (volumes).
 
@@ -115,7 +117,9 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return the tunnel of a Bézier curve in `space`, of the degree of this tunnel's curve, or else of `degree`.
+        """Return the tunnel of a Bézier curve in `space`.
+
+        The degree is the degree of this tunnel's curve. Without a curve, it is `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -132,7 +136,7 @@ class Tunnel(Embedding):
         """Compute points (*batch, *space.shape) at coordinates `x` (*batch, *domain), in the dtype of `phi`.
 
         Raises:
-            ArgumentError: if a shape is invalid, or in the subspace form the control points span fewer than n
+            ArgumentError: if a shape is invalid. In the subspace form, also if the control points span fewer than n
                 dimensions.
         """
         self._check_phi(phi)
@@ -153,28 +157,29 @@ class Tunnel(Embedding):
     ) -> Float[Tensor, "..."]:
         r"""Draw random coordinates of the tunnel of given control points.
 
-        A standard normal vector $z$ becomes uniform in the ball as $r z / \sqrt{|z|^2 + 2E}$ with a standard
-        exponential $E$. This is the projection of a uniform point of a sphere with two more dimensions.
+        If $z$ is a standard normal vector and $E$ a standard exponential variable, $r z / \sqrt{|z|^2 + 2E}$ is uniform
+        in the ball. It is the projection of a uniform point on a sphere with two more dimensions.
 
-        With `uniform="volume"`, $t$ has the density $|b'(t)|$. Then $\xi$ is replaced by $-\xi$ with the probability
-        $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, so its density is $1 - \langle \xi, k(t) \rangle$. Both densities
-        are exact.
+        With `uniform="volume"`, the density of $t$ is proportional to $|b'(t)|$. Then $\xi$ is replaced by $-\xi$ with
+        the probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$. The density of $\xi$ is then proportional to
+        $1 - \langle \xi, k(t) \rangle$. Both densities are exact.
 
         Args:
             phi: the control points.
             *batch: the shape of the batch.
             generator: the random generator; `None` for torch's default generator.
             uniform: `"product"` for coordinates that are uniform in $[0, 1] \times B$, or `"volume"` for points that
-                are uniform in the image, counted with multiplicity.
-            validate: whether to reject a tunnel that folds. During a fit, the curve may be too sharply curved for some
-                steps.
+                are uniform in the tunnel. Where the tunnel overlaps itself, points count with their multiplicity.
+            validate: whether to raise an error if the tunnel folds. Use `False` during a fit, because the curve may be
+                too sharply curved in some steps.
 
         Returns:
             Coordinates (*batch, *domain), in float64 for the subspace form and in the dtype of `phi` for the ambient
             form.
 
         Raises:
-            ArgumentError: as `check`. On a curved space, also if the velocity is 0 at a drawn parameter.
+            ArgumentError: for the same reasons as in `check`. On a curved space, also if the velocity is 0 at a drawn
+                parameter.
         """
         check_choice("uniform", uniform, ("product", "volume"))
         if uniform == "volume":
@@ -187,7 +192,7 @@ class Tunnel(Embedding):
         return self._sample_at(phi, t, generator, by_volume=uniform == "volume")
 
     def check(self, phi: Phi) -> float:
-        r"""Check that the tunnel of $\varphi$ is regular, and return $r \max_t |k(t)|$, which is below 1.
+        r"""Check that the tunnel of $\varphi$ does not fold, and return $r \max_t |k(t)|$, which is below 1.
 
         The candidates for $\min |b'|$ and $\max |k|$ are the roots of polynomials, so the check does not depend on a
         grid. If r = 0, the tunnel is the curve, and every curve is valid.
@@ -217,9 +222,9 @@ class Tunnel(Embedding):
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
         r"""Compute the volume element $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$ of the tunnel, in float64.
 
-        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, whose $\xi$ is in
-        units of the chord, the volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. It is the square root
-        of the determinant of the pullback metric.
+        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, $\xi$ is in units of
+        the chord length, so the volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. In both forms, the
+        volume element is the square root of the determinant of the pullback metric.
         """
         self._require_flat("volume_element")
         self._check_phi(phi)
@@ -232,13 +237,13 @@ class Tunnel(Embedding):
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
         r"""Compute the log-volume $\log(L\, V_m(r))$ in float64, by the tube formula of Weyl and Hotelling.
 
-        $L$ is the length of the curve, and $V_m$ the volume of a ball in m normal dimensions, where m is n - 1 for the
+        $L$ is the length of the curve, and $V_m$ is the volume of a ball in the m normal dimensions. m is n - 1 for the
         subspace form and P - 1 for the ambient form. The formula is exact for every regular curve with
-        $r \max |k| < 1$. Self-intersections count with multiplicity. The result is differentiable with respect to
-        $\varphi$. For radius 0 and m > 0, it is $-\infty$.
+        $r \max |k| < 1$. Where the tunnel overlaps itself, the volume counts with its multiplicity. The result is
+        differentiable with respect to $\varphi$. For radius 0 and m > 0, the result is $-\infty$.
 
         Raises:
-            ArgumentError: as `check`.
+            ArgumentError: for the same reasons as in `check`.
         """
         self.check(phi)
         points = phi.flatten(1)
@@ -254,8 +259,12 @@ class Tunnel(Embedding):
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
         r"""Compute the coordinates of the nearest points of the tunnel, and the distances.
 
-        The nearest point is in the disk of a foot of the point on the curve, $\langle y - b(t), b'(t)\rangle = 0$, or
-        in the disk of an end. All roots of this polynomial and both ends are compared. The results have no derivatives.
+        The nearest point is in one of the following disks. The method compares all of them:
+
+        - the disk at a parameter t with $\langle y - b(t), b'(t)\rangle = 0$, which is a polynomial equation;
+        - the disk at an end of the tunnel.
+
+        The results have no derivatives.
 
         Args:
             phi: the control points.
@@ -266,7 +275,7 @@ class Tunnel(Embedding):
             to rounding.
 
         Raises:
-            ArgumentError: as `check`, or if `point` has another shape or is not finite.
+            ArgumentError: for the same reasons as in `check`, or if `point` has another shape or is not finite.
         """
         self._require_flat("nearest")
         self.check(phi)
@@ -293,11 +302,11 @@ class Tunnel(Embedding):
 
         A point $y$ is in the tunnel if for some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and not longer than $r$.
         The tolerance is $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the
-        coarser dtype. On a curved space, it is $50\,u\,(1 + r)$, and the method searches for one foot in each of 64
-        subintervals.
+        coarser dtype. On a curved space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in
+        each of 64 subintervals.
 
         Raises:
-            ArgumentError: as `nearest`.
+            ArgumentError: for the same reasons as in `nearest`.
         """
         if self.space.flat:
             distances = self.nearest(phi, point)[1]
@@ -325,13 +334,15 @@ class Tunnel(Embedding):
     def profile(
         self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-        """Estimate the mean and the maximum of a function over cross-sections from uniform points of each ball.
+        """Estimate the mean and the maximum of a function over cross-sections of the tunnel.
+
+        The points of each cross-section are drawn uniformly.
 
         Args:
             phi: the control points.
             function: a function from a point to a number, such as a loss over a data set. It is called
                 `points` * `draws` times.
-            points: the number of cross-sections, which are evenly spaced in t and include both ends.
+            points: the number of cross-sections. They are evenly spaced in t and include both ends.
             draws: the number of random points in each cross-section.
             generator: the random generator; `None` for torch's default generator.
 
@@ -375,18 +386,19 @@ class Tunnel(Embedding):
 
 @dataclass(frozen=True)
 class _AmbientForm:
-    """The ambient form, in which ξ contains all coordinates of a normal tangent.
+    """The ambient form, in which ξ is a tangent vector normal to the curve.
 
     Each form defines:
 
-    - `num_coordinates`: the number of coordinates of ξ;
-    - `num_normal`: the dimension of the ball normal to the curve;
-    - `fills_normal_space`: whether the ball extends in the directions orthogonal to the span of the control points;
-    - `chord_scale`: the length of a unit of ξ;
-    - `point`: compute the point at (t, ξ);
-    - `offset`: compute the vector from the curve to the point, and the control points, in common coordinates;
-    - `normal_coordinates`: compute the ξ of a vector normal to the curve;
-    - `sample_ball`: draw a ξ from the ball.
+    - `num_coordinates`: the number of entries of ξ;
+    - `num_normal`: the dimension of the ball;
+    - `fills_normal_space`: whether the ball contains directions orthogonal to the span of the control points;
+    - `chord_scale`: the length of a vector ξ of norm 1;
+    - `point`: a method that computes the point at (t, ξ);
+    - `offset`: a method that returns the vector from the curve to the point, and the control points. Both have the same
+      coordinate system;
+    - `normal_coordinates`: a method that converts a vector normal to the curve into ξ;
+    - `sample_ball`: a method that draws ξ uniformly from the ball.
     """
 
     curve: Bezier
@@ -438,7 +450,7 @@ class _AmbientForm:
         for stationary in t[~(square > 0)]:
             raise ArgumentError(_no_velocity(stationary.item()))
         xi = space._random_tangent(center, generator)
-        # The first subtraction leaves a rounding error of the longer vector along the velocity. The second removes it.
+        # The first subtraction leaves a rounding error along the velocity. The second subtraction removes this error.
         for _ in range(2):
             xi = xi - scaled(space._inner(center, xi, velocity) / square, velocity)
         xi = scaled(r * ball_scale(norm(space, center, xi).double(), tail), xi)
@@ -447,7 +459,7 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
+    """The subspace form, in which ξ contains coordinates in a moving frame. Their unit is the chord length.
 
     The frame is in the span of the control points.
     """
@@ -537,7 +549,7 @@ def _no_velocity(t: float) -> str:
 
 
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
-    r"""Compute $\log V_m(r)$, where $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$ is the volume of an m-dimensional ball.
+    r"""Compute the logarithm of the volume $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$ of an m-dimensional ball.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Combined reports: the runs of several comparisons at equal cost, as data frames and as files."""
+"""Combined reports, which compare the runs of several comparisons at equal cost."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,8 @@ class CombinedReport:
     Attributes:
         runs: the runs by problem, method and seed.
         targets: the target accuracy of each problem.
-        notes: a sentence for each setting, other than methods and seeds, in which reports of a problem differ.
+        notes: the differences between reports of the same problem. Each note is a sentence about one setting. Methods
+            and seeds may differ without a note.
     """
 
     runs: Runs
@@ -63,9 +64,13 @@ class CombinedReport:
     def run_frame(self) -> pd.DataFrame:
         """Return a row for each run.
 
-        `final` is the accuracy at the end. `at_time` is the accuracy at the `budget` of the problem, and there is such
-        a column for each axis. `updates_to_target` and `time_to_target` are NaN if the run did not reach the target.
-        `spent_time` and the corresponding columns of the other axes are the costs of the run.
+        The columns include:
+
+        - `final`: the accuracy at the end.
+        - `at_updates`, `at_time`, ...: for each cost axis, the accuracy at the `budget` of the problem.
+        - `updates_to_target` and `time_to_target`: the cost up to the target accuracy, or NaN if the run did not reach
+          it.
+        - `spent_updates`, `spent_time`, ...: for each cost axis, the total cost of the run.
         """
         return pd.DataFrame(
             {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
@@ -94,7 +99,7 @@ class CombinedReport:
     def frame(self) -> pd.DataFrame:
         """Return a row for each problem and method.
 
-        Two further columns contain the 95 % interval of each mean, such as `final_low` and `final_high`. The means of
+        Columns such as `final_low` and `final_high` contain the ends of the 95 % interval of each mean. The means of
         `updates_to_target` and `time_to_target` are over the `num_reached` runs that reached the target.
         """
         rows = []
@@ -107,7 +112,7 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
-        """Test every pair of methods on the accuracies at equal cost on an axis, with `statistics.compare_pairs`."""
+        """Test every pair of methods with `statistics.compare_pairs`, on the accuracies at equal cost on an axis."""
         runs = self.run_frame()
         scores = runs.pivot(
             index=["problem", "seed"], columns="method", values=f"at_{check_choice('axis', axis, AXES)}"
@@ -115,10 +120,11 @@ class CombinedReport:
         return compare_pairs(scores[list(dict.fromkeys(runs["method"]))])
 
     def differences(self, baseline: str) -> pd.DataFrame:
-        """Return the mean difference in accuracy between every method and `baseline`, paired by seed, on each problem.
+        """Return the mean difference in accuracy between every method and `baseline` on each problem, paired by seed.
 
-        Two further columns contain the 95 % interval of each column such as `at_updates`. The cost is the largest cost
-        that all common runs of the two methods reached. Runs of other methods do not affect it.
+        For each column such as `at_updates`, two further columns contain the ends of its 95 % interval. The accuracies
+        are compared at the largest cost that all common runs of the two methods reached. Runs of other methods do not
+        affect this cost.
 
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
@@ -209,7 +215,7 @@ def write_combined_report(
         combined: the combined report.
         folder: the folder. An existing combined report is replaced as a whole.
         axis: the x axis of the plots, and the cost axis of the tests.
-        baseline: the method with which all other methods are compared on every axis.
+        baseline: the name of a method. All other methods are compared with it on every axis.
 
     Returns:
         The paths of the files.
@@ -256,7 +262,7 @@ def markdown_table(frame: pd.DataFrame) -> str:
 
 
 def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
-    """Return three columns for each name: the mean and both ends of its interval."""
+    """Return three columns for each name: the mean and both ends of the interval of the mean."""
     flat: dict[str, object] = {}
     for name, values in columns.items():
         mean = mean_ci(values.to_list()) if len(values) else None

@@ -1,4 +1,4 @@
-"""Comparison of methods on the same federations: equal data, initial models and event order for each seed."""
+"""Comparison of methods with equal data, equal initial models and the same order of events for each seed."""
 
 import statistics
 import warnings
@@ -85,7 +85,7 @@ class Comparison:
         }
 
     def results(self) -> dict[str, object]:
-        """Return all results except the log as a JSON-compatible tree. Equal settings give bit-identical results."""
+        """Return all results except the log as JSON values. Equal settings give bit-identical results."""
         methods = {
             name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
             for name, summary in self.summary().items()
@@ -137,7 +137,7 @@ def compare(
     resume: bool = False,
     duration: float | None = None,
 ) -> Comparison:
-    """Run every method on the federation of every seed.
+    """Run every method on the federated data set of every seed.
 
     The runs use one torch thread, so that equal settings give bit-identical results. Partitions, schedulers, delays and
     availability may be names, as on the command line.
@@ -152,36 +152,36 @@ def compare(
         holdout: the fraction of the data in the test set, as in `FederatedDataset.split`.
         validation: the fraction of the training data that replaces the test set, as in `FederatedDataset.split`.
         batch: the number of samples in a minibatch.
-        target: the target accuracy up to which updates are counted. The default is that of the data set.
+        target: the target accuracy. The results contain the number of updates until a run reaches it. The default is
+            the target of the data set.
         scheduler: a function that returns a scheduler for each run. This and the next six arguments are as in
             [`run`][manifoldagg.simulation.run].
         delays: the delays of clients that work independently, instead of a scheduler.
         availability: the changes of the clients' availability.
         task_cost: the cost of a task: `"fixed"` or `"trainer"`.
-        concurrency: the number of clients in flight. The default is all clients: each client has one task, and receives
-            the next task after its update.
-        buffer: the number of updates in each step of the rules with a buffer. Other rules ignore it.
+        concurrency: the number of tasks in flight. With the default, every client always has one task.
+        buffer: the number of updates in each step of the rules with a buffer. Other rules ignore this argument.
         refill: the number of free slots at which the server dispatches again. The default is 1.
-        averaging: the settings of a weight average that each run computes and evaluates next to its model, or their
-            text, such as `"start=0.75,cycle=5"`.
+        averaging: the settings of a weight average, or a string such as `"start=0.75,cycle=5"`. Each run computes this
+            average and evaluates it together with the model.
         eval_every: the number of updates between evaluations.
         executor: the executor that trains, or a function that returns an executor for all runs. The results do not
             depend on it.
         progress: a function that is called with the method's name and the seed after each update.
         tuning: a search for the methods' rates before the comparison.
-        folder: a folder for finished runs, the state of the current run and the log so far. The state is stored every
-            30 seconds, and when an exception ends the run. The caller removes the folder. Without `resume`, existing
-            progress in the folder is removed.
-        resume: resume from `folder`, with bit-identical results.
+        folder: a folder for the finished runs, the state of the current run and the log. The state is stored every 30
+            seconds, and when an exception ends the run. The caller must remove the folder after the comparison. Without
+            `resume`, existing progress in the folder is removed.
+        resume: whether to resume from `folder`. The results are bit-identical to those of an uninterrupted comparison.
         duration: the virtual time in seconds after which each run ends, if it has fewer than `num_updates` updates.
 
     Raises:
         ArgumentError: if an argument is invalid, or a run cannot start.
-        CheckpointError: if `folder` contains a damaged file, or the progress of another comparison or of other
-            versions. The message contains the first difference.
+        CheckpointError: if `folder` contains a damaged file, the progress of another comparison, or progress from other
+            versions of the packages. The message contains the first difference.
 
     Warns:
-        StabilityWarning: once for each run with a step above the stability limit, except with `tuning`.
+        StabilityWarning: once for each run whose step size is above the stability limit, except with `tuning`.
     """
     check_count("seeds", seeds)
     check_count("num_updates", num_updates)
@@ -274,7 +274,7 @@ def compare(
 
 
 class _Runner:
-    """The runs of a comparison, whose results and curves are stored in a folder if there is one."""
+    """Runner of a comparison. If there is a folder, it stores the results and the curves of the runs."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ def _check_methods(methods: Any) -> None:
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not `None`. New settings do not change the results without them."""
+    """Return the settings that are not `None`, so that an unused setting does not change the stored settings."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -382,7 +382,7 @@ def _check_startable(
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:
-    """Return a run for JSON, with the trace by columns."""
+    """Convert a run to JSON values. Each column of the trace is a list."""
     columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(TaskRecord)}
     return {
         "trace": columns,
@@ -417,7 +417,10 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
 
 
 def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
-    """Return the mean final accuracy and loss of the average, and the loss of the model, over runs that have them."""
+    """Return means over runs: the final accuracy and loss of the average, and the final loss of the model.
+
+    A mean excludes the runs that do not have the value.
+    """
     last = [run_.evaluations[-1] for run_ in runs]
     accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]
     losses = [row.loss for row in last if row.loss is not None]

@@ -1,4 +1,4 @@
-"""Configuration files: a TOML file with comparisons, each of which is converted to a command line."""
+"""TOML configuration files with comparisons. Each comparison is converted to a command line."""
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -31,11 +31,13 @@ def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> 
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the command line of each table of a file, by the table's name and in the file's order.
+    """Return the command line of each table in a file, by the table's name and in the order of the file.
 
-    A table contains options of the command by their long names. The table `[defaults]` contains options that all
-    comparisons share. Values have the type of the option. Words may be a list, which is joined by commas. A repeatable
-    option has one value or a list of values, and `{fedasync = 0.5}` means `fedasync=0.5`.
+    - A table contains options of the command by their long names.
+    - The table `[defaults]` contains options that all comparisons share.
+    - The type of a value is the type of the option.
+    - A list of strings is joined by commas.
+    - A repeatable option has one value or a list of values. `{fedasync = 0.5}` means `fedasync=0.5`.
 
     Args:
         path: the path of the file.

@@ -1,4 +1,4 @@
-"""Registry of data sets, each with a suitable model. Data are read from local files and never downloaded."""
+"""Registry of data sets with suitable models. Data are read from local files and never downloaded."""
 
 import json
 import pickle
@@ -64,8 +64,8 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
     | `module:name` | a `LabelledDataset` in your own module, or a function that returns one |
 
-    Worker processes receive the name or the function instead of the data. So the function must return equal data in
-    each call, and it must be picklable.
+    Worker processes receive the name or the function instead of the data. The function must therefore return equal data
+    in each call, and it must be picklable.
 
     Args:
         source: the name of the data set, or a function that returns it.
@@ -118,7 +118,10 @@ def _load_model(source: str | Callable[[], LabelledDataset]) -> Callable[[], nn.
 
 
 def digits() -> LabelledDataset:
-    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]), with small convolutions."""
+    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]).
+
+    The model is a small convolutional network.
+    """
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
@@ -129,7 +132,9 @@ def digits() -> LabelledDataset:
 
 
 def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
-    """Load images and labels in the IDX format: MNIST, Fashion-MNIST, KMNIST, with convolutions.
+    """Load images and labels in the IDX format, such as MNIST, Fashion-MNIST or KMNIST.
+
+    The model is a convolutional network.
 
     Args:
         folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. The data set has
@@ -147,7 +152,9 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
 
 
 def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = None) -> LabelledDataset:
-    """Load Fashion-MNIST from the files of the Debian package dataset-fashion-mnist, with convolutions.
+    """Load Fashion-MNIST from the files of the Debian package `dataset-fashion-mnist`.
+
+    The model is a convolutional network.
 
     Args:
         folder: the folder of the files.
@@ -165,7 +172,9 @@ def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = 
 
 
 def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
-    """Load a text of plays by speaker, with gated recurrent units that predict the next character.
+    """Load a text of plays. The users are the speakers.
+
+    The model is a recurrent network (GRU) that predicts the next character.
 
     A speech begins with the speaker's name and a colon on one line, and ends at an empty line. The speeches of a
     speaker are joined and split into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
@@ -206,13 +215,15 @@ def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
 
 
 def leaf(folder: Path | str) -> LabelledDataset:
-    """Load a LEAF data set by user: images (FEMNIST) with convolutions, text (Shakespeare) with recurrent units.
+    """Load a LEAF data set with its users.
+
+    The model is a convolutional network for images (FEMNIST), or a recurrent network for text (Shakespeare).
 
     Args:
-        folder: a folder of JSON files, or of the folders `train` and `test` with JSON files, where `test` is the test
-            split. Each file has `users` and `user_data`, a mapping from users to lists `x` and `y`. The samples in `x`
-            are all lists of numbers, or all strings. 784 numbers are the pixels of an image. The labels in `y` are all
-            integers >= 0, or all characters.
+        folder: a folder with JSON files, or with two folders `train` and `test` that contain JSON files. `test` is the
+            test split. Each file has `users` and `user_data`, a mapping from users to lists `x` and `y`. The samples in
+            `x` are either lists of numbers or strings. A list of 784 numbers contains the pixels of an image. The
+            labels in `y` are either integers >= 0 or characters.
 
     Source: Caldas et al. 2018, LEAF.
     """
@@ -251,10 +262,14 @@ def npz(path: Path | str) -> LabelledDataset:
     """Load arrays that `numpy.savez(path, inputs=..., labels=...)` wrote.
 
     Args:
-        path: the file. `inputs` are numbers (samples, ...), or tokens (samples, length), integers >= 0. `labels` are
-            integers >= 0, (samples,) or (samples, length). `user_ids` (samples,), numbers or names, and `test_mask`
-            (samples,), booleans, are optional. Inputs (samples, channels, height, width) get a convolutional model,
-            tokens a recurrent model, and other inputs a perceptron.
+        path: the path of the file, with these arrays:
+
+            - `inputs`: numbers (samples, ...), or tokens (samples, length), which are integers >= 0. Inputs of
+              the shape (samples, channels, height, width) get a convolutional model. Tokens get a recurrent
+              model, and other inputs a perceptron.
+            - `labels`: integers >= 0, (samples,) or (samples, length).
+            - `user_ids` (optional): the users, numbers or names, (samples,).
+            - `test_mask` (optional): whether each sample belongs to the test split, booleans (samples,).
     """
     path = Path(path)
     try:
@@ -317,7 +332,7 @@ def _with_model(
 
 
 def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the users of the JSON files of a folder, in the order of the files' names, with their samples."""
+    """Yield each user in the JSON files of a folder with its samples. The files are sorted by name."""
     files = sorted(place.glob("*.json"))
     if not files:
         raise ArgumentError(f"folder: {place}: expected JSON files, got a folder without JSON files")

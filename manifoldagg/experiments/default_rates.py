@@ -33,22 +33,26 @@ def methods_with_scaled_rates(
     concurrency: int | None = None,
     buffer: int | None = None,
 ) -> tuple[list[Method], list[str]]:
-    r"""Build the named methods with default rates scaled to the clients, and return a line for each scaled rate.
+    r"""Build the named methods with scaled default rates, and return a line of text for each scaled rate.
 
-    The default rates were tuned with 30 clients in flight. If the rate of a rule is multiplied by the weight of a
-    client, the step size is $\rho = \text{rate} / N$. The scaled step size is the same fraction of
-    [`stability_limit`][manifoldagg.federated.stability_limit] as the tuned step size, and at most 0.5. The rate of a
-    rule with a buffer is its step size. It is reduced to the tuned fraction of the limit if it would exceed this
-    fraction. The rate of `ace` is proportional to $1 / N$, like its stability limit.
+    The default rates were tuned with 30 clients in flight. Their tuned step sizes are fractions of the
+    [`stability_limit`][manifoldagg.federated.stability_limit] for 30 clients. The function scales a rate as follows:
 
-    Rates that `names` or `rates` set, rates of other units, and the rates of user modules are unchanged.
+    - If a rule multiplies the rate by the weight of a client, the step size is $\rho = \text{rate} / N$. The scaled
+      step size is the same fraction of the stability limit as the tuned step size, and at most 0.5.
+    - The rate of a rule with a buffer is its step size. A rate above the tuned fraction of the limit is reduced to this
+      fraction.
+    - The rate of `ace` is proportional to $1 / N$, like its stability limit.
+
+    These rates are unchanged: rates that `names` or `rates` set, rates in other units, and rates of rules in user
+    modules.
 
     Args:
         names: the methods, as in [`methods`][manifoldagg.experiments.registry.methods].
         rates: the explicit rates, as in `methods`.
         clients: the number $N$ of clients.
         concurrency: the number of clients that train at the same time. `None` means all clients.
-        buffer: the number of updates in each step of a rule with a buffer. `None` means the size in the rule.
+        buffer: the number of updates in each step of a rule with a buffer. `None` selects the buffer size of the rule.
 
     Raises:
         ArgumentError: for the same reasons as in `methods`, or if `clients` or `concurrency` is not a positive integer.

@@ -1,4 +1,4 @@
-"""Loss landscapes: the loss over the plane of a learned curve, on one client's data and on the held-out data."""
+"""The loss over the plane of a learned curve, on one client's data and on the held-out data."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
 
 @dataclass(frozen=True)
 class Landscape:
-    """Planes of one learned curve: the loss on the client's own data, and on all held-out data."""
+    """The loss over the plane of one learned curve, on the client's own data and on all held-out data."""
 
     method: str
     update_index: int

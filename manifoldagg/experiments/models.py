@@ -1,4 +1,4 @@
-"""Default models for data sets: a multilayer perceptron, convolutions, a recurrent network, a transformer."""
+"""Default models for data sets: multilayer perceptron, convolutional network, recurrent network and transformer."""
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
 
 
 def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
-    """Build two 3 x 3 convolutions, each with ReLU and pooling by 2, and two dense layers (Manifold, Figure 5).
+    """Build a convolutional network with two convolutions and two dense layers (Manifold, Figure 5).
+
+    Each 3 x 3 convolution is followed by ReLU and pooling by 2.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 4 x 4 pixels.
@@ -65,13 +67,13 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
 
 
 def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
-    """Build a network of an embedding, gated recurrent units and a linear layer.
+    """Build a recurrent network with an embedding, gated recurrent units (GRU) and a linear layer.
 
     Args:
         signature: the signature of a data set of tokens.
         embedding: the size of an embedding.
-        hidden: the units of a layer.
-        layers: the number of layers.
+        hidden: the number of units of a recurrent layer.
+        layers: the number of recurrent layers.
 
     Example:
         >>> gru(Signature((80,), classes=65, tokens=65, per_token=True))(torch.zeros(5, 80, dtype=torch.int64)).shape

@@ -71,16 +71,17 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Draw the accuracy of each method along an axis: the mean over its seeds, up to the cost that all seeds reach.
+    """Draw the mean accuracy of each method over its seeds along a cost axis.
 
-    With several seeds, and at most as many methods as colours, a band shows one standard deviation. Between two
-    evaluations, a run has the accuracy of the earlier one.
+    A curve ends at the largest cost that all seeds of the method reach. With several seeds, a band shows one standard
+    deviation, unless there are more methods than colours. Between two evaluations, the accuracy of a run is the
+    accuracy at the earlier evaluation.
 
     Args:
         path: the path of the plot.
         runs: the evaluations of each seed, by method.
         target: an accuracy to mark.
-        title: the title, to which the number of seeds is added.
+        title: the title. The number of seeds is added to it.
         axis: one of `AXES`.
         budget: a cost on this axis to mark.
     """
@@ -121,7 +122,7 @@ def draw_accuracy(
 
 
 def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
-    """Draw the sorted accuracies of the clients. Each position is the mean over the seeds of a method.
+    """Draw the sorted accuracies of the clients. Each position shows the mean over the seeds of a method.
 
     Args:
         path: the path of the plot.
@@ -177,7 +178,7 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """Draw the planes of one curve below one another, each with its own scale, and one legend below the last."""
+    """Draw the planes of one curve below one another. Each plane has its own scale, and all planes share a legend."""
     figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
         said, drawn = plane
@@ -269,7 +270,7 @@ def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: s
     A thin line connects a task's dispatch and its start. Rows are sorted by the clients' names, in natural order.
 
     Args:
-        records: the records, of which there must be at least one.
+        records: one or more records.
         axes: matplotlib axes. The default is the axes of a new figure.
         title: the title of the axes.
 

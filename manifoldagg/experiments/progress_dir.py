@@ -1,4 +1,4 @@
-"""The progress directory of a running comparison: finished runs, the checkpoint of the current run, and the log."""
+"""The progress directory of a comparison, with finished runs, the checkpoint of the current run, and the log."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ OWN_FILES = re.compile(
 
 
 class LearnedCurve(NamedTuple):
-    """A curve of a client for the plot of a plane, with the control points `phi` (n + 1, P)."""
+    """A learned curve of a client with the control points `phi` (n + 1, P), for the plot of its plane."""
 
     method: str
     update_index: int
@@ -42,9 +42,10 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """Stored progress of a running comparison. The end of a `with` block unlocks the folder and keeps its files.
+    """The stored progress of a comparison.
 
-    Without `resume`, existing progress is removed.
+    The folder is locked until the end of the `with` block. The files remain in the folder. Without `resume`, existing
+    progress is removed.
 
     Raises:
         ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.

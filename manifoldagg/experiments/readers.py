@@ -33,13 +33,13 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
     big-endian.
 
     Args:
-        path: the path of the file. The first bytes, not the name, determine whether it is gzipped.
+        path: the path of the file. The first bytes of the file determine whether it is gzipped. Its name is ignored.
 
     Returns:
         A tensor in the dtype of the file: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ArgumentError: if the file cannot be read, has another magic number, is truncated, or has further bytes.
+        ArgumentError: if the file cannot be read, has another magic number, is truncated, or has trailing bytes.
 
     Source: LeCun, Cortes, Burges, The MNIST database, file formats.
 
@@ -87,7 +87,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
 def read_images(
     folder: str | os.PathLike[str], part: str = "t10k"
 ) -> tuple[Float32[Tensor, "samples 1 28 28"], Int64[Tensor, " samples"]]:
-    r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST or any data set with their file names.
+    r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST, or another data set with the file names of MNIST.
 
     Args:
         folder: the folder with `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, gzipped (`.gz`) or not. The names

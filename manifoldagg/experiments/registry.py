@@ -1,4 +1,4 @@
-"""Registry of methods by name: every rule with its trainer and the default options of both."""
+"""Registry of methods by name. A method is a rule with a trainer, with default options for both."""
 
 import abc
 import csv
@@ -71,7 +71,7 @@ class UniformShares(PerClients):
 
 @dataclass(frozen=True)
 class Factory(PerClients):
-    """A call of `make` with options, some of which depend on the participating clients."""
+    """A deferred call of `make`. Some of its arguments depend on the participating clients."""
 
     make: Callable[..., Any]
     options: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Factory(PerClients):
 
 
 def _load_defaults(table: str) -> dict[str, Mapping[str, str]]:
-    """Read a table of the default options, which have the syntax of a spec."""
+    """Read a table of default options. The options have the syntax of a spec."""
     lines = tomllib.loads(Path(__file__).with_name("defaults.toml").read_text())[table]
     return {name: parse_spec(f"defaults.toml: {name}", f"{name}:{text}").options for name, text in lines.items()}
 
@@ -98,18 +98,23 @@ RATE_FIELDS: Mapping[str, str] = {"momentum": "rule.rate", "private": "rule.rate
 
 
 def method(text: str, rate: float | None = None) -> Method:
-    """Build the named method with its options: fields of the rule or of its trainer.
+    """Build the named method with its options. The options are fields of the rule or of its trainer.
 
-    An option that both have is the rule's option. `trainer.rate` is an option of the trainer, and `trainer=` selects
-    another trainer. An option whose value is an object accepts the name of the object in lower case. Options of the
-    object have a dot: `staleness=hinge,staleness.a=5`, `rate=cosine,rate.start=3`, `correction=orthodyn`,
-    `optimizer=sgd,optimizer.momentum=0.9`, `sharpness=sam`, `dominance=true`, `routing=uniform`.
+    - If the rule and the trainer both have a field `rate`, `rate` sets the field of the rule, and `trainer.rate` sets
+      the field of the trainer. `trainer=` selects another trainer.
+    - If the value of an option is an object, the option accepts the name of the object in lower case:
+      `correction=orthodyn`, `sharpness=sam`, `dominance=true`, `routing=uniform`.
+    - Options of such an object contain a dot: `staleness=hinge,staleness.a=5`, `rate=cosine,rate.start=3`,
+      `optimizer=sgd,optimizer.momentum=0.9`.
 
-    `module:name` is an object in your own Python module. As a method, it is a rule, a class or function that returns a
-    rule, or a [`Method`][manifoldagg.simulation.Method]. Its options follow another colon, and its default trainer is
-    that of `fedasync`. As the value of an option, it is an instance, or a class or function that returns an instance:
-    `correction=my_module:MyCorrection,correction.strength=2`. For the options `staleness`, `rate` and `steps`, a
-    function with one required argument is the value itself.
+    `module:name` selects an object in your own Python module:
+
+    - As a method, the object is a rule, a class or function that returns a rule, or a
+      [`Method`][manifoldagg.simulation.Method]. The options follow another colon. The default trainer is the trainer of
+      `fedasync`.
+    - As the value of an option, the object is an instance, or a class or function that returns an instance:
+      `correction=my_module:MyCorrection,correction.strength=2`. For the options `staleness`, `rate` and `steps`, a
+      function with one required argument is the value itself.
 
     Args:
         text: the name and its options, such as `"fedortho"`, `"asyncbezier:threshold=auto,degree=3"` or
@@ -117,7 +122,7 @@ def method(text: str, rate: float | None = None) -> Method:
         rate: the global rate, if `text` does not set a rate.
 
     Raises:
-        ArgumentError: if a name is unknown, with the nearest known name, or if a value is invalid.
+        ArgumentError: if a name is unknown (the message suggests the nearest name), or if a value is invalid.
 
     Example:
         >>> method("fedortho", rate=3.0).rule.rate
@@ -138,8 +143,8 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
     Args:
         names: a list of names for [`method`][manifoldagg.experiments.registry.method], or a string of names separated
             by commas.
-        rates: the global rates of methods whose options do not set a rate. `"0.5"` applies to all methods, and
-            `"fedasync=0.5"` to one method.
+        rates: the global rates of the methods whose options do not set a rate. `"0.5"` applies to all methods.
+            `"fedasync=0.5"` applies to one method.
 
     Raises:
         ArgumentError: if a name is unknown, a method is given twice, or a rate is not positive.
@@ -172,7 +177,7 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
 
 
 def parse_methods(names: Sequence[str] | str) -> list[Spec]:
-    """Split the names of methods, as for `methods`, into names and options.
+    """Split the argument `names` of `methods` into names and options.
 
     Example:
         >>> [spec.name for spec in parse_methods("fedasync:rate=0.5,my_module:Signs:rate=0.1")]
@@ -192,7 +197,7 @@ class _Template:
         make: the class of the rule, or a function that makes it.
         fields: the arguments of `make` if a user's object is the rule.
         defaults: default options, including those of the trainer.
-        trainer: the trainer of a user's method; `None` if `defaults` names it.
+        trainer: the trainer of a user's method, or `None` if `defaults` contains the name of the trainer.
         rate_field: the field of the global rate; `None` if the rate is fixed.
     """
 
@@ -225,7 +230,7 @@ def _remake(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
 
 
 def _merge(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Merge options with defaults. If an option has a new value, the options of the default value are discarded."""
+    """Merge options with defaults. The options of a default object are discarded if another object is selected."""
     replaced = {name for name, text in options.items() if text != defaults.get(name)}
     return {name: text for name, text in defaults.items() if name.partition(".")[0] not in replaced} | dict(options)
 

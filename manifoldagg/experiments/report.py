@@ -1,4 +1,4 @@
-"""Reports of comparisons: a folder of results and plots, which is written atomically, and its reader."""
+"""Reports of comparisons. A report is a folder with results and plots, which is written atomically."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class _Report:
 
     @property
     def problem(self) -> tuple[str, ...]:
-        """The name of the data set, its checksum, and the settings that define the problem."""
+        """The key of the problem: the data set with its checksum, and the settings that define the problem."""
         data = self.settings["data"]
         return data["name"], data["checksum"], *(self.setting(key) for key in PROBLEM_SETTINGS)
 
@@ -73,10 +73,12 @@ class _Report:
 
 
 def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
-    """Write `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
+    """Write the results and the plots of a comparison into a folder.
+
+    The files are `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
 
     Returns:
-        The files, in that order.
+        The paths of the files, in this order.
 
     Raises:
         ArgumentError: if `folder` contains other files than a report, or cannot be written.
@@ -113,12 +115,18 @@ def read_report(folder: Path) -> dict[str, Any]:
 def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float], list[str]]:
     """Read the reports of `manifoldagg compare` in these folders.
 
-    A problem is a data set (its name and a checksum of its samples), a model, a split and the settings of the order of
-    events. The names of problems with the same data set contain their differences.
+    Two runs have the same problem if the following are equal:
+
+    - the data set (its name and a checksum of its samples);
+    - the model;
+    - the split over clients;
+    - the settings that determine the order of events.
+
+    If several problems have the same data set, the name of each problem contains the settings that differ.
 
     Returns:
-        The runs by problem, method and seed, the target of each problem, and a sentence for each other setting in which
-        reports of a problem differ.
+        Three values: the runs by problem, method and seed; the target of each problem; and sentences about other
+        settings in which reports of a problem differ.
 
     Raises:
         ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of
@@ -166,7 +174,7 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
 
 
 def environment_info() -> dict[str, object]:
-    """Return the versions and the machine of the timings."""
+    """Return the package versions and the machine, which determine the timings."""
     return {
         "versions": {"python": platform.python_version(), **versions()},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
@@ -180,7 +188,7 @@ def _is_report(folder: Path, files: Sequence[str]) -> bool:
 
 
 def _write_json(path: Path, tree: object) -> None:
-    """Write a tree as JSON with one line for each entry and each list of plain values."""
+    """Write nested values as JSON. Each entry and each list of plain values is one line."""
     lines = json.dumps(tree, indent=1, allow_nan=False)
     lists = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
     path.write_text(lists.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", lines) + "\n")
@@ -207,7 +215,7 @@ def _draw(comparison: Comparison, folder: Path) -> None:
 
 
 def _problem_names(known: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Name each problem after its data set and the settings in which problems with this data set differ."""
+    """Name each problem after its data set, and after the settings that differ between problems with this data set."""
     frame = pd.DataFrame(known, columns=["name", "", *PROBLEM_SETTINGS])
     names = {}
     for name, like in frame.groupby("name"):

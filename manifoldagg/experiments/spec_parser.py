@@ -1,4 +1,4 @@
-"""A parser of specs, `name:option=value,option=value`, for everything that has a name."""
+"""Parser of specs such as `name:option=value,option=value` for methods, data sets, schedulers and their options."""
 
 import ast
 import importlib.util
@@ -42,7 +42,10 @@ WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -m
 
 @dataclass(frozen=True)
 class Spec:
-    """A name, or `module:name`, and the text of each option; `""` is the first option, as in `replay:trace.csv`."""
+    """A name or `module:name`, with the text of each option.
+
+    The key `""` contains an option without a name, such as `trace.csv` in `replay:trace.csv`.
+    """
 
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -61,8 +64,8 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names with options. `option=value` belongs to the preceding name.
 
-    If a name before a colon is not in `known`, it is the name of a user's module: `module:name:option=value`. In all
-    functions of this module, `where` is the start of error messages.
+    If a name before a colon is not in `known`, the name is a user's module: `module:name:option=value`. In all
+    functions of this module, error messages start with `where`.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -98,7 +101,7 @@ def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> 
 
 
 def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> Spec:
-    """Parse one name with its options, as `parse_specs`."""
+    """Parse one name with its options. The arguments are the same as those of `parse_specs`."""
     first, *others = parse_specs(where, text, known)
     if others:
         raise ArgumentError(f"{where}: expected one name with its options, got a second one: {others[0]}")
@@ -136,11 +139,11 @@ def parse_kwargs(
     excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Parse options into keyword arguments for `factory`, whose parameters are the options.
+    """Parse options into keyword arguments for `factory`. The options are the parameters of `factory`.
 
-    The name of an option may contain a dot: `staleness=hinge,staleness.a=0.9` sets the option `a` of the value of
-    `staleness`. Without `staleness=`, it sets the option `a` of the default value. If the annotation of a parameter is
-    a string or a path, the text itself is the value.
+    The name of an option may contain a dot. `staleness=hinge,staleness.a=0.9` sets the option `a` of the object
+    `hinge`. Without `staleness=hinge`, `staleness.a=0.9` sets the option `a` of the default object. The text of an
+    option is not parsed if the parameter is annotated as a string or a path.
 
     Args:
         where: the start of an error message.
@@ -151,7 +154,8 @@ def parse_kwargs(
         defaults: arguments for options that are not given.
 
     Raises:
-        ArgumentError: if an option is unknown, with the nearest known option, or if a required option is missing.
+        ArgumentError: if an option is unknown (the message suggests the nearest option), or if a required option is
+            missing.
 
     Example:
         >>> from manifoldagg.federated.clients import Local
@@ -203,7 +207,7 @@ def _parse_option(
     default: Any,
     option_readers: OptionReaders,
 ) -> Any:
-    """Parse the value of one option. Without a text, `options` replace fields of the default."""
+    """Parse the value of one option. If the option has no text, `options` replace fields of the default value."""
     here = f"{where}: {parameter.name}"
     readers = option_readers.get(parameter.name, {})
     if text is None:
@@ -240,14 +244,14 @@ def build(
     option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call `factory` with the arguments of `parse_kwargs`. If it rejects a value, raise an `ArgumentError`."""
+    """Call `factory` with the arguments of `parse_kwargs`. If `factory` rejects a value, raise an `ArgumentError`."""
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
     with error_context(where, TypeError, ValueError):
         return factory(**given)
 
 
 def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None = None, **defaults: Any) -> Reader:
-    """Return the reader that builds a value with `factory`."""
+    """Return a reader that builds a value with `factory`."""
 
     def read(where: str, options: Mapping[str, str]) -> Any:
         return build(where, factory, options, option_readers=option_readers, defaults=defaults)
@@ -256,7 +260,10 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
 
 
 def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str = "") -> Any:
-    """Build the value of a name with its options, or of `module:name` if `MODULE_NAME` is among the readers."""
+    """Parse a name with its options, and build its value.
+
+    `module:name` is also accepted if `MODULE_NAME` is among the readers.
+    """
     chosen = parse_spec(where, text, readers)
     here = f"{where}: {chosen.name}"
     if ":" in chosen.name:
@@ -265,7 +272,9 @@ def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str 
 
 
 def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
-    """Return `name`, or raise an `ArgumentError` with the nearest of the choices, or with all if no choice is near.
+    """Return `name` if it is one of the choices. Otherwise raise an `ArgumentError`.
+
+    The message suggests the nearest choice. If no choice is similar, the message lists all choices.
 
     Example:
         >>> choose("methods", "method", "fedasink", ("fedasync", "fedgs"))
@@ -281,7 +290,9 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 
 
 def import_object(where: str, text: str, noun: str) -> Any:
-    """Import the object `module:name` from a user's module. An `ArgumentError` says that a `noun` was expected.
+    """Import the object `module:name` from a user's module, or raise an `ArgumentError`.
+
+    The error message says that the value should be a `noun`, such as "a data set".
 
     Example:
         >>> import_object("data", "math:tau", "a data set")
@@ -311,7 +322,7 @@ def import_object(where: str, text: str, noun: str) -> Any:
 def user_reader(
     noun: str, kind: Any = object, *, num_arguments: int = 0, option_readers: OptionReaders | None = None
 ) -> dict[str, Reader]:
-    """Return the reader of `module:name`, an object in a module of the user, under the key `MODULE_NAME`.
+    """Return a reader of `module:name`, an object in a user's module. The key of the reader is `MODULE_NAME`.
 
     | the object | the value |
     | --- | --- |
@@ -319,7 +330,8 @@ def user_reader(
     | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
     | any other object | the object; the options replace fields of a dataclass |
 
-    The value must be a `noun` such as "a correction", an instance of `kind`, or a function if `num_arguments` is not 0.
+    The value must be an instance of `kind`, or a function if `num_arguments` is not 0. Error messages describe the
+    expected value with `noun`, such as "a correction".
 
     Example:
         >>> read = user_reader("a weight")[MODULE_NAME]
@@ -363,7 +375,7 @@ def _make(
 
 
 def _is_module(name: str, known: Collection[str]) -> bool:
-    """Return whether the name before a colon is a module of the user. Otherwise it is a misspelled known name."""
+    """Return whether the name before a colon is a user's module, and not a misspelled known name."""
     if name in known:
         return False
     if closest_match(name, known) is None:

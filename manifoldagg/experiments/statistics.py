@@ -1,4 +1,4 @@
-"""Statistics: confidence intervals over seeds, and paired tests of methods over data sets and seeds."""
+"""Confidence intervals over seeds, and paired tests of methods over data sets and seeds."""
 
 import statistics
 from collections.abc import Sequence
@@ -44,9 +44,10 @@ class MeanCI:
 
 
 def mean_ci(values: Sequence[float]) -> MeanCI:
-    r"""Compute the mean and Student's interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
+    r"""Compute the mean and its 95 % Student's t interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
 
-    If the values of seeds are approximately normal, 95 of 100 such intervals contain the mean over all seeds.
+    If the values are approximately normally distributed, the interval contains the mean over
+    all seeds with probability 0.95.
 
     Raises:
         ArgumentError: if there is no value.
@@ -66,10 +67,12 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
     """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
 
-    No method is chosen in advance, so Holm's correction covers all tests. Two methods with fewer than 15 common pairs
-    of problem and seed are not tested. Equal pairs do not count in the test. Differences are rounded to 12 decimals, so
-    that equal differences of accuracies are ties. SciPy's test is exact for up to 50 differences without ties, and for
-    up to 13 differences with ties. Otherwise, it uses the normal approximation with the variance corrected for ties.
+    - Holm's correction covers all tests, because no method is chosen in advance.
+    - Two methods with fewer than 15 common pairs of problem and seed are not tested.
+    - Pairs with equal scores do not count in the test.
+    - Differences are rounded to 12 decimals, so that rounding errors do not break ties.
+    - SciPy's test is exact for up to 50 differences without ties, and for up to 13 differences with ties. For more
+      differences, the test uses the normal approximation with the variance corrected for ties.
 
     Args:
         scores: a column for each method and a row for each pair of problem and seed. A missing score is NaN.

@@ -75,7 +75,7 @@ class Tuning:
     ) -> tuple[list[Method], dict[str, object]]:
         """Tune the methods, and return them with the search results for JSON.
 
-        The result of a method with a fixed rate is `"by hand"`, and that of a method without a rate `None`.
+        The result of a method with a fixed rate is `"by hand"`. The result of a method without a rate is `None`.
 
         Args:
             methods: the methods. Their rates are the starts of the searches.
@@ -109,7 +109,8 @@ class Search:
 
     Attributes:
         start: the first rate.
-        scores: the scores of all repetitions, by the exponent of the power of 2 that multiplies `start`, in order.
+        scores: the scores of all repetitions, by exponent k. The tried rate is `start` times $2^k$. The exponents are
+            in increasing order.
     """
 
     start: float
@@ -122,8 +123,8 @@ class Search:
     def best_power(self) -> int:
         """The exponent with the highest mean score.
 
-        For ties, it is the exponent nearest to 0, and then the lower one. If all scores are 0, it is the lowest
-        exponent.
+        Among exponents with equal scores, the exponent nearest to 0 is returned, and of two such exponents the lower.
+        If all scores are 0, the lowest exponent is returned.
         """
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
@@ -153,8 +154,8 @@ def line_search(
 ) -> Search:
     r"""Search the best rate $s\,2^k$, starting with $k = -1, 0, 1$.
 
-    The search ends when both neighbours of the best rate are worse. If every rate scores 0, the search continues with
-    lower rates. $|k|$ is at most `max_doublings`.
+    The search ends when both neighbours of the best rate have lower scores. If all scores are 0, the search continues
+    with lower rates. $|k|$ is at most `max_doublings`.
 
     Args:
         score: a function of a rate that returns a score >= 0 for each repetition. The search compares mean scores.
@@ -218,11 +219,11 @@ def tune(
         availability: the availability of the clients, or its name.
         task_cost: `"fixed"` or `"trainer"`.
         concurrency: the number of tasks in flight.
-        buffer: the number of updates in each step of a rule with a buffer. Other rules ignore it.
+        buffer: the number of updates in each step of a rule with a buffer. Other rules ignore this argument.
         refill: the number of free slots at which the server dispatches again.
         executor: the executor that trains.
-        cache: a folder with a file for each search, which stores each finished run immediately. All inputs identify a
-            search, including the content of data and files. Functions are identified by their names.
+        cache: a folder with a file for each search. Each finished run is stored immediately. A search is identified by
+            all its inputs, including the contents of data and files. Functions are identified by their names.
         progress: a function that is called with the method's name and rate, and the seed, after each update.
 
     The result is `None` if the method has no rate or a fixed rate.
@@ -300,7 +301,7 @@ def with_rate(method: Method, rate: float) -> Method:
 
 
 def with_option(method: Method, option: str, value: Any) -> Method:
-    """Return the method with another value of an option of its rule, whose name may be a dotted path.
+    """Return the method with another value of an option of its rule. The name of the option may be a dotted path.
 
     Raises:
         ArgumentError: if the rule has no such option.
@@ -324,7 +325,7 @@ class OptionOverride:
 
 
 def find_rate(rule: Any, rate_field: str | None) -> float | None:
-    """Return the global rate of a rule, or `None` if it is not a positive number.
+    """Return the global rate of a rule, or `None` if the rate is not a positive number.
 
     Args:
         rule: the rule.
@@ -357,7 +358,7 @@ def _init_fields(rule: Any) -> list[str]:
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
-    """Return a rule, or its `Factory`, with a new value for an option, whose name may be a dotted path."""
+    """Return a rule, or its `Factory`, with a new value of an option. The name may be a dotted path."""
     name, _, inner = option.partition(".")
     before = rule.options.get(name) if isinstance(rule, Factory) else getattr(rule, _check_field(rule, name))
     after = _with_option(before, inner, value) if inner else value
@@ -392,7 +393,7 @@ def _cache_key(
 
 
 class _TuningCache:
-    """The finished runs of a search, and their file, whose name contains a digest of all settings of the search."""
+    """The finished runs of a search, stored in a file whose name contains a digest of all settings."""
 
     def __init__(self, folder: Path | None, method: Method, key: Mapping[str, object]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

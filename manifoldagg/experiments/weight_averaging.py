@@ -1,4 +1,4 @@
-"""Weight averaging in comparisons: the settings of an average that every run of a comparison computes."""
+"""Settings of the weight average (SWA) that every run of a comparison computes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ class WeightAveraging:
             versions, or `num_updates` / K versions if a step of the rule needs K updates.
         cycle: the interval between averaged versions.
         period: the interval after which a rule overwrites the model with its own average and starts a new average. Only
-            rules with an option `periodic`, such as `AsyncCurve`, use it. It sets their options `start`, `cycle` and
-            `periodic`.
+            rules with an option `periodic`, such as `AsyncCurve`, use `period`. `period` sets their options
+            `start`, `cycle` and `periodic`.
 
     Raises:
         ArgumentError: if a value is invalid. The message names it.
@@ -78,7 +78,7 @@ class WeightAveraging:
         return partial(SWA, start=self.first_version(rule, num_updates), cycle=self.cycle)
 
     def apply(self, methods: Sequence[Method], num_updates: int, clients: Sequence[int]) -> list[Method]:
-        """Return the methods, with the options of their rules that `period` sets.
+        """Return the methods. If `period` is set, the options of their rules are replaced.
 
         Raises:
             ArgumentError: if `period` is given, and no rule has an option `periodic`.

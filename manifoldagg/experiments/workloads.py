@@ -1,4 +1,4 @@
-"""Workloads by name: schedulers, delays, availability traces and partitions, such as `priority:workers=2`.
+"""Schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`.
 
 If a name is unknown, the functions raise an `ArgumentError` with the nearest known name. They also raise an
 `ArgumentError` if the value of an option is invalid.
@@ -81,11 +81,14 @@ def scheduler(text: str) -> SchedulerFactory:
 
 
 def delays(text: str) -> Delay | DelayFactory:
-    """Return the named delay for all clients, or with `csv` a function that assigns a measured device to each client.
+    """Return the named delay.
 
-    The names are the distributions of `manifoldagg.simulation.delays` in lower case, with their options. The options of
-    `csv` are those of [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv]. `module:name` is your own
-    delay, a class or a function that makes a delay, or a function of the clients and a generator.
+    - The names of the distributions of `manifoldagg.simulation.delays` are written in lower case, with their options.
+      The delay applies to all clients.
+    - `csv` returns a function that assigns a measured device to each client. Its options are the arguments of
+      [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
+    - `module:name` is your own delay, a class or a function that returns a delay, or a function of the clients and a
+      generator.
 
     Example:
         >>> delays("exponential:mean=10")
@@ -98,8 +101,9 @@ def delays(text: str) -> Delay | DelayFactory:
 def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
     """Return the named availability: `churn:up=200,down=40,until=1000`, or `file:changes.csv`.
 
-    `up` and `down` of [`churn`][manifoldagg.simulation.churn] are means of exponential times, or distributions by name
-    (`up=uniform,up.low=100,up.high=300`). A file has the columns `time`, `client` and `kind`.
+    - `churn` calls [`churn`][manifoldagg.simulation.churn]. `up` and `down` are means of exponential distributions, or
+      names of other distributions (`up=uniform,up.low=100,up.high=300`).
+    - `file` reads a CSV file with the columns `time`, `client` and `kind`.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
@@ -115,8 +119,8 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 def partition(text: str) -> Partition:
     """Return the named partition with its options, for `FederatedDataset.split`.
 
-    The names are those of `manifoldagg.simulation.partitions`: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`,
-    `disjoint`; or `module:name`, your own function with the same arguments.
+    The names are `dirichlet`, `iid`, `natural`, `shards`, `cyclic` and `disjoint`, for the functions in
+    `manifoldagg.simulation.partitions`. `module:name` is your own function with the same arguments.
 
     Example:
         >>> split = partition("shards:shards_per_client=2")

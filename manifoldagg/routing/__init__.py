@@ -1,6 +1,6 @@
-"""Task routing: exact closed queueing networks, convergence bounds, and routings that minimise the bounds.
+"""Routing of tasks to clients: closed queueing networks, convergence bounds, and routings that minimise the bounds.
 
-The package describes clients by their service rates and does not use models. It depends only on NumPy and SciPy.
+The package represents clients by their service rates and does not use models. It depends only on NumPy and SciPy.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

@@ -1,4 +1,4 @@
-"""Validation of shares and rates as read-only float64 vectors, and base classes of dataclasses with such vectors."""
+"""Validation of shares and rates as read-only float64 vectors, and base classes for dataclasses with vectors."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _check_length(name: str, x: np.ndarray, clients: int) -> np.ndarray:
 
 
 def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -> np.ndarray:
-    """Make `x` read-only and return it, if all entries are valid."""
+    """Check that all entries of `x` are valid, make `x` read-only, and return `x`."""
     for i in np.flatnonzero(~valid)[:1]:
         raise ArgumentError(f"{name}[{i}]: expected {expected}, got {x[i]}")
     x.flags.writeable = False
@@ -71,9 +71,9 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 
 
 class ShortRepr:
-    """Base class of dataclasses with arrays. Their `repr` is one line, with arrays represented by their shapes.
+    """Base class of dataclasses with arrays. Their `repr` is one line, and shows the shapes of arrays.
 
-    The line omits the fields that have their default values. The dataclass needs `repr=False`.
+    Fields with their default values are omitted. Subclasses must be dataclasses with `repr=False`.
     """
 
     def __repr__(self) -> str:

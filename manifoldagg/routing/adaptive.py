@@ -1,4 +1,4 @@
-"""Adaptive routing: estimates of the bound's constants from a running server, and gradual updates of the shares."""
+"""Adaptive routing, which estimates the constants of a bound during a run and updates the shares gradually."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ __all__ = ["AdaptiveRouting"]
 
 
 class AdaptiveRouting:
-    r"""A routing that is re-optimised from running estimates of the rates, the noise, the smoothness and the gap.
+    r"""A routing that is re-optimised during a run, with estimates of the rates, the noise, the smoothness and the gap.
 
     A client serves one task at a time, in the order of dispatch. The service of a task starts at its dispatch or at the
-    return of the previous task, whichever is later. The estimated rate of client i after $c_i$ services with the total
-    duration $s_i$, including the service in progress, is
+    return of the previous task, whichever is later. Suppose that client i completed $c_i$ services. Let $s_i$ be the
+    total duration of these services and of the service in progress. The estimated rate is
 
     $$\hat \mu_i = \frac{w + c_i}{w / \mu_i + s_i},$$
 
-    where $w$ is the prior weight. It is the posterior mean under a gamma prior centred at the guessed rate $\mu_i$. The
-    estimated rate of a client decreases while the client does not return its task.
+    where $w$ is the prior weight and $\mu_i$ the guessed rate. This estimate is the posterior mean under a gamma prior
+    with the mean $\mu_i$. While a client does not return its task, its estimated rate decreases.
 
-    The other constants of the bound are estimated as follows. The guess of a constant is used until its estimate is
-    positive.
+    The other constants of the bound are estimated as follows. Until the estimate of a constant is positive, its guess
+    is used.
 
     - The gap A is the first loss minus the lowest loss.
     - For [`TimeBound`][manifoldagg.routing.TimeBound], the number of rounds is the number of completions since the
@@ -40,15 +40,15 @@ class AdaptiveRouting:
     is at most `max_change`.
 
     Args:
-        bound: guesses of all constants. Its class selects the bound.
+        bound: a bound with guesses of all constants. Its class determines the bound that is minimised.
         routing: the initial routing p, (n,); `None` for the uniform routing.
         max_change: the maximum total variation distance of one `reroute`, in (0, 1].
         prior_weight: the weight of the guessed rates, as a number of services.
-        horizon: the number of later services of a client after which a service has the weight 1/e; `None` weighs all
-            services equally.
+        horizon: the number of services of a client after which the weight of an older service has decreased to 1/e.
+            `None` gives all services equal weights.
 
     Raises:
-        ArgumentError: if an argument is invalid. A method that raises it leaves the object unchanged.
+        ArgumentError: if an argument is invalid. A method that raises this error does not change the object.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -118,23 +118,23 @@ class AdaptiveRouting:
         self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
-        """Record the loss of the server's model; the first one is that of the initial model."""
+        """Record the loss of the server's model. The first recorded loss must belong to the initial model."""
         value = check_number("value", value)
         first, lowest = self._losses or (value, value)
         self._losses = first, min(lowest, value)
 
     def observe_noise(self, value: float) -> None:
-        """Record a sample of B, such as twice a squared distance of a client's gradient from the mean gradient."""
+        """Record a sample of B, such as twice the squared distance of a client's gradient from the mean."""
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
         self._noise = count + 1, mean + (value - mean) / (count + 1)
 
     def observe_smoothness(self, value: float) -> None:
-        """Record a lower bound on L: a change of the gradient divided by the distance of two models."""
+        """Record a lower bound on L: the distance of two gradients divided by the distance of their models."""
         self._smoothness = max(self._smoothness, check_number("value", value, above=0))
 
     def rates(self, now: float | None = None) -> np.ndarray:
-        """Return the estimated rates, (n,). If `now` is given, they include the duration of services in progress."""
+        """Return the estimated rates, (n,). If `now` is given, the estimates include the services in progress."""
         seconds = self._seconds.copy()
         if now is not None:
             now = check_number("now", now)

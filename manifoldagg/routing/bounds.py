@@ -8,9 +8,10 @@ $$G = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
   H = \frac{1}{\lambda} (\frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}) .$$
 
-Both formulas are defined for every p > 0, also if $\sum_i p_i \ne 1$. With $\rho_i = p_i / \mu_i$, the means $E[X]$ and
+Both formulas are defined for every p > 0, even if $\sum_i p_i \ne 1$. With $\rho_i = p_i / \mu_i$, the means $E[X]$ and
 $E[\xi]$ depend only on the ratios of p, and $\lambda = Z_{n,m-1} / Z_{n,m}$ is homogeneous of degree -1. The partial
-derivatives ignore the constraint on the sum. On routings, only their component with sum 0 matters.
+derivatives ignore the constraint $\sum_i p_i = 1$. For routings, only the differences of the partial derivatives
+matter.
 """
 
 import math
@@ -40,8 +41,8 @@ class Bound(ContentEquality, ShortRepr):
         rate: η, the learning rate of the server. The bounds hold only for small rates, which is not checked.
         smoothness: L, the smoothness constant of the loss.
         noise: B = 2M² + σ², where M² is the heterogeneity of the clients and σ² the variance of their gradients.
-        gap: A, the initial loss minus the lowest loss. For `TimeBound` with `rounds=1`, the mean decrease of the loss
-            per update.
+        gap: A, the initial loss minus the lowest loss. For `TimeBound` with `rounds=1`, `gap` is the mean decrease of
+            the loss per update.
 
     Raises:
         ArgumentError: if an argument is invalid.
@@ -74,7 +75,9 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the formula at any p > 0, (n,), with an arbitrary sum. `gradient` differentiates this function.
+        """Evaluate the formula at any p > 0, (n,). The sum of p may differ from 1.
+
+        `gradient` differentiates this function.
 
         Raises:
             ArgumentError: if an entry is not positive.
@@ -113,10 +116,10 @@ class Bound(ContentEquality, ShortRepr):
         return slope
 
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
-        r"""Yield the bound for m = 1, 2, 3, ..., each with a lower bound for m *and all larger* concurrencies.
+        r"""Yield pairs for m = 1, 2, 3, ...: the bound, and a lower bound for the concurrency m *and all larger* ones.
 
         The iterator is infinite and needs O(n) operations per step. The lower bound holds because the means and the
-        throughput increase with m, and the throughput stays below $1 / \max_i \rho_i$.
+        throughput increase with m, and the throughput is always below $1 / \max_i \rho_i$.
 
         Raises:
             ArgumentError: if `routing` is not a routing with positive shares.
@@ -171,7 +174,7 @@ class Bound(ContentEquality, ShortRepr):
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
     ) -> np.ndarray:
-        """Compute the gradient from E[X] and E[ξ], each with the product of its covariance and 1/p²."""
+        """Compute the gradient from E[X] and E[ξ]. Each mean comes with the product of its covariance and 1/p²."""
         raise NotImplementedError
 
     def _error_terms(self, p: np.ndarray, concurrency: int, delays: np.ndarray) -> float:
@@ -195,13 +198,13 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The bound G per update: an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates.
+    r"""The bound G per update. It is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates.
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
     Args:
-        rates: as in `Bound`, like the other constants.
+        rates: the service rates. `Bound` describes this argument and the other constants.
         num_updates: T >= 0, the number of updates of the run.
 
     Source: Queue (5), appendix E.
@@ -233,13 +236,15 @@ class UpdateBound(Bound):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeBound(Bound):
-    r"""The bound H per unit of time: $\frac18$ of the mean of $\| \nabla f \|^2$ times the mean duration of an update.
+    r"""The bound H per unit of time.
+
+    It is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$, multiplied by the mean duration of an update.
 
     $$H(p) = \frac{1}{\lambda} (\frac{\bar A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
 
-    The paper defines $\bar A$ as the mean over the rounds $k = 0, \dots, T$ of the expected decrease of the loss, where
-    the state of the network has the stationary distribution:
+    The paper defines $\bar A$ as the expected decrease of the loss in a round, averaged over the rounds
+    $k = 0, \dots, T$. The state of the network has the stationary distribution:
 
     $$\bar A = \frac{1}{T+1} \sum_{k=0}^{T} \sum_x \pi_{n,m}(x)\, E[f(w_k) - f(w_{k+1}) \mid Y_k = x].$$
 
@@ -247,9 +252,9 @@ class TimeBound(Bound):
     with the gap $A = f(w_0) - f^*$. This class uses $\bar A = A / (T+1)$, that is `gap / rounds`.
 
     Args:
-        rates: as in `Bound`, like the other constants.
-        rounds: T + 1 >= 1, the number of rounds of the run. With `rounds=1`, `gap` is $\bar A$ itself. The paper's
-            experiments use $\bar A = 15$.
+        rates: the service rates. `Bound` describes this argument and the other constants.
+        rounds: T + 1 >= 1, the number of rounds of the run. With `rounds=1`, `gap` is $\bar A$ itself. The
+            paper's experiments use $\bar A = 15$.
 
     Source: Queue (12), appendices D and F. The gradient is derived again with
     $\partial \log \lambda / \partial \log p_j = E[X_j] - E[\xi_j]$.

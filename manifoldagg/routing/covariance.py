@@ -1,21 +1,23 @@
-r"""The covariance of all queues of a closed network in O(nm + n²), without cancellation in a difference quotient.
+r"""The covariance matrix of the queue lengths of a closed network, in O(nm + n²) operations and without cancellation.
 
 For $\rho_i \ne \rho_j$, $E[x_i x_j] = (\rho_j L_i - \rho_i L_j) / (\rho_i - \rho_j)$, so that
 
 $$-\frac{C_{ij}}{L_i L_j} = \frac{g_i - g_j}{\rho_i - \rho_j}, \quad g_i = \rho_i (1 + 1 / L_i) .$$
 
-This difference quotient of the function g loses all digits if $\rho_i$ is close to $\rho_j$. The module avoids this:
+If $\rho_i$ is close to $\rho_j$, this difference quotient of the function g loses all digits. The module avoids the
+loss as follows:
 
-- The clients are sorted by $\rho$. The quotient of two clients is then the average of the quotients of *neighbours*
-  between them, weighted by the gaps of $\rho$. All of these quotients are positive.
+- The clients are sorted by $\rho$. *Neighbours* are consecutive clients in this order. The quotient of any two clients
+  is a weighted average of the quotients of the neighbours between them. The weights are the differences of $\rho$
+  between these neighbours. All of these quotients are positive.
 - The product moments of neighbours follow from a recursion with positive terms,
-  $E_k[x_i x_j] = \rho_i \lambda_k (E_{k-1}[x_i x_j] + L_j(k-1))$. It also holds if $\rho_i = \rho_j$, so no threshold
-  for ties is necessary.
+  $E_k[x_i x_j] = \rho_i \lambda_k (E_{k-1}[x_i x_j] + L_j(k-1))$. The recursion also holds if $\rho_i = \rho_j$, so
+  equal clients need no special case.
 - The rows of C sum to 0. The diagonal is therefore a sum of positive terms.
 
-The quotient of neighbours is $1 - E[x_i x_j] / (L_i L_j)$, and the error of both numbers grows with m. Entries off the
-diagonal are never positive, and their *absolute* error is of order $\epsilon m L_i L_j$. An entry that is much smaller
-than $L_i L_j$, such as that of two idle clients next to a busy client, has few correct digits or is 0.
+The quotient of neighbours is $1 - E[x_i x_j] / (L_i L_j)$, and its error grows with m. Entries off the diagonal are
+never positive. Their *absolute* error is of order $\epsilon m L_i L_j$. If an entry is much smaller than $L_i L_j$, it
+has few correct digits or is 0. An example is the entry of two idle clients in a network with a busy client.
 """
 
 from itertools import islice
@@ -64,8 +66,8 @@ def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
     r"""Compute $\operatorname{Var}[x_i]$ for $x \sim \pi_{n,m}$, (n,), in O(nm) time and O(n) memory.
 
     The variance is $E_m[x_i^2] - L_i^2$ with $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$. If the
-    busiest client has almost all tasks, this difference cancels. The variance of the busiest client is therefore the
-    negative sum of its covariances.
+    busiest client has almost all tasks, this difference loses digits to cancellation. The variance of the busiest
+    client is therefore computed as the negative sum of its covariances.
 
     Example:
         >>> variance(np.ones(2), 1).tolist()
@@ -87,7 +89,10 @@ def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
 
 def _assemble(distinct: np.ndarray, place: np.ndarray, means: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """Assemble the covariance of all clients from the product moments of equal and of neighbouring loads."""
+    """Compute the covariance of all clients from product moments.
+
+    `products` contains the product moments of clients with equal loads, and of neighbours in the order of the loads.
+    """
     u = len(distinct)
     gaps = np.diff(distinct)
     # If a client has no tasks, its covariance is 0 and its quotient is undefined.
@@ -95,7 +100,7 @@ def _assemble(distinct: np.ndarray, place: np.ndarray, means: np.ndarray, produc
     quotients = np.divide(scale - products[u:], scale, out=np.zeros(u - 1), where=scale > 0)
     # The exact quotients are positive. Rounding can make a small quotient negative.
     quotients = quotients.clip(min=0.0)
-    # Row i, column j - 1: the increase of g from ρ_i to ρ_j, summed over the neighbours between them.
+    # Row i, column j - 1: the increase of g from ρ_i to ρ_j, summed over all neighbours from i to j.
     rises = np.cumsum(np.triu(np.broadcast_to(gaps * quotients, (u - 1, u - 1))), axis=1)
     spans = np.triu(distinct[1:] - distinct[:-1, None])
     upper = np.divide(rises, spans, out=np.zeros_like(rises), where=spans > 0)

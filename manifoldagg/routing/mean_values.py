@@ -1,4 +1,4 @@
-r"""Mean-value analysis of a closed network: recursions in the number of tasks.
+r"""Mean-value analysis of a closed network, by recursions in the number of tasks.
 
 A closed Jackson network of n clients has the stationary distribution $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the
 states with k tasks, where $\rho_i = p_i / \mu_i$. Let $Z_k$ be its normalising constant, $\lambda_k = Z_{k-1} / Z_k$
@@ -24,7 +24,7 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.
 
-    Source: the values are those of Queue (8) and (13); the recursion is by Reiser and Lavenberg.
+    Source: Queue (8) and (13) for the values; Reiser and Lavenberg for the recursion.
 
     Example:
         >>> [(rate, means.tolist()) for (rate, means), _ in zip(mean_values(np.ones(2)), range(2))]
@@ -55,8 +55,8 @@ def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterato
     Source: Queue (7) for the covariance as a derivative.
     """
     product = np.zeros_like(loads)
-    # The number of tasks is fixed, so a constant can be subtracted from all weights. With the weight of the busiest
-    # client equal to 0, the subtraction below cancels fewer digits.
+    # The number of tasks is fixed, so a constant can be subtracted from all weights. If the weight of the busiest
+    # client is 0, the subtraction below loses fewer digits.
     weights = direction - direction[loads.argmax()]
     for tasks, (rate, means) in enumerate(mean_values(loads), start=1):
         product = weights * means + (rate * loads) * product

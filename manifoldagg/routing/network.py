@@ -1,4 +1,4 @@
-"""Closed queueing networks in the stationary state: the delays and the throughput of a routing."""
+"""Closed queueing networks in the stationary state, with the delays and the throughput of a routing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,10 @@ class ClosedNetwork(ContentEquality, ShortRepr):
     distribution with k tasks is $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$ with $\rho_i = p_i / \mu_i$. The properties
     describe two random states:
 
-    - At a random time, the state of all m tasks is $\xi \sim \pi_{n,m}$: `throughput` $\lambda$, `mean_tasks`
-      $E[\xi]$ and `distribution`.
-    - At the dispatch of a task, the state of the other m - 1 tasks is $X \sim \pi_{n,m-1}$: `relative_delay`
-      $E[D] = E[X]$, and `covariance` and `variance` of X.
-
-    The second state of a network with m + 1 tasks is distributed like the first state of a network with m tasks.
+    - At a random time, the state of all m tasks is $\xi \sim \pi_{n,m}$. It determines `throughput` $\lambda$,
+      `mean_tasks` $E[\xi]$ and `distribution`.
+    - At the dispatch of a task, the state of the other m - 1 tasks is $X \sim \pi_{n,m-1}$. It determines
+      `relative_delay` $E[D] = E[X]$, and `covariance` and `variance` of X.
 
     Args:
         routing: p, (n,), nonnegative, with sum 1 up to 1e-6. The routing is not rescaled.
@@ -39,9 +37,11 @@ class ClosedNetwork(ContentEquality, ShortRepr):
         concurrency: m >= 1, the number of tasks that are queued or in service, over all clients.
 
     Raises:
-        ArgumentError: if an argument is invalid. For a routing the message contains the error of its sum.
+        ArgumentError: if an argument is invalid. If the shares do not sum to 1, the message contains the difference.
 
-    Source: Queue, proposition 2.1, theorem 3.1, (13). Cost: O(nm), and O(nm + n²) for the covariance, each once.
+    Source: Queue, proposition 2.1, theorem 3.1, (13).
+
+    Cost: O(nm) for all properties, and O(nm + n²) for the covariance. Each property is computed once.
 
     Example:
         >>> network = ClosedNetwork([0.25, 0.75], [1.0, 3.0], concurrency=5)
@@ -65,30 +65,33 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def throughput(self) -> float:
-        r"""$\lambda = Z_{n,m-1} / Z_{n,m}$: the updates (completed tasks) of all clients per unit of time."""
+        r"""The throughput $\lambda = Z_{n,m-1} / Z_{n,m}$: the number of completed tasks (updates) per unit of time."""
         return float(self._throughputs[-1] / self._scale)
 
     @property
     def relative_delay(self) -> np.ndarray:
-        r"""$E[D_i] = E[X_i]$, (n,): the mean number of updates during a task at client i, or 0 for tasks elsewhere.
+        r"""The mean delays $E[D_i] = E[X_i]$ in updates, (n,).
 
-        The sum over the clients is m - 1. The mean over the tasks that are sent to client i is $E[D_i] / p_i$.
+        $D_i$ is the number of updates during a task if the task is at client i, and 0 if the task is at another client.
+        The sum of $E[D_i]$ over the clients is m - 1. The mean delay of the tasks of client i is $E[D_i] / p_i$.
         """
         return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""$E[\xi_i]$, (n,): the mean number of tasks at client i, queued or in service; the sum is m."""
+        r"""The mean numbers $E[\xi_i]$ of tasks at the clients, queued or in service, (n,). Their sum is m."""
         return self._mean_value_steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
-        r"""$P(\xi_i > 0) = \lambda \rho_i$, (n,): the fraction of the time in which client i is busy."""
+        r"""The fractions $P(\xi_i > 0) = \lambda \rho_i$ of the time in which the clients are busy, (n,)."""
         return _read_only(self._throughputs[-1] * self._loads)
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        r"""$\operatorname{Cov}[X_i, X_j]$, (n, n): the derivative of `relative_delay` i with respect to $\log p_j$.
+        r"""The covariance $\operatorname{Cov}[X_i, X_j]$, (n, n).
+
+        It is equal to the derivative of $E[D_i]$ with respect to $\log p_j$.
 
         Source: Queue (7), with the corrected formula for E[X_i²].
         """
@@ -96,11 +99,11 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""$\operatorname{Var}[X_i]$, (n,): the diagonal of `covariance`, computed in O(nm) without the matrix."""
+        r"""The variances $\operatorname{Var}[X_i]$, (n,), computed in O(nm) without the matrix `covariance`."""
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""Return the distribution of the queue length of one client: $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
+        r"""Return the distribution of the queue length of one client, $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
 
         The probability is the product of two factors:
 
@@ -146,9 +149,9 @@ class ClosedNetwork(ContentEquality, ShortRepr):
         Args:
             num_updates: the number of completions.
             generator: the random generator.
-            start: the initial state. `"cold"` dispatches all m tasks at time 0 according to the routing.
-                `"stationary"` draws the state of the other m - 1 tasks at the first dispatch from its exact
-                distribution, so that all means per update are unbiased.
+            start: the initial state. `"cold"` dispatches all m tasks at time 0 according to the routing. `"stationary"`
+                draws the state of the other m - 1 tasks at the first dispatch from its exact distribution. All means
+                per update are then unbiased.
 
         Raises:
             ArgumentError: if an argument is invalid.
@@ -179,7 +182,7 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The throughputs with 1 to m tasks for the rescaled loads, and the means with m - 1 and m tasks."""
+        """The throughputs for 1 to m tasks with rescaled loads, and the means for m - 1 and m tasks."""
         rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)
         for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.concurrency)):

@@ -1,4 +1,4 @@
-"""Optimisation of the routing and of the concurrency: minimisers of the bounds, with a certificate."""
+"""Optimisation of the routing and of the concurrency, which minimises a bound."""
 
 import math
 import operator
@@ -28,16 +28,17 @@ Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routing(ShortRepr):
-    r"""The result of a minimisation of a bound over routings.
+    r"""The result of the minimisation of a bound over routings.
 
     Args:
         p: the shares, (n,), positive, with sum 1.
         value: the bound at p.
-        gradient_norm: the certificate, $\| \partial \log bound / \partial \theta \|$ at $p = softmax(\theta)$. It is
-            the dimensionless gradient along the simplex. It is 0 only at stationary points, because the bounds are
-            infinite on the boundary of the simplex.
-        start: the name of the start that led to p. The name `"given 2"` refers to the third element of `starts`.
-        converged: whether the certificate is at most the requested tolerance.
+        gradient_norm: the norm of the dimensionless gradient along the simplex,
+            $\| \partial \log bound / \partial \theta \|$ at $p = softmax(\theta)$. The norm is 0 only at stationary
+            points, because the bounds are infinite on the boundary of the simplex.
+        start: the name of the start that led to p. The name `"given 2"` refers to the third element of
+            `starts`.
+        converged: whether `gradient_norm` is at most the requested tolerance.
     """
 
     p: np.ndarray
@@ -86,27 +87,28 @@ def optimise_routing(
 ) -> Routing:
     r"""Minimise $bound(p)$ over routings $p \in \Delta$ from several starts, and return the lowest local minimum found.
 
-    The bounds are not convex, so a lower minimum may exist. Clients with equal rates may get different shares, because
-    one client with most of the tasks can be better than several clients with a few tasks each.
+    The bounds are not convex, so a lower minimum may exist. Clients with equal rates may get different shares. For
+    example, sending most tasks to one client can be better than sending a few tasks to each of several clients.
 
-    The minimiser of log bound(softmax(θ)) is computed in two stages. The line search of SciPy's L-BFGS-B compares
-    values, whose rounding errors limit the gradient to about 1e-8. SciPy's Newton-Krylov method then reduces the
-    gradient further.
+    The function minimises log bound(softmax(θ)) in two stages. SciPy's L-BFGS-B reduces the gradient norm to about
+    1e-8. Rounding errors in its line search prevent smaller norms. SciPy's Newton-Krylov method then reduces the
+    gradient norm further.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
         starts: routings, or names of routings. `"uniform"` and `"balanced"` are the functions of this module.
-            `"slowest"`, `"middle"` (the median rate) and `"fastest"` send half of the tasks to this client, and equal
-            shares of the rest to all clients.
-        tolerance: the tolerance for the certificate `gradient_norm`.
+            `"slowest"`, `"middle"` and `"fastest"` send half of the tasks to the client with the lowest, median or
+            highest rate. The other half is shared equally by all clients.
+        tolerance: the tolerance for `gradient_norm`.
         steps: the maximum number of L-BFGS steps from each start. A step costs O(nm).
 
     Returns:
-        The best routing with its certificate and its start.
+        The best routing, with its gradient norm and its start.
 
     Raises:
         ArgumentError: if a start is neither a known name nor a routing with positive shares.
-        DivergenceError: if the bound overflows or underflows at every start. Other starts of this kind are skipped.
+        DivergenceError: if the bound overflows or underflows at every start. If this happens only at some starts, these
+            starts are skipped.
 
     Source: Queue §3.1, §4.1. The paper uses Adam, from the uniform routing only.
 
@@ -150,13 +152,15 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Compute m*, the concurrency with the lowest bound at a routing, over *all* concurrencies.
+    """Compute the concurrency m* with the lowest bound at a routing.
+
+    The result is the minimum over *all* concurrencies.
 
     The search evaluates the bound for 1, 2, 3, ... tasks. It stops when a lower bound for all larger concurrencies
     exceeds the best value found by more than rounding. The best concurrency of a single client is 1.
 
     Args:
-        bound: the bound; its attribute `concurrency` is ignored.
+        bound: the bound. Its attribute `concurrency` is ignored.
         routing: p, (n,); `None` for the uniform routing.
         max_concurrency: the largest concurrency to evaluate.
 

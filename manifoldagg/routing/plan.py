@@ -1,4 +1,4 @@
-"""Routing plans: comparison of routings by client and by group, for `manifoldagg route`."""
+"""Routing plans, which compare routings by client and by group, for `manifoldagg route`."""
 
 import csv
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "
 
 @dataclass(frozen=True, repr=False)
 class Clients(ShortRepr):
-    """Names, rates and groups of clients, one entry for each client."""
+    """The names, rates and groups of clients. Each field has one entry for each client."""
 
     names: tuple[str, ...]
     rates: np.ndarray
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients in each group, with the groups in the order of first appearance."""
+        """Return the indices of the clients in each group. The groups are in the order of first appearance."""
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """Means over the clients of a group. The attribute `queue` is E[ξ], and `delay` is E[D]."""
+    """Means over the clients of a group. `queue` is the mean of E[ξ], and `delay` is the mean of E[D]."""
 
     name: str
     clients: int
@@ -190,7 +190,7 @@ def read_rates(path: Path) -> Clients:
 
 
 def check_output_path(out: Path) -> None:
-    """Check that the files can be written to a path, before any computation.
+    """Check before the computation that the files can be written.
 
     Raises:
         ArgumentError: if `out` is not the path of a `.csv` file in an existing folder.
@@ -203,7 +203,7 @@ def check_output_path(out: Path) -> None:
 
 
 def write_files(plan: Plan, out: Path) -> list[Path]:
-    """Write the CSV file and the plot next to it, each atomically.
+    """Write the CSV file and the plot into the same folder. Each file is written atomically.
 
     Returns:
         The paths of both files.
@@ -224,7 +224,7 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """Write one line for each client, with all digits of the numbers."""
+    """Write a CSV file with one line for each client. Numbers have all their digits."""
     network = plan.networks["optimised"]
     columns = (
         plan.clients.names,
@@ -243,5 +243,5 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def _distinguishing_digits(values: np.ndarray, minimum: int) -> int:
-    """Return the number of significant digits that distinguish the values. 17 digits always suffice."""
+    """Return the smallest number of significant digits with which distinct values remain distinct."""
     return next(d for d in range(minimum, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))

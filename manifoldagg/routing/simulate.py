@@ -1,4 +1,4 @@
-"""Monte Carlo simulation of the closed network, with a measured delay for every task."""
+"""Monte Carlo simulation of the closed network, which measures the delay of every task."""
 
 import heapq
 from collections import deque
@@ -16,7 +16,7 @@ BLOCK_SIZE = 4096
 
 @dataclass(frozen=True, repr=False)
 class Simulation(ShortRepr):
-    r"""Means over a simulation of the network, which estimate the exact values of `ClosedNetwork`.
+    r"""Means over a simulation of the network. They estimate the exact values of `ClosedNetwork`.
 
     Args:
         num_updates: the number of simulated completions.
@@ -49,11 +49,16 @@ def simulate(
 ) -> Simulation:
     r"""Simulate `num_updates` completions. The arguments are not checked.
 
-    Args:
-        utilisation: the utilisation of the clients with m - 1 tasks, (n,), for a stationary start; `None` for a cold
-            start. The other arguments are as in `ClosedNetwork.simulate`.
+    `ClosedNetwork.simulate` describes the other arguments.
 
-    Source: Queue G.2, with updates, delays and states as in Queue (1)–(3). Cost: O(log n) for each update.
+    Args:
+        utilisation: the utilisation of the clients in the network with m - 1 tasks, (n,), for a stationary start.
+            `None` selects a cold
+            start.
+
+    Source: Queue G.2, with updates, delays and states as in Queue (1)–(3).
+
+    Cost: O(log n) for each update.
     """
     n = len(routing)
     times = _exponentials(generator)
@@ -67,7 +72,7 @@ def simulate(
     queues = [deque([-1] * count) for count in state.tolist()]
     finish = [(next(times) * service[i], i) for i in range(n) if queues[i]]
     heapq.heapify(finish)
-    # The integrals of each queue length up to its last change: over time, and over the updates. The integral over the
+    # The integrals of each queue length up to its last change, over time and over the updates. The integral over the
     # updates excludes the task that is being dispatched.
     time_integral = [0.0] * n
     last_time = [0.0] * n

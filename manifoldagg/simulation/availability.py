@@ -24,15 +24,15 @@ COLUMNS = ["time", "client", "kind"]
 
 @dataclass(frozen=True)
 class AvailabilityChange(Generic[C]):
-    """Change of a client's availability.
+    """A change of a client's availability.
 
     Attributes:
         time: the time of the change, in virtual seconds.
         client: the client.
-        kind: the kind of the change. `"join"`: the client participates for the first time. `"leave"`: it finishes its
-            tasks and accepts no further tasks. `"fail"`: it disappears at once, and its tasks are lost. `"return"`: it
-            participates again after `"leave"` or `"fail"`.
-        lost_tasks: the number of lost tasks, which is set when the change happens.
+        kind: the kind of the change. `"join"`: the client participates for the first time. `"leave"`: the client
+            finishes its tasks and accepts no further tasks. `"fail"`: the client disappears at once, and its tasks are
+            lost. `"return"`: the client participates again after `"leave"` or `"fail"`.
+        lost_tasks: the number of lost tasks. It is set when the change happens.
 
     Raises:
         ArgumentError: if a field is invalid. The message names it.
@@ -54,13 +54,16 @@ class AvailabilityChange(Generic[C]):
 class AvailabilityTrace(Generic[C]):
     """Scheduler with changes of client availability.
 
-    `next` returns completions and changes in the order of time. A change precedes a completion at the same time, and
-    changes at the same time are in the order of their declaration. The caller dispatches tasks to a client that joins
-    or returns, and drops the tickets of a client that fails. A client that left and returns may still have a task in
-    flight; see `is_idle`.
+    `next` returns completions and changes in the order of time:
+
+    - A change precedes a completion at the same time.
+    - Changes at the same time are in the order of their declaration.
+
+    The caller dispatches tasks to a client that joins or returns, and drops the tickets of a client that fails. If a
+    client leaves and returns, one of its tasks may still be in flight. `is_idle` checks this.
 
     Args:
-        scheduler: the scheduler of the tasks, which nothing else may use.
+        scheduler: the scheduler of the tasks. No other code may use this scheduler.
         changes: the changes in any order. A client whose first change is not `"join"` is available from the start.
         available: further clients that are available from the start.
 
@@ -153,14 +156,14 @@ class AvailabilityTrace(Generic[C]):
 def churn(
     clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
 ) -> list[AvailabilityChange[C]]:
-    """Return alternating failures and returns of clients, all of which are available at time 0.
+    """Return alternating failures and returns of clients. All clients are available at time 0.
 
     Args:
         clients: the clients.
         up: the distribution of the time from start or return to failure.
         down: the distribution of the time from failure to return.
         until: the latest time of a change.
-        generator: the random generator, which draws all times of one client before those of the next client.
+        generator: the random generator. It draws all times of one client before the times of the next client.
 
     Returns:
         The changes for `AvailabilityTrace`, ordered by client.
@@ -192,7 +195,7 @@ def churn(
 def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
     """Read changes from a CSV file with the columns `time`, `client` and `kind`.
 
-    A client name that is written like an integer is read as an integer.
+    A client name that consists of an integer is read as an integer.
 
     Raises:
         ArgumentError: if the file is invalid. The message names the file and the line.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: its complete state between two events, for resuming the run from a file."""
+"""Checkpoints of a run, which contain its complete state between two events. A run can resume from a checkpoint."""
 
 import time
 from collections import deque
@@ -40,7 +40,7 @@ KIND = "run"
 
 @dataclass
 class EventLog:
-    """The recorded events of a run, which determine its event loop together with the seed.
+    """The recorded events of a run. Together with the seed, they determine its event loop.
 
     Attributes:
         work: the work of each dispatched task.
@@ -56,10 +56,10 @@ class EventLog:
 
 
 class RunSnapshot(NamedTuple):
-    """State of a run between two events.
+    """The state of a run between two events.
 
-    Taking a snapshot needs constant time, because the run replaces its data or appends to them. The numbers
-    `num_events`, `num_dispatched` and `num_evaluations` are the lengths of the logs at the snapshot.
+    A snapshot takes constant time, because the run never changes existing data: it replaces them or appends to the
+    logs. The numbers `num_events`, `num_dispatched` and `num_evaluations` are the lengths of the logs at the snapshot.
     """
 
     metadata: Mapping[str, Any]
@@ -121,15 +121,15 @@ class RunSnapshot(NamedTuple):
 
 
 class LoadedRun:
-    """Snapshot of a run that was read from a file.
+    """The snapshot of a run, read from a file.
 
     Args:
         path: the path of the file.
-        metadata: all settings that determine the run to resume.
+        metadata: all settings of the run that resumes. They must be equal to the settings in the file.
 
     Raises:
-        CheckpointError: if the file is damaged or is not a checkpoint of a run, or if it belongs to another run (the
-            message contains the first difference).
+        CheckpointError: if the file is damaged, is not a checkpoint of a run, or belongs to another run. In the last
+            case, the message contains the first difference.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class LoadedRun:
         return out
 
     def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
-        """Advance a new event loop and its lookahead to the snapshot.
+        """Advance a new event loop and its lookahead to the time of the snapshot.
 
         Raises:
             CheckpointError: if the events differ from those of the saved run.
@@ -217,7 +217,7 @@ class LoadedRun:
 
 
 class _TensorPool:
-    """Pool of the tensors of messages, without duplicates and without the models that the server stores."""
+    """The tensors of all messages, without duplicates. Models that the server stores are excluded."""
 
     def __init__(self, models: Mapping[int, Tensor]) -> None:
         self._models = models
@@ -226,7 +226,11 @@ class _TensorPool:
         self._start_is_model: dict[int, bool] = {}
 
     def encode_message(self, version: int, message: Message) -> Tree:
-        """Return a message as plain values. Its start is `None` if it equals the server's model of this version."""
+        """Return a message as plain values.
+
+        The start model is `None` if it equals the server's model of this version.
+
+        """
         start = message.start
         if id(start) not in self._start_is_model:
             self._start_is_model[id(start)] = bitwise_equal(self._models[version], start)
@@ -252,7 +256,7 @@ def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 class RunCheckpointer:
-    """Writes snapshots of a run at an interval, and the last one when an exception ends the run.
+    """Writer of snapshots at an interval. It also writes a snapshot when an exception ends the run.
 
     Args:
         policy: the interval and the path of the checkpoints. `None` disables checkpoints.

@@ -24,7 +24,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class ClientTask:
-    """A task with all inputs that determine its payload. `client_state` is that after the client's previous task."""
+    """A task with all inputs that determine its payload.
+
+    `client_state` is the client's state after its previous task.
+    """
 
     federation: FederatedDataset
     trainer: Trainer
@@ -34,7 +37,7 @@ class ClientTask:
 
 
 class GradientCounter:
-    """A criterion that counts its differentiable evaluations in `gradients`.
+    """A loss function that counts its differentiable evaluations in `gradients`.
 
     A call counts once, even if a custom trainer maps it over several points with `vmap`.
 
@@ -59,7 +62,7 @@ class GradientCounter:
 
 
 class _ThreadModelCache(threading.local):
-    """Per-thread cache of the model of the last federation. Only one task at a time uses the model."""
+    """Per-thread cache of the model of the last federated data set. Only one task at a time uses the model."""
 
     federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module

@@ -1,4 +1,4 @@
-"""A virtual clock: events in order of time, with ties in order of scheduling, and a random generator."""
+"""A virtual clock, which returns events in order of time. Simultaneous events are in order of scheduling."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -19,7 +19,8 @@ class VirtualClock(Generic[T]):
     """Heap of events in virtual time, with one random generator.
 
     Args:
-        generator: a random generator for the users of the clock, which itself draws no numbers. The default has seed 0.
+        generator: a random generator for the users of the clock. The clock itself draws no numbers. The default has
+            seed 0.
 
     Raises:
         ArgumentError: if `generator` is invalid.
@@ -50,7 +51,7 @@ class VirtualClock(Generic[T]):
         """Schedule `event` at `time` >= now.
 
         Args:
-            time: the time of the event, which `next` returns exactly.
+            time: the time of the event. `next` returns exactly this number.
             event: any object.
             order: the order among events at the same time. The default is the number of events scheduled before.
 
@@ -87,8 +88,11 @@ class VirtualClock(Generic[T]):
         return time, event
 
     def advance(self, time: float) -> None:
-        """Advance the time by an interval without events. Raises an `ArgumentError` if there is an event before
-        `time`."""
+        """Advance the time to `time`.
+
+        Raises:
+            ArgumentError: if there is an event before `time`.
+        """
         self.now = check_number("time", time, at_least=self.now, at_most=self.peek())
 
     def cancel(self, event_id: int) -> None:

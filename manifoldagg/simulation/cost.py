@@ -1,4 +1,4 @@
-"""The evaluation log of a run: a row for each evaluation, with the cost up to it, and budgets and targets on it."""
+"""The rows of the evaluation log of a run, and the rows that meet a budget or a target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Cost:
     Attributes:
         updates: the number of updates, accepted or not.
         time: the time of the last update, in virtual seconds.
-        gradients: the number of minibatch gradients of completed tasks. Each call of the criterion with a
-            differentiable value counts, for any trainer. A step with `SAM` or `ASAM` has two gradients, and a step that
-            evaluates k points of a curve has k. A diverged task counts with its gradients before the divergence. A lost
-            task does not count.
-        bytes_down: the bytes of the tensors of all messages, including those of lost tasks and tasks in flight.
+        gradients: the number of minibatch gradients of completed tasks. For every trainer, each call of the loss
+            function with a differentiable value counts. A step with `SAM` or `ASAM` has two gradients. A step that
+            evaluates k points of a curve has k gradients. A diverged task counts the gradients before the divergence. A
+            lost task does not count.
+        bytes_down: the bytes of the tensors of all messages, including messages of lost tasks and of tasks in flight.
         bytes_up: the bytes of the tensors of all payloads, without client states that remain on the client.
         rejected: the number of updates that the server rejected or whose training diverged.
     """
@@ -56,13 +56,14 @@ class Evaluation(Cost):
 
     Attributes:
         accuracy: the accuracy on the held-out samples of all clients.
-        loss: the mean cross-entropy on these samples; `None` if it is not finite.
-        gini: the Gini index of the clients' accuracies, each on the client's own held-out samples.
+        loss: the mean cross-entropy on these samples, or `None` if the mean is not finite.
+        gini: the Gini index of the clients' accuracies. The accuracy of a client is measured on its own held-out
+            samples.
         theil: the Theil index of the clients' accuracies.
         staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 without updates.
         staleness_max: the largest staleness of these updates.
         average_accuracy: the accuracy of the run's weight average on the same samples; `None` without an average.
-        average_loss: the mean cross-entropy of the average; `None` without an average, or if it is not finite.
+        average_loss: the mean cross-entropy of the average; `None` without an average, or if the mean is not finite.
 
     Example:
         >>> row = Evaluation(updates=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)

@@ -1,4 +1,4 @@
-"""Data sets, and their split over clients: samples with labels, the model for them, and seeded minibatches."""
+"""Data sets with labels, their split over clients, and seeded minibatches."""
 
 import inspect
 import zlib
@@ -46,12 +46,12 @@ class LabelledDataset:
         name: the name of the data set.
         inputs: the inputs: (samples, ...) in float32, or tokens (samples, length) in int64.
         labels: the labels: (samples,) in int64, or (samples, length) if the inputs are tokens.
-        model: a function that returns an untrained model. Its scores are (samples, classes) or (samples, classes,
-            length).
-        target: the accuracy for measurements of the time to a target.
+        model: a function that returns an untrained model. The model computes scores of the shape (samples, classes) or
+            (samples, classes, length).
+        target: the target accuracy. Comparisons report the cost until a run reaches this accuracy.
         user_ids: the user of each sample, (samples,) in int64, counted from 0; `None` if unknown.
-        test_mask: which samples belong to the test split of the data set, (samples,) booleans; `None` if the data set
-            has no test split.
+        test_mask: whether each sample belongs to the test split, (samples,) booleans; `None` if the data set has no
+            test split.
 
     Raises:
         ArgumentError: if a field has an invalid shape or dtype.
@@ -110,7 +110,11 @@ def check_dataset(dataset: object) -> LabelledDataset:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Minibatches of a client's samples, reshuffled in every epoch. The last batch can be smaller than `size`."""
+    """Minibatches of a client's samples, in a new random order in each epoch.
+
+    The last batch can be smaller than `size`.
+
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -163,13 +167,13 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """Split of a data set over clients, with training and held-out samples.
+    """A data set that is split over clients, with training and held-out samples.
 
     Attributes:
         dataset: the data set.
         train: the indices of the training samples of each client.
-        held_out: the indices of the held-out samples of each client, disjoint from `train`. All of them form the test
-            set.
+        held_out: the indices of the held-out samples of each client, disjoint from `train`. The held-out samples of all
+            clients form the test set.
         batch: the number of samples per minibatch.
         seed: the seed of all random numbers of a run.
     """
@@ -193,19 +197,20 @@ class FederatedDataset:
     ) -> "FederatedDataset":
         """Split a data set over clients, and hold out a part of every client's samples.
 
-        If the data set has a test split, its samples are split together with the others. The held-out samples of a
-        client are then its samples of the test split.
+        If the data set has a test split, the partition assigns its training and its test samples together. The held-out
+        samples of a client are then the test samples that it received.
 
         Args:
             dataset: the data set.
             clients: the number of clients.
             partition: a function of the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`. If it has an argument `user_ids` that is not bound,
-                it receives the `user_ids` of the data set. The label of a sequence is its last label.
+                `partial(dirichlet_partition, concentration=0.5)`. If the function has an argument `user_ids` that is
+                not bound, it receives the `user_ids` of the data set. For sequences, the function receives the last
+                label of each sequence.
             seed: the seed of all random numbers.
             holdout: the held-out fraction. The default is the test split of the data set, or 0.2 without a test split.
-            validation: the fraction of the training samples that replaces the held-out samples. Use it to choose
-                settings without access to the test samples.
+            validation: the fraction of the training samples that replaces the held-out samples. With this option,
+                settings are chosen without access to the test samples.
             batch: the number of samples per minibatch.
 
         Raises:
@@ -326,7 +331,7 @@ def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.n
 
 
 def _check_parts(parts: list[np.ndarray], clients: int, samples: int) -> list[np.ndarray]:
-    """Check the result of a partition: an array of indices for each client, without duplicates."""
+    """Check that a partition returned an array of indices for each client, without duplicates."""
     if len(parts) != clients:
         raise ArgumentError(f"partition: expected {clients} parts, one for each client, got {len(parts)}")
     positions = np.concatenate(parts)

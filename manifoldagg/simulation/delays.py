@@ -1,8 +1,9 @@
-r"""Delay distributions: the duration of a unit of work, sampled by the inverse-transform method.
+r"""Distributions of the duration of one unit of work, sampled by the inverse-transform method.
 
-$F^{-1}(U)$ has the distribution function F if U is uniform on [0, 1). Every draw uses exactly one number of the
-generator. So runs with the same seed use the same uniform numbers for all distributions. U has 53 bits, so draws from a
-normal distribution are within 8.2 standard deviations. An invalid parameter raises an `ArgumentError` that names it.
+If U is uniform on [0, 1), $F^{-1}(U)$ has the distribution function F. Every draw consumes exactly one uniform number
+of the generator. Runs with the same seed therefore use the same uniform numbers for all distributions. U has 53 bits,
+so draws from a normal distribution are within 8.2 standard deviations. An invalid parameter raises an `ArgumentError`
+that names the parameter.
 """
 
 import csv
@@ -47,7 +48,7 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 
 
 class Delay(ABC):
-    """Distribution of the seconds for one unit of work. `work` units take `work` times as long."""
+    """Base class of distributions of the seconds for one unit of work. `work` units take `work` times as long."""
 
     def __deepcopy__(self, memo: object) -> "Delay":
         return self  # delays are immutable, so a copy of a scheduler shares them
@@ -66,7 +67,7 @@ class Delay(ABC):
         """Return the quantile of the seconds for one unit of work at `probability`.
 
         Args:
-            probability: the probability, in [0, 1). 0 gives the smallest delay.
+            probability: the probability, in [0, 1). The quantile of 0 is the smallest delay.
 
         Raises:
             ArgumentError: if `probability` is outside of [0, 1).
@@ -136,7 +137,7 @@ class Gaussian(Delay):
         scale = check_number("scale", self.scale, at_least=0)
         c = location / scale if scale else math.inf
         set_fields(self, location=location, scale=scale)
-        # Both masses use erfc, because computing one as 1 minus the other would lose all its digits to cancellation.
+        # Both probabilities use erfc, because 1 minus a probability close to 1 has no correct digits.
         set_fields(self, _cut_mass=math.erfc(c / math.sqrt(2)) / 2, _kept_mass=math.erfc(-c / math.sqrt(2)) / 2)
 
     @staticmethod
@@ -298,8 +299,8 @@ class Exponential(_MeanParametrised):
 class Empirical(Delay):
     r"""Empirical distribution of measured tasks: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds.
 
-    All measured tasks i are equally likely. The computation time is proportional to the work, but the communication
-    time is not. Both times of a draw come from the same task.
+    All measured tasks i are equally likely. The computation time is proportional to the work. The communication time
+    does not depend on the work. Each draw uses both times of the same task.
 
     Args:
         computation: the computation times $t_i$ in seconds per unit of work, (n,).
@@ -325,7 +326,7 @@ class Empirical(Delay):
 
     @property
     def delays(self) -> tuple[float, ...]:
-        """The sorted delays of the measured tasks for one unit of work, (n,), for fits of other distributions."""
+        """The sorted delays of the measured tasks for one unit of work, (n,), in seconds."""
         return tuple(t + c for t, c in zip(self.computation, self.communication, strict=True))
 
     def expected(self, work: float = 1.0) -> float:
@@ -343,19 +344,22 @@ class Empirical(Delay):
 
     @staticmethod
     def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
-        """Read the profiles of measured devices, by the column `client`.
+        """Read the measured times of devices from a CSV file.
 
-        The columns `computation_s` and `round_s` contain the seconds of the computation alone and of the whole task.
-        Further columns are ignored.
+        The file has one line for each task, with these columns. Further columns are ignored.
+
+        - `client`: the name of the device.
+        - `computation_s`: the seconds of the computation.
+        - `round_s`: the seconds of the whole task, with communication.
 
         Args:
             path: the path of a CSV file with a header.
-            work: the number of units of work per measured task. Computation times are divided by it.
-            size_ratio: the ratio of the bytes of the simulated model to the bytes of the measured model. Communication
-                times are multiplied by it.
+            work: the number of units of work per measured task. Computation times are divided by this number.
+            size_ratio: the bytes of the simulated model divided by the bytes of the measured model. Communication times
+                are multiplied by this ratio.
 
         Returns:
-            A profile for each client, in the order of their first rows.
+            The distribution of each device, in the order of the first lines of the devices.
 
         Raises:
             ArgumentError: if the file is invalid. The message names the file and the line.
@@ -390,12 +394,12 @@ class Empirical(Delay):
 
 
 def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
-    """Assign a random profile to each client, with replacement.
+    """Assign a random delay distribution to each client, with replacement.
 
     Args:
-        profiles: the profiles, such as the result of `Empirical.from_csv`.
+        profiles: the distributions, such as the result of `Empirical.from_csv`.
         clients: the clients.
-        generator: the random generator, which draws one number per client.
+        generator: the random generator. It draws one number per client.
 
     Raises:
         ArgumentError: if `profiles` is empty.

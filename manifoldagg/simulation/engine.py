@@ -1,4 +1,4 @@
-"""The simulation engine: one loop over events, which dispatch tasks to clients and complete them at the server."""
+"""The simulation engine, which processes dispatches and completions of tasks in virtual time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ SERVER_LIMITS = ServerLimits(history_size=0, receipt_cache_size=0)
 
 @dataclass(frozen=True)
 class UpdateEvent:
-    """The event of one processed update, for the callbacks of a run."""
+    """One processed update. A run passes it to its callbacks."""
 
     update_index: int
     client: int
@@ -56,14 +56,18 @@ class Simulator:
     """A simulated run, which can stop between any two events.
 
     `advance` processes one event: the server dispatches a task to a client, a client completes a task, or a client
-    drops out. The arguments are those of `run`, except these: `method` is bound to the clients, `duration` may be
-    infinite, `metadata` contains all settings of the run, and `loaded` is the checkpoint of an interrupted run.
+    drops out. The arguments are the arguments of `run`, with these differences:
+
+    - `method` is bound to the clients.
+    - `duration` may be infinite.
+    - `metadata` contains all settings of the run.
+    - `loaded` is the checkpoint of an interrupted run.
 
     Attributes:
         cost: the cost so far.
         event_log: the events so far.
         evaluation_log: the evaluations so far.
-        task_runner: trains the clients.
+        task_runner: the runner that trains the clients.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class Simulator:
         return isinstance(event, CompletionEvent)
 
     def evaluate(self) -> Evaluation:
-        """Append a row to the log: the metrics of the model, and the staleness since the last evaluation."""
+        """Append a row with the metrics of the model and the staleness since the last evaluation to the log."""
         seen = self.evaluation_log.evaluations[-1].updates
         return self.evaluation_log.record(
             self._server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
@@ -169,7 +173,7 @@ class Simulator:
         )
 
     def _dispatch(self, client: int) -> None:
-        """Send the server's model to a client, which starts to train."""
+        """Send the server's model to a client and start its task."""
         ticket = self._server.dispatch(client)
         self._last_message = message = self._share_tensors(ticket)
         self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + message.nbytes)
@@ -275,8 +279,10 @@ def run(
 
     The rule determines which clients the server dispatches tasks to, and when:
 
-    - An asynchronous rule starts with all clients (or `concurrency` clients), and dispatches again after each update.
-    - A rule with a cohort dispatches to k clients, and to the next k clients when these have returned.
+    - With an asynchronous rule, the server first dispatches to all clients (or to `concurrency` clients), and then
+      again after each update.
+    - With a rule that has a cohort of k clients, the server dispatches to k clients. When all k updates have arrived,
+      the server dispatches to k clients again.
     - Other rules draw or route clients themselves.
 
     Args:
@@ -285,8 +291,8 @@ def run(
         num_updates: the number of updates, accepted or not. It may be omitted if `duration` is given.
         duration: the virtual time in seconds. The run ends before the first event after this time, even if no client
             has a task.
-        scheduler: the scheduler of the tasks, which only this run may use, or a function of the clients and a generator
-            that returns a scheduler. Without `scheduler` and `delays`, the run uses a
+        scheduler: the scheduler of the tasks, or a function of the clients and a generator that returns a scheduler.
+            Only this run may use the scheduler. Without `scheduler` and `delays`, the run uses a
             [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler].
         delays: the delays of [`IndependentClients`][manifoldagg.simulation.IndependentClients], instead of a scheduler:
             one delay for all clients, a mapping from clients to delays, or a function of the clients and a generator. A
@@ -297,39 +303,41 @@ def run(
         task_cost: the work of a task. `"fixed"` uses the number of the client's minibatches, so that all methods have
             the same order of events. `"trainer"` uses the number of steps of the trainer if it reports them.
         concurrency: the number of tasks in flight. The default is the number of clients. For a rule that draws clients
-            (`DeFedAvg`), it is the number of clients in the first draw. A rule with a cohort does not accept it.
-        buffer: the number of updates in each step of a rule with a buffer, such as `FedBuff`. The default is the size
-            in the rule. Other rules do not accept it.
-        refill: the number of free slots at which the server dispatches again, to all of them. The default is 1. A rule
-            that waits for a cohort or draws its clients does not accept it.
-        averaging: an average of the versions of the model, such as an [`SWA`][manifoldagg.averaging.SWA] that no other
-            run uses, or a function of the [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace] that returns one.
-            Each evaluation then includes the accuracy and the loss of the average. The BatchNorm statistics of the
-            average are computed on the training samples of all clients.
+            (`DeFedAvg`), `concurrency` is the number of clients in the first draw. A rule with a cohort does not accept
+            `concurrency`.
+        buffer: the number of updates in each step of a rule with a buffer, such as `FedBuff`. The default is the buffer
+            size of the rule. Other rules do not accept `buffer`.
+        refill: the number of free slots, out of `concurrency`, that must accumulate before the server dispatches again.
+            The server then fills all free slots. The default is 1. A rule that waits for a cohort or draws its clients
+            does not accept `refill`.
+        averaging: an average of the versions of the model, such as an [`SWA`][manifoldagg.averaging.SWA], or a function
+            of the [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace] that returns an average. No other run may
+            use the same average. Each evaluation then includes the accuracy and the loss of the average. The BatchNorm
+            statistics of the average are computed on the training samples of all clients.
         eval_every: the number of updates between evaluations. The model is also evaluated before the first update and
             after the last one.
-        executor: an executor that trains tasks ahead of time, or a function that returns one, such as
-            [`processes(2)`][manifoldagg.simulation.processes]. With `None`, this thread trains each task on demand. The
-            results are the same.
+        executor: an executor that trains tasks ahead of time, or a function that returns an executor, such as
+            [`processes(2)`][manifoldagg.simulation.processes]. With `None`, the calling thread trains each task on
+            demand. The results are the same.
         on_update: a function that is called with each update, except for the earlier updates of a resumed run.
         progress: a function that is called once for each update, including the earlier updates of a resumed run.
         log: a function that is called with each evaluation, including the earlier evaluations of a resumed run.
-        checkpoint: the interval and the path of checkpoints, which are written concurrently. A checkpoint is also
-            written if an interrupt or an error ends the run. With an interval in `seconds`, writing takes at most 5 %
-            of the time.
-        resume: resume from the checkpoint if it exists. The results are bit-identical to those of an uninterrupted run.
-            The events are replayed without training. Client states must be trees of tensors and plain values. Resuming
-            a finished run returns its result.
+        checkpoint: the interval and the path of checkpoints. They are written concurrently with the training. A
+            checkpoint is also written if an interrupt or an error ends the run. With an interval in `seconds`, writing
+            takes at most 5 % of the time.
+        resume: whether to resume from the checkpoint if the file exists. The results are bit-identical to those of an
+            uninterrupted run. The events are replayed without training. Client states must be trees of tensors and
+            plain values. Resuming a finished run returns its result.
 
     Raises:
         ArgumentError: if an argument is invalid (the message names it), if no client has samples, or if no client has a
-            task before the last update. Exceptions of trainers, except for divergence, are also raised.
-        CheckpointError: if a part of the rule cannot be identified by name, if the checkpoint is invalid or belongs to
-            another run (the message contains the first difference), or if the scheduler or the availability differs
-            from the saved run.
+            task before the last update. The exceptions of a trainer, except for divergence, are raised unchanged.
+        CheckpointError: if a part of the rule cannot be identified by name, or if the checkpoint is invalid. Also if
+            the checkpoint belongs to another run (the message contains the first difference), or if the scheduler or
+            the availability differs from the saved run.
 
     Warns:
-        StabilityWarning: once, if the step of an average client is above the stability limit.
+        StabilityWarning: once, if the server's step size for an average client is above the stability limit.
 
     Example:
         >>> from manifoldagg.federated import rules, clients

@@ -63,10 +63,10 @@ class Evaluator:
         return SampleMetrics(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
 
     def evaluate_average(self, point: Tensor) -> SampleMetrics:
-        """Evaluate an average of models, after the model whose versions it contains.
+        """Evaluate an average of the versions of the last evaluated model.
 
-        The statistics of BatchNorm are those of the average on the training samples of all clients. The other buffers
-        are those of the last evaluated model.
+        The BatchNorm statistics of the average are computed on the training samples of all clients. The other buffers
+        are copied from the last evaluated model.
         """
         space = ParameterSpace.of(self._model)
         buffers = refresh_buffers(space, self._model, point, self._training_batches())
@@ -100,7 +100,7 @@ class EvaluationLog:
 
     Args:
         federation: the federated data set.
-        averaging: the average of the server's models, which is evaluated together with each model.
+        averaging: the average of the server's models. The average is evaluated together with each model.
 
     Attributes:
         evaluations: the evaluations so far.
@@ -154,7 +154,7 @@ class EvaluationLog:
         return row
 
     def _average_means(self) -> tuple[float | None, float | None]:
-        """Return the mean accuracy and loss of the average, or `None` twice if it is empty."""
+        """Return the mean accuracy and loss of the average, or `None` twice if the average is empty."""
         point = None if self._averaging is None else self._averaging.average
         if point is None:
             return None, None
@@ -165,7 +165,7 @@ class EvaluationLog:
 
 
 def _means(metrics: SampleMetrics) -> tuple[float, float | None]:
-    """Return the mean accuracy and the mean loss, which is `None` if it is not finite."""
+    """Return the mean accuracy, and the mean loss or `None` if the loss is not finite."""
     loss = float(metrics.loss.mean())
     return float(metrics.correct.mean()), loss if math.isfinite(loss) else None
 
@@ -192,7 +192,7 @@ def gini(values: np.ndarray | Sequence[float]) -> float:
     if total == 0:
         return 0.0
     n = len(x)
-    # In sorted order, x_k is the larger one of k pairs and the smaller one of n - 1 - k.
+    # In sorted order, x_k is the larger number of k pairs, and the smaller number of n - 1 - k pairs.
     return max(0.0, float((2 * np.arange(n) - n + 1) @ x / (n * total)))
 
 

@@ -1,4 +1,4 @@
-"""The event loop of a run: the order of dispatches and completions, independent of any model."""
+"""The event loop of a run, which determines the order of dispatches and completions without a model."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,14 +60,14 @@ class _DispatchedTask(NamedTuple):
 class EventLoop:
     """The order of dispatches and completions of a run.
 
-    A client's tasks run in order. Tasks of a busy client wait in the scheduler if it allows queueing, and otherwise in
-    the event loop. The caller must call `submit` after each `DispatchEvent`, and `acknowledge` after each
-    `CompletionEvent`.
+    A client's tasks run in order. If the scheduler allows queueing, tasks of a busy client wait in the scheduler.
+    Otherwise they wait in the event loop. The caller must call `submit` after each `DispatchEvent`, and `acknowledge`
+    after each `CompletionEvent`.
 
     Args:
         clients: all clients that may participate, without duplicates.
         sampler: the sampler of the clients.
-        scheduler: the scheduler of the tasks, which nothing else may use.
+        scheduler: the scheduler of the tasks. No other code may use this scheduler.
         changes: the changes of availability. A client whose first change is not `"join"` is available from the start.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Executors: restarts after a failure, and pools of processes that end with their parent.
+"""Executors that restart after a failure, and process pools whose workers end with the parent process.
 
 The results of a run are bit-identical for all executors.
 """
@@ -30,7 +30,9 @@ MAX_RESTARTS = 3
 
 
 class RestartingExecutor:
-    """Executor that is replaced after a failure. As a context manager, it closes the executors that it created.
+    """An executor that is replaced after a failure.
+
+    As a context manager, a `RestartingExecutor` closes the executors that it created.
 
     Args:
         source: an executor, or a function that returns one. The function is called again after a failure. A given
@@ -78,7 +80,8 @@ class RestartingExecutor:
         """Replace the executor, which failed with `error` during a task of `client`.
 
         Raises:
-            ArgumentError: if the executor was given as an instance, or after `MAX_RESTARTS` consecutive restarts.
+            ArgumentError: if `source` is an executor instead of a function, or after `MAX_RESTARTS` consecutive
+                restarts.
         """
         self.num_consecutive_failures += 1
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -147,7 +150,7 @@ ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """Yield an executor for several runs. A function is called once, and again only after a failure."""
+    """Yield an executor for several runs. If `executor` is a function, it is called once, and again after a failure."""
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return
@@ -198,7 +201,10 @@ def _make_pool(jobs: int) -> Executor:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Block SIGINT in processes that are started in the block. This process receives a pending SIGINT afterwards."""
+    """Block SIGINT in processes that are started inside the `with` block.
+
+    The current process receives a pending SIGINT after the `with` block.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

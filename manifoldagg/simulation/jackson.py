@@ -1,4 +1,4 @@
-r"""Closed Jackson network in virtual time: queues at clients with exponential service times and random routing."""
+r"""A scheduler for a closed Jackson network: client queues with exponential service times and random routing."""
 
 import bisect
 from collections import deque
@@ -19,11 +19,13 @@ MIN_RATE = 2.0**-1022
 class JacksonNetwork(Scheduler[int]):
     r"""Closed Jackson network of clients that process their queues in FIFO order.
 
-    A task of work 1 takes an exponentially distributed time with rate $\mu_i$ at client i. A task of work w takes w
-    times as long. Suppose that `dispatch(route())` after each `next()` keeps m tasks of work 1 in flight. Then the
-    numbers x of tasks at the clients are a Markov chain with the stationary distribution
-    $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. The numbers of other tasks at a dispatch have the distribution
-    $\pi_{n,m-1}$.
+    At client i, the time of a task of work 1 is exponentially distributed with rate $\mu_i$. A task of work w takes w
+    times as long.
+
+    Suppose that the caller calls `dispatch(route())` after each `next()`, so that m tasks of work 1 are always in
+    flight. Let $x_i$ be the number of tasks at client i. Then x is a Markov chain with the stationary distribution
+    $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. Immediately before a dispatch, the other m - 1 tasks have the
+    distribution $\pi_{n,m-1}$.
 
     Args:
         routing: the shares p of the tasks, (n,), with sum 1 up to 1e-6.

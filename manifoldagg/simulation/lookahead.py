@@ -1,4 +1,4 @@
-"""Lookahead: the order in which a run will need its tasks in flight."""
+"""Prediction of the order in which a run needs the results of its tasks in flight."""
 
 import copy
 import math
@@ -17,10 +17,14 @@ RECOPY_FACTOR, CLIENTS_PER_EVENT = 4, 64
 
 
 class Lookahead:
-    """A prediction of the order in which a run will need its tasks in flight.
+    """A prediction of the order in which a run needs the results of its tasks in flight.
 
-    A copy of the event loop runs ahead. It assumes that the server accepts every update, and that a client's work
-    equals that of its previous task (at first `task_cost`). Otherwise, the order is that of dispatch.
+    A copy of the event loop runs ahead with two assumptions:
+
+    - The server accepts every update.
+    - Each task has the same work as the previous task of its client. The first task has the work `task_cost`.
+
+    Without a copy, the predicted order is the order of dispatch.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class Lookahead:
         self._in_flight: dict[TaskId, None] = {}
         self._cost = 0.0
         self._copy: EventLoop | None = None
-        # The predicted work of a dispatched task, or whether the update of a task is accepted.
+        # A prediction is the work of a dispatched task, or whether the update of a task is accepted.
         self._predicted: deque[tuple[TaskId, float | bool]] = deque()
         self._order: dict[TaskId, None] = {}
 
@@ -80,7 +84,11 @@ class Lookahead:
             self._copy, self._predicted, self._order = None, deque(), {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event of the copy with a given or assumed value. Return `None` at the end."""
+        """Process the next event of the copy with the given value, or with an assumed value.
+
+        Return `None` at the end.
+
+        """
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):
             return None

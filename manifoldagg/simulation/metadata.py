@@ -1,4 +1,4 @@
-"""Metadata: the settings and versions that determine a result, as text that is equal in every process."""
+"""Metadata: the settings and versions that determine a result, as text that does not depend on the process."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -43,7 +43,7 @@ def run_metadata(federation: FederatedDataset, method: Any, **options: object) -
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the programs that determine the bits of a result.
+    """Return the versions of the packages on which the exact result of a run depends.
 
     Example:
         >>> list(versions())

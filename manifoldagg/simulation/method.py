@@ -25,8 +25,8 @@ class Method:
         name: the name, which must be unique in a comparison.
         rule: the rule, or a function of the participating clients that returns a rule, such as a rule with a routing.
         trainer: the trainer of the clients.
-        rate_field: the path of the global rate in the rule, such as `"rate"` or `"rule.rate"`, for tuning. `None`
-            excludes the rate from tuning.
+        rate_field: the path of the field that contains the global rate of the rule, such as `"rate"` or `"rule.rate"`.
+            Tuning changes this field. `None` excludes the rate from tuning.
     """
 
     name: str
@@ -39,7 +39,8 @@ class Method:
 
         Args:
             clients: the participating clients.
-            buffer: the number of updates in each step of a rule with a buffer. The default is the size in the rule.
+            buffer: the number of updates in each step of a rule with a buffer. The default is the buffer size of the
+                rule.
 
         Raises:
             ArgumentError: if the rule or the trainer is invalid, or if the rule has no buffer.
@@ -70,8 +71,10 @@ class RunResult:
     """The result of a run: the evaluations of the server's model, and the trace.
 
     Attributes:
-        evaluations: the evaluations in order. The first one is before update 1, and the last one after all updates.
-        trace: the task of each update, (updates,), with the staleness that the server counts.
+        evaluations: the evaluations in order. The first evaluation is before update 1, and the last evaluation is after
+            all updates.
+        trace: the record of the task of each update, (updates,). Its staleness is the number of versions that the
+            server counts.
         client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
         seconds: the wall-clock time without evaluation.
         evaluation_seconds: the wall-clock time of evaluation.
@@ -138,6 +141,6 @@ class RunResult:
         return theil(self.client_accuracy)
 
     def updates_to(self, target: float) -> int | None:
-        """Return the number of updates up to the first accuracy of at least `target`, or `None`."""
+        """Return the number of updates before the first evaluation with an accuracy of at least `target`, or `None`."""
         row = first_reaching(self.evaluations, target)
         return None if row is None else row.updates

@@ -1,4 +1,4 @@
-"""Partitions: how a data set is split over clients."""
+"""Partitions, which split a data set over clients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,13 +40,12 @@ def dirichlet_partition(
     *,
     remainder: str = "largest",
 ) -> list[np.ndarray]:
-    r"""Split samples by label, with Dirichlet-distributed shares of the clients.
+    r"""Split the samples of each label over the clients, with Dirichlet-distributed shares.
 
     For each label $y$, draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and assign
     $\lfloor p_{y,i} |D_y| \rfloor$ random samples of the label to client i. Client sizes are not balanced.
 
-    The arguments `labels`, `clients` and `generator`, the result and the errors are as in
-    [`iid_partition`][manifoldagg.simulation.iid_partition].
+    See [`iid_partition`][manifoldagg.simulation.iid_partition] for the other arguments, the result and the errors.
 
     Args:
         concentration: the concentration $\alpha$. 0 assigns each label to one client, and `inf` splits it evenly.

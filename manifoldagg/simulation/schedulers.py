@@ -1,4 +1,4 @@
-"""Schedulers: the order and the times of task completions."""
+"""Schedulers, which determine the order and the times of task completions."""
 
 import bisect
 import math
@@ -45,8 +45,8 @@ class Completion(NamedTuple):
         work: the work of the task in units.
         dispatched: the time of the dispatch.
         started: the start time, at least `dispatched`.
-        relative_delay: the number of other tasks that finished while this one was in flight. It is the staleness in
-            versions if each of them moved the model.
+        relative_delay: the number of other tasks that finished while this task was in flight. If each of these tasks
+            moved the model, this number is the staleness in versions.
     """
 
     time: float
@@ -60,9 +60,9 @@ class Completion(NamedTuple):
 class Scheduler(ABC, Generic[C]):
     """Base class of all schedulers: the clock and the tasks in flight.
 
-    Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Ties in
-    time are broken by the order in which tasks start. A copy by `copy.deepcopy` continues with the same events. Only
-    the scheduler may use `generator`.
+    Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Tasks
+    that finish at the same time are returned in the order in which they started. `copy.deepcopy` returns a copy that
+    produces the same later events. Only the scheduler may use `generator`.
     """
 
     allows_queueing: ClassVar[bool] = False
@@ -119,7 +119,10 @@ class Scheduler(ABC, Generic[C]):
         return Completion._make((time, client, work, dispatched, started, late))
 
     def peek(self) -> float:
-        """Return the time of the next completion if nothing is dispatched or cancelled before, or infinity."""
+        """Return the time of the next completion, or infinity without tasks in flight.
+
+        A later `dispatch` or `cancel` can change this time.
+        """
         self._start_ready()
         return self._clock.peek()
 
@@ -153,7 +156,7 @@ class Scheduler(ABC, Generic[C]):
         return client, work, self._clock.now, self._num_finished
 
     def _check_duration(self, client: C, work: float) -> None:
-        """Reject a task whose time would overflow when it starts, which may be long after the dispatch."""
+        """Reject a task whose end time would overflow. The task may start long after its dispatch."""
         if not self._max_seconds(client, work) <= MAX_TASK_SECONDS:
             raise ArgumentError(
                 f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got "
@@ -190,11 +193,11 @@ class Scheduler(ABC, Generic[C]):
 
 
 class IndependentClients(Scheduler[C]):
-    """Scheduler of clients that work in parallel and independently, each with its delay distribution.
+    """A scheduler of clients that work independently and in parallel. Each client has a delay distribution.
 
     Args:
         delays: a delay for each client, or one delay for all clients.
-        generator: the random generator, which draws one number per dispatch.
+        generator: the random generator. It draws one number per dispatch.
 
     Raises:
         ArgumentError: if `delays` contains an invalid value.
@@ -233,7 +236,7 @@ class IndependentClients(Scheduler[C]):
         return delay
 
     def _max_seconds(self, client: C, work: float) -> float:
-        # A delay may have a part that is independent of the work, so work below 1 does not reduce the bound.
+        # A part of a delay may be independent of the work, so work below 1 does not reduce the bound.
         return max(1.0, work) * self._delay(client).quantile(MAX_PROBABILITY)
 
     def _drop_client(self, client: C) -> None:
@@ -241,17 +244,18 @@ class IndependentClients(Scheduler[C]):
 
 
 class PriorityScheduler(Scheduler[C]):
-    r"""Scheduler of a few workers that execute the tasks of many clients and prefer small tasks.
+    r"""A scheduler with a few workers that execute the tasks of many clients and prefer small tasks.
 
-    The queue is sorted by the key `work + k * now`, which is fixed when a task is pushed. A free worker selects
-    position i (counted from 0) of N with probability $(N - i) / \sum_{j \le N} j$, before the client whose task it just
-    finished is pushed again. A task of `work` batches takes `work / speed` seconds.
+    - When a task is pushed to the queue, it gets the key `work + k * now`. The queue is sorted by this key.
+    - A free worker selects position i (counted from 0) of N tasks with probability $(N - i) / \sum_{j \le N} j$.
+    - When a task finishes, the worker first selects its next task. Only then can the same client push a new task.
+    - A task of `work` batches takes `work / speed` seconds.
 
     Args:
         clients: the number of clients, which determines the default speed $k \cdot$ clients / workers.
-        generator: the random generator of the positions, which only the scheduler may use.
+        generator: the random generator of the positions. Only the scheduler may use it.
         workers: the number of concurrent tasks.
-        k: the priority of waiting: one second of waiting counts as k batches.
+        k: the weight of the waiting time. One second of waiting has the same effect as k batches less work.
         speed: the number of batches per second of one worker.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The task runner, which trains tasks on an executor or in this process, in the order in which results are needed."""
+"""The task runner, which trains tasks in this process or on an executor."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class TaskOrder(Protocol):
 
 
 class _PendingTask:
-    """A submitted task. `client_state` is the state at its start, after it was sent."""
+    """A submitted task. After the task was sent, `client_state` is the client's state at its start."""
 
     def __init__(self, task_id: TaskId, message: Message) -> None:
         self.task_id = task_id
@@ -55,16 +55,18 @@ class _PendingTask:
 
 
 class TaskRunner:
-    """Runner that trains submitted tasks on demand in this process, or ahead of time on an executor.
+    """A runner that trains submitted tasks on demand in this process, or ahead of time on an executor.
 
-    The results are bit-identical in both cases. A client's tasks run one after the other, each with the client state
-    after the previous task. At the end of a `with` block, the runner cancels the pending tasks of the executor.
+    The results are bit-identical in both cases. A client's tasks run one after the other. Each task starts with the
+    client state after the previous task. At the end of a `with` block, the runner cancels the pending tasks of the
+    executor.
 
     Args:
         federation: the federated data set, with minibatches and seeds.
         trainer: the trainer of the clients.
-        executor: an executor, a function that returns an executor (which `close` shuts down), or a `RestartingExecutor`
-            that several runs share. With `None`, `result` trains in the calling thread.
+        executor: an executor, a function that returns an executor, or a `RestartingExecutor` that several runs share.
+            `close` shuts down an executor that the function returned. With `None`, `result` trains in the calling
+            thread.
         order: a predictor of the order in which tasks are needed. The default is the order of submission.
         client_states: the client states of an interrupted run, by client.
 
@@ -121,10 +123,10 @@ class TaskRunner:
         self._waiting.add(task)
 
     def result(self, task_id: TaskId) -> Payload:
-        """Return the payload of a task, which must be the next task of its client.
+        """Return the payload of a task. The task must be the next task of its client.
 
         Raises:
-            ArgumentError: if it is not the next task of its client, or the executor fails repeatedly.
+            ArgumentError: if the task is not the next task of its client, or the executor fails repeatedly.
             Exception: any exception of the training, such as a `DivergenceError`.
         """
         task = self._tasks.get(task_id)
@@ -153,7 +155,7 @@ class TaskRunner:
             self._remove(task)
 
     def close(self) -> None:
-        """Cancel pending work of the executor, and shut down the executor if it was created here."""
+        """Cancel pending work of the executor, and shut down the executor if this runner created it."""
         for task in list(self._submitted):
             self._requeue(task)
         if self._owned_executor is not None:
@@ -185,7 +187,7 @@ class TaskRunner:
         return task.result
 
     def _fill(self, executor: RestartingExecutor) -> None:
-        """Send the tasks that will be needed first to the executor."""
+        """Send tasks to the executor, in the order in which their results are needed."""
         count = executor.num_workers
         # After a failure, only one task at a time is sent, to identify the task that breaks executors.
         most = 1 if executor.num_consecutive_failures else math.inf if count is None else TASKS_PER_WORKER * count
@@ -216,7 +218,7 @@ class TaskRunner:
         task.future.add_done_callback(lambda future: self._finished.put((task, future)))
 
     def _collect(self, executor: RestartingExecutor, *, wait: bool) -> None:
-        """Collect finished tasks. With `wait`, wait for at least one."""
+        """Collect finished tasks. With `wait`, wait for at least one finished task."""
         while True:
             try:
                 task, future = self._finished.get(block=wait)

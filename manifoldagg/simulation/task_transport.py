@@ -1,4 +1,4 @@
-"""Task transport: serialization of client tasks for executors, and of their results."""
+"""Serialization of client tasks for executors, and of the results of the tasks."""
 
 import io
 import os
@@ -34,13 +34,13 @@ _SHARE_LOCK = threading.Lock()
 class Packed:
     """A value for another process, whose tensors are packed in one block of memory.
 
-    `multiprocessing` sends a large block through torch's shared memory, and any other pickler sends bytes. The block is
-    a copy, since torch moves a tensor that it sends to shared memory, where the receiver could write it. One block
-    needs one file descriptor, however many tensors it has.
+    `multiprocessing` sends a large block through torch's shared memory. Any other pickler sends bytes. The block is a
+    copy of the tensors. Without the copy, torch would move the original tensors to shared memory, where the receiver
+    could change them. One block needs one file descriptor for any number of tensors.
 
     Args:
         value: any value that can be pickled.
-        copies: whether the receiver copies the tensors out of the block, which releases the block.
+        copies: whether the receiver copies the tensors out of the block. The block is then released.
 
     Example:
         >>> pickle.loads(pickle.dumps(Packed({"m": torch.ones(4)[1:], "count": 3}))).value
@@ -53,7 +53,7 @@ class Packed:
 
     @cached_property
     def value(self) -> Any:
-        """The value, which a receiver unpickles on first access."""
+        """The value. A receiver unpickles it on first access."""
         data, block = self.parts
         return _TensorUnpickler(io.BytesIO(data), block, self.copies).load()
 
@@ -144,7 +144,7 @@ def _view(block: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...])
 
 
 class _Environment(NamedTuple):
-    """The settings of a process that determine the bits of a task."""
+    """The settings of a process on which the exact result of a task depends."""
 
     dtype: torch.dtype
     backend: str
@@ -187,7 +187,7 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """A task for an executor. It is pickled without the context of its run, which a process receives on request."""
+    """A task for an executor. The task is pickled without the context of its run. A process requests the context."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class TaskEnvelope:
 
 
 class ReceivedEnvelope:
-    """A task as another process receives it. `context` is `None` if the process has received it before."""
+    """A task in the receiving process. `context` is `None` if the process has received the context before."""
 
     def __init__(self, key: bytes, context: Packed | None, parts: Packed) -> None:
         self._key = key
@@ -220,7 +220,7 @@ class ReceivedEnvelope:
         self._parts = parts
 
     def open_task(self) -> ClientTask | None:
-        """Return the client task; `None` if the process does not have the context."""
+        """Return the client task, or `None` if the process does not have the context."""
         context = _CONTEXTS.get(self._key, self._context)
         if context is None:
             return None
@@ -230,14 +230,14 @@ class ReceivedEnvelope:
 
 
 class _ContextCache:
-    """Least-recently-used cache of the contexts that this process received."""
+    """Least-recently-used (LRU) cache of the contexts that this process received."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._contexts: OrderedDict[bytes, Packed] = OrderedDict()
 
     def get(self, key: bytes, received: Packed | None) -> Packed | None:
-        """Return the context of a key. The first received context is returned, so that cached models stay valid."""
+        """Return the first context that was received for a key, so that cached models stay valid."""
         with self._lock:
             context = self._contexts.pop(key, received)
             if context is not None:

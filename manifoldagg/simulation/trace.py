@@ -1,4 +1,4 @@
-"""Traces: one record for each task, their files, and a scheduler that replays them."""
+"""Traces with one record for each task, trace files, and a scheduler that replays a trace."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=int | str)
 
 @dataclass(frozen=True)
 class TaskRecord(Generic[C]):
-    """Record of one task from dispatch to completion, in virtual seconds.
+    """The record of one task from dispatch to completion, in virtual seconds.
 
     Attributes:
         client: the client, an int or a str.
@@ -120,9 +120,10 @@ def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
 class ReplayScheduler(Scheduler[C]):
     """Scheduler that replays a recorded trace.
 
-    Each `dispatch` of a client represents its next recorded task, which finishes at the recorded time for any work. So
-    several methods can use the same order of events, and a measured run can be repeated with another rule. A task that
-    is not in the trace, such as a task in flight at its end, never finishes.
+    Each `dispatch` of a client represents the next recorded task of this client. The task finishes at the recorded
+    time, for any `work`. Several methods can therefore use the same order of events, and a measured run can be repeated
+    with another rule. A task that is not in the trace never finishes. An example is a task that was in flight at the
+    end of the trace.
 
     Args:
         records: the records in order of `finished`.

@@ -1,4 +1,4 @@
-"""Trainers: the local training of a client, from a message and the client's data."""
+"""Trainers, which carry out the local training of a client."""
 
 from manifoldagg.federated.clients.asynccurve import AsyncCurve
 from manifoldagg.federated.clients.compression import Codec, ErrorFeedback, Int8, TopK

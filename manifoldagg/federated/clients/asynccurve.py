@@ -1,6 +1,4 @@
-"""The trainer for the rule AsyncCurve, which alternates between the end point and the control point of a quadratic
-curve.
-"""
+"""The trainer for the rule AsyncCurve, which learns the end point and the control point of a quadratic curve."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +25,12 @@ BIAS_FREE_STEPS = 1e9
 class AsyncCurve(BaseTrainer):
     r"""Trainer that alternately learns the end $\theta$ and the control point $\varphi$ of a quadratic curve.
 
-    The two alternate after each epoch:
+    Each epoch for the end is followed by an epoch for the control point:
 
-    - Adam trains the end on $\ell(\theta)$ plus a proximal term. It starts from the moments $m$, $v$ in the message.
-    - Another Adam, which restarts in each epoch, trains the control point at the points $\lambda \sim U[0, 1]$ of the
-      curve:
+    - Adam trains the end on $\ell(\theta)$ plus a proximal term. This optimizer starts from the moments $m$, $v$ in the
+      message.
+    - A second Adam optimizer, which restarts in each epoch, trains the control point. It minimises the mean loss at
+      random points $\lambda \sim U[0, 1]$ of the curve:
 
     $$\varphi = M + \delta - \gamma \operatorname{proj}_{\theta - \Theta^t} \delta, \qquad M = \tfrac12 (\Theta^t +
       \theta), \qquad \min_\delta\; \mathbb{E}_\lambda\, \ell((1 - \lambda)^2\, \Theta^t + 2 \lambda (1 - \lambda)\,
@@ -39,15 +38,18 @@ class AsyncCurve(BaseTrainer):
 
     The proximal term only applies to the end.
 
-    Moments from the server are already means over many steps. By default, they and their updates have no bias
-    correction $1 - \beta^k$. With `as_printed`, they are corrected from k = 1, which makes the first step about
-    $\beta_1 / (1 - \beta_1)$ times that of the server. A client without moments starts with a new Adam.
+    Moments from the server are already means over many steps. By default, Adam therefore does not apply the bias
+    correction $1 - \beta^k$ to them. With `as_printed`, Adam applies the correction from k = 1. The first step is then
+    about $\beta_1 / (1 - \beta_1)$ times as long as a step of the server. A client without moments starts with a new
+    Adam optimizer.
 
-    The trainer deviates from the printed algorithm where that contradicts the paper's text. The curve has the weight 2
-    on $\varphi$. The trainer returns the projected $\varphi$, which is the one that was trained.
+    The printed algorithm contradicts the paper's text in two points. The trainer follows the text:
+
+    - The curve has the weight 2 on $\varphi$.
+    - The trainer returns the projected $\varphi$, which was trained.
 
     Args:
-        epochs: the number of epochs of each of the two.
+        epochs: the number of epochs for the end, and also for the control point.
         rate: the learning rate of the end.
         control_rate: the learning rate of the control point. The default is a tenth of `rate`.
         betas: $(\beta_1, \beta_2)$ of both Adam optimizers.
@@ -57,7 +59,7 @@ class AsyncCurve(BaseTrainer):
             [`ProximalTerm`][manifoldagg.curves.ProximalTerm], such as
             [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
-        as_printed: whether to correct the bias of the server's moments like that of new ones.
+        as_printed: whether Adam applies its bias correction to the server's moments.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.
@@ -130,7 +132,7 @@ class AsyncCurve(BaseTrainer):
 
     @torch.no_grad()
     def _add_proximal_gradient(self, end: Tensor, base: Tensor) -> None:
-        """Add the gradient of the proximal term to that of the loss before a step of the end point."""
+        """Add the gradient of the proximal term to the gradient of the loss, before a step of the end point."""
         if end.grad is None:
             return
         if isinstance(self.proximal, ProximalTerm):

@@ -30,8 +30,8 @@ class TrainingTask:
         space: the space of the models.
         message: the message from the server.
         loss: a function `loss(theta, batch)` that returns a scalar.
-        batches: a re-iterable object.
-        client_state: the client state of this client's last payload.
+        batches: a re-iterable object that yields batches.
+        client_state: the client state in this client's last payload.
         generator: the random number generator of the task.
     """
 
@@ -49,7 +49,7 @@ class TrainingTask:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of one pass; `None` if they have no length."""
+        """The number of batches of one pass, or `None` if `batches` has no length."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else None
         except TypeError:  # a loader of an iterable data set defines __len__, but raises an exception
@@ -59,8 +59,8 @@ class TrainingTask:
         """Return the buffers that the message requests, after the evaluations of the loss.
 
         Args:
-            at: (P,), a point at which the loss was not evaluated. The statistics of batch normalisation are recomputed
-                there, in one pass over the batches. Layers in evaluation mode retain theirs.
+            at: a point (P,) at which the loss was not evaluated. The statistics of batch normalisation are recomputed
+                at this point, in one pass over the batches. Layers in evaluation mode retain their statistics.
         """
         loss = self.loss
         if not self.message.requested_buffers or not isinstance(loss, ModelLoss):
@@ -79,13 +79,12 @@ class TrainingTask:
 
 
 class BaseTrainer(KeywordHints, abc.ABC):
-    """Base class of trainers, whose subclasses implement `_train`.
+    """Base class of trainers. Subclasses implement `_train`.
 
-    The options are the fields of a frozen dataclass. The option groups of [`fit`][manifoldagg.fit] validate theirs when
-    they are created.
+    The options are the fields of a frozen dataclass.
 
-    The base class handles buffers. It initialises the buffers of the loss from the message, and adds the requested
-    buffers to a payload that has none.
+    The base class handles buffers. It initialises the buffers of the loss from the message. If `_train` returns a
+    payload without buffers, the base class adds the buffers that the message requests.
 
     Subclassing is optional: any object with a `train` method is a [`Trainer`][manifoldagg.federated.Trainer].
 
@@ -116,9 +115,11 @@ class BaseTrainer(KeywordHints, abc.ABC):
 
         Args:
             space: the space of the models.
-            message: the message from the server: the start model, and further tensors and numbers of the rule.
-            loss: a function `loss(theta, batch)` that returns a scalar. If the message requests buffers, it must be a
-                loss of [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is not modified.
+            message: the message from the server, which contains the start model, and further tensors and numbers of the
+                rule.
+            loss: a function `loss(theta, batch)` that returns a scalar. If the message requests buffers, the function
+                must be a result of [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is not
+                modified.
             batches: a re-iterable object.
             client_state: the client state of this client's last payload.
             generator: the random number generator of the task.
@@ -128,7 +129,7 @@ class BaseTrainer(KeywordHints, abc.ABC):
 
         Raises:
             ArgumentError: if the message is not from the rule of this trainer, or requests buffers that the loss does
-                not have. Also under the conditions of [`fit`][manifoldagg.fit].
+                not have. Also for the same reasons as in [`fit`][manifoldagg.fit].
             DivergenceError: if a loss is not finite.
         """
         loss = _with_buffers(loss, message)
@@ -138,7 +139,7 @@ class BaseTrainer(KeywordHints, abc.ABC):
 
     @abc.abstractmethod
     def num_steps(self, message: Message, num_batches: int) -> int:
-        """Return the number of steps of `train`, which is the cost of a task before it runs.
+        """Return the number of steps that `train` will take.
 
         Args:
             message: the message from the server.
@@ -153,7 +154,7 @@ class BaseTrainer(KeywordHints, abc.ABC):
 
 
 def _with_buffers(loss: Loss, message: Message) -> Loss:
-    """Return the loss with its own buffers, initialised from the message."""
+    """Return a copy of the loss whose buffers are initialised from the message."""
     carried = {entry.name for entry in loss.layout.buffers} if isinstance(loss, ModelLoss) else set()
     if missing := [name for name in message.requested_buffers if name not in carried]:
         listed = ", ".join(missing[:MAX_LISTED])
@@ -169,9 +170,12 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
 def count_samples(batches: Iterable[Any]) -> int:
     """Return the number of samples of one pass over `batches`.
 
-    The function uses `batches.samples`, or the sampler of a `DataLoader` with automatic batching, if there is one.
-    Otherwise, it counts the samples in one pass. A batch is then a tensor, a mapping of tensors, or a sequence whose
-    first element contains the inputs.
+    The function uses the first available source:
+
+    - the attribute `batches.samples`;
+    - the sampler of a `DataLoader` with automatic batching;
+    - one pass over the batches. A batch is then a tensor, a mapping of tensors, or a sequence whose first element
+      contains the inputs.
 
     Raises:
         ArgumentError: if a batch has no length, if `batches.samples` is not a valid count, or if `batches` is an

@@ -1,4 +1,4 @@
-"""One task of a client: training a module from a message, for simulations, Flower and custom loops."""
+"""Training of a module from a message of the server, for simulations, Flower and custom loops."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,21 +27,22 @@ def train_client(
     personal: Sequence[str] = (),
     generator: torch.Generator,
 ) -> Payload:
-    """Train a module from a message, as [`Trainer.train`][manifoldagg.federated.Trainer] in the module's own space.
+    """Train a module from a message of the server, and return the payload for the server.
 
-    The function uses the code and the mode (train or eval) of the module. It does not modify the module's tensors: the
-    parameters and buffers are those of the message.
+    The function calls [`Trainer.train`][manifoldagg.federated.Trainer] in the parameter space of the module. It uses
+    the code and the mode (train or eval) of the module. The parameters and buffers come from the message. The module's
+    own tensors are not modified.
 
     Args:
         model: a module with the same parameters as the server's model.
         message: the message of a ticket.
         trainer: the local training.
-        batches: pairs (inputs, targets) in a re-iterable object.
+        batches: a re-iterable object that yields pairs (inputs, targets).
         criterion: the loss, a function of (output, target) that returns a scalar.
-        client_state: the client state of the client's last payload.
-        personal: names or glob patterns of parameters and buffers that the client trains and does not send, the same as
-            in `Server.of(..., personal=...)`. The client state of the payload contains them.
-            [`load_personal`][manifoldagg.federated.clients.load_personal] copies them into a module.
+        client_state: the client state in the client's last payload.
+        personal: names or glob patterns of parameters and buffers that the client trains but does not send. Use the
+            same value as in `Server.of(..., personal=...)`. The client state of the payload contains the personal
+            tensors. [`load_personal`][manifoldagg.federated.clients.load_personal] copies these tensors into a module.
         generator: the random number generator of the trainer.
 
     Returns:

@@ -31,7 +31,7 @@ class Codec(KeywordHints, abc.ABC):
 
     @abc.abstractmethod
     def encode(self, update: Tensor) -> dict[str, Tensor]:
-        """Encode a vector (P,) as named tensors.
+        """Encode a vector (P,) as a dict of tensors.
 
         Raises:
             ArgumentError: if `update` is not a finite vector of floating-point numbers.
@@ -42,7 +42,7 @@ class Codec(KeywordHints, abc.ABC):
         """Decode a vector.
 
         Args:
-            tensors: the result of `encode`. They may come from an untrusted client.
+            tensors: the result of `encode`. The tensors may come from an untrusted client.
             size: the number P of entries.
             dtype: the dtype of the encoded vector.
 
@@ -55,7 +55,7 @@ class Codec(KeywordHints, abc.ABC):
         """Return the size in bytes of the encoding of a vector with `size` entries."""
 
     def spec(self) -> dict[str, Any]:
-        """Return the name and the options of the codec as JSON values, for `codec_from_spec`."""
+        """Return the name and the options of the codec as JSON values. `codec_from_spec` restores the codec."""
         return {"name": type(self).__name__, **asdict(self)}
 
 
@@ -65,7 +65,8 @@ class TopK(Codec):
 
     All other entries are decoded as 0. The transmitted entries are exact.
 
-    Size: $k\,(b + 4)$ bytes, where $b$ is the size of a number. For at least $2^{31}$ entries it is $k\,(b + 8)$ bytes.
+    Size: $k\,(b + 4)$ bytes, where $b$ is the number of bytes of one entry. For $P \ge 2^{31}$, the size is
+    $k\,(b + 8)$ bytes.
 
     Args:
         fraction: the fraction of the entries to transmit, in (0, 1].
@@ -122,7 +123,7 @@ class Int8(Codec):
     float64.
 
     Args:
-        block: the number of consecutive entries with a common scale. Smaller blocks are more accurate and have more
+        block: the number of consecutive entries with a common scale. Smaller blocks are more accurate, but need more
             scales.
 
     Raises:
@@ -154,7 +155,8 @@ class Int8(Codec):
         wide = _scale_dtype(dtype)
         _check_tensors(tensors, {"codes": (torch.int8, size), "scales": (wide, -(-size // self.block))})
         largest = torch.finfo(dtype).max
-        # 127 times the scale of the largest number may overflow, so the product is computed in float64 and clamped.
+        # 127 times the scale of the largest finite number may overflow, so the product is computed in float64 and
+        # clamped.
         product = self._blocks(tensors["codes"].double()) * tensors["scales"].double()[:, None]
         return product.flatten()[:size].clamp_(-largest, largest).to(dtype)
 
@@ -167,17 +169,20 @@ class Int8(Codec):
 
 
 class ErrorFeedback:
-    r"""The state of a client that compresses its updates: the residual, which the codec has not transmitted yet.
+    r"""Error feedback for a client that compresses its updates.
+
+    The state is the residual: the part of the updates that the client has not transmitted yet.
 
     $$v_t = \Delta_t + e_{t-1}, \qquad c_t = \operatorname{decode}(\operatorname{encode}(v_t)), \qquad
       e_t = v_t - c_t, \qquad e_0 = 0.$$
 
     The client transmits $c_t$ in place of its update $\Delta_t$. The sum of all transmitted updates therefore differs
-    from the sum of all updates by the last residual only. For `TopK` and `Int8`, $c_t + e_t = v_t$ holds exactly in
-    floating point.
+    from the sum of all updates only by the last residual $e_t$. For `TopK` and `Int8`, $c_t + e_t = v_t$ holds exactly
+    in floating point.
 
     Create one object for each client, and store its `state_dict` with the client's state. If an update is lost or
-    rejected, its transmitted part is lost. To transmit it again, load the state from before `encode`.
+    rejected, its transmitted part is lost. To avoid this loss, load the state from before `encode`, and encode the
+    update again.
 
     Args:
         codec: the codec, such as `TopK(fraction=0.01)` or `Int8()`.
@@ -207,7 +212,7 @@ class ErrorFeedback:
         """Encode the sum of an update and the residual, and replace the residual.
 
         Args:
-            update: the displacement of the client, of any shape. All updates of a client have the same shape and dtype.
+            update: the client's displacement, of any shape. All updates of a client have the same shape and dtype.
 
         Raises:
             ArgumentError: if the update has another shape or dtype than the residual, or is not finite. The residual is
@@ -225,10 +230,10 @@ class ErrorFeedback:
         return tensors
 
     def encode_payload(self, payload: Payload, start: Tensor) -> Payload:
-        """Return a payload with the encoded displacements in place of its points.
+        """Return a payload with encoded displacements in place of its points.
 
-        Pack the result without `spec`, because it does not contain named parameters. The server decodes it in
-        `Server.receive(ticket, payload, codec=codec)`.
+        Serialize the result without `spec`, because it does not contain named parameters. The server decodes the
+        payload in `Server.receive(ticket, payload, codec=codec)`.
 
         Args:
             payload: the payload of a trainer.
@@ -252,14 +257,14 @@ class ErrorFeedback:
         return replace(payload, points=points.new_empty(len(points), 0), tensors={**payload.tensors, **named})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the residual; an empty dict before the first update."""
+        """Return a dict with the residual, or an empty dict before the first update."""
         return {} if self.residual is None else {"residual": self.residual}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state_dict`.
+        """Restore the residual from the result of `state_dict`.
 
         Raises:
-            ArgumentError: if it has other entries than a finite tensor `residual`.
+            ArgumentError: if `state` has other entries than a finite tensor `residual`.
         """
         if state.keys() - {"residual"}:
             raise ArgumentError(f"state: expected the entry 'residual', got {short_repr(sorted(state))}")
@@ -268,7 +273,7 @@ class ErrorFeedback:
 
 
 def decode_payload(codec: Codec, payload: Payload, start: Tensor) -> Payload:
-    """Return the payload with points, from the result of `ErrorFeedback.encode_payload`.
+    """Decode the result of `ErrorFeedback.encode_payload` into a payload with points.
 
     Args:
         codec: the codec of the client.
@@ -293,7 +298,7 @@ def check_codec(codec: object) -> Codec:
     """Return the codec.
 
     Raises:
-        ArgumentError: if it is not an instance of a codec.
+        ArgumentError: if `codec` is not an instance of a codec.
     """
     if isinstance(codec, Codec):
         return codec
@@ -302,7 +307,7 @@ def check_codec(codec: object) -> Codec:
 
 
 def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
-    """Return the codec of a `Codec.spec`.
+    """Build a codec from the result of `Codec.spec`.
 
     Raises:
         ArgumentError: if the name or an option is unknown or invalid.

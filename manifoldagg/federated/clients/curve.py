@@ -1,4 +1,4 @@
-"""The trainer for the rule AsyncBezier, which learns a curve or another embedding whose end is the local model."""
+"""The trainer for the rule AsyncBezier, which learns a curve or another embedding that ends at the local model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,9 @@ __all__ = ["Curve"]
 
 @dataclass(frozen=True)
 class Curve(BaseTrainer):
-    r"""Trainer that learns an embedding in two phases and returns its control points except the first.
+    r"""Trainer that learns a curve or another embedding in two phases.
+
+    The payload contains all control points except the first.
 
     By default, the embedding is a Bézier curve. It starts at the server's model $\Theta^t$, and its last control point
     is the local model:
@@ -36,12 +38,16 @@ class Curve(BaseTrainer):
     $$\min_\varphi \mathbb{E}_{S \sim P} \left[ \ell(\iota_\varphi(S)) + \tfrac{\mu}{2}\, d(\iota_\varphi(S),
       \Theta^t)^2 \right], \qquad \varphi_0 = \Theta^t.$$
 
-    In the first phase, $P$ is the point mass at the end. In the second phase, $P$ is uniform in the embedding: on
-    $[0, 1]$, in a tunnel, or in a simplex. The second phase evaluates the loss at random points, and not at the end.
-    The trainer therefore recomputes the buffers that the server requests at the end.
+    - In the first phase, $P$ is the point mass at the end.
+    - In the second phase, $P$ is the uniform distribution on the domain of the embedding: $[0, 1]$, a tunnel, or a
+      simplex.
+
+    The second phase does not evaluate the loss at the end. If the server requests buffers, the trainer therefore
+    recomputes them at the end.
 
     Args:
-        degree: the degree of the curve, also that of a tunnel without a curve.
+        degree: the degree of the curve. If `embedding` is a tunnel without a curve, the curve of the tunnel has this
+            degree.
         epochs: the number of epochs of each phase, as in [`Phases`][manifoldagg.curves.Phases].
         steps: the number of steps of each phase, in place of `epochs`.
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
@@ -49,16 +55,17 @@ class Curve(BaseTrainer):
         control_rate: the learning rate of the control points, as in [`Control`][manifoldagg.curves.Control].
         freeze_end: whether the end is fixed in the second phase.
         control_start: the start of the control points, `"chord"` or `"base"`.
-        proximal: $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
+        proximal: the weight $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared
+            distance.
         alternate: whether the phases alternate.
         control_projection: $\gamma$, the projection of the control points.
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
         samples: the number of sampled points of the curve for each batch.
         sharpness: `SAM` or `ASAM`, for sharpness-aware gradients.
         embedding: an [`Embedding`][manifoldagg.curves.Embedding] in place of the curve, such as `Tunnel(radius=0.1)` or
-            `Simplex(vertices=3)`. The trainer maps it into the space of the models. A tunnel must have the ambient
-            form, because the subspace form is undefined on the chord, where the second phase starts. The rule must
-            have the same embedding, except for a tunnel.
+            `Simplex(vertices=3)`. The trainer constructs the embedding in the space of the models. A tunnel must have
+            the ambient form, because the second phase starts at the chord, and the subspace form is undefined for a
+            chord. Except for a tunnel, the rule must have the same embedding.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.

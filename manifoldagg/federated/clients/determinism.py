@@ -1,4 +1,4 @@
-"""Deterministic client tasks: the random number generator and the order of sums."""
+"""Deterministic client tasks, which have a fixed seed and a fixed order of sums."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
     """Limit torch to one thread, so that sums are always computed in the same order.
 
     Args:
-        threads: the number of threads; `None` leaves it unchanged.
+        threads: the number of threads. `None` does not change the number.
 
     Example:
         >>> with single_threaded():
@@ -39,8 +39,9 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
 
 
 def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
-    """Return the random number generator of a client's n-th task, counted from 0. It depends only on these three
-    arguments.
+    """Return the random number generator of a client's task, which depends only on the three arguments.
+
+    Tasks are counted from 0 for each client.
 
     Raises:
         ArgumentError: if an argument is not an integer >= 0.
@@ -58,16 +59,16 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
 
 @contextmanager
 def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
-    """Make a block bitwise reproducible: torch uses one thread, and all random numbers depend on `generator`.
+    """Make a `with` block bitwise reproducible. Torch uses one thread, and all random numbers depend on `generator`.
 
-    Layers such as dropout draw from torch's global generator. Within the block, it is seeded with the initial seed of
-    `generator`, and its state is restored afterwards. A process has only one global generator, so concurrent blocks in
-    several threads run one after the other.
+    Layers such as dropout draw from torch's global generator. Within the block, the global generator is seeded with the
+    initial seed of `generator`. Its state is restored after the block. A process has only one global generator, so
+    concurrent blocks in several threads run one after the other.
 
     Args:
         generator: the generator of the task.
-        threads: the number of torch threads; `None` leaves it unchanged. With a number other than one, random numbers
-            are the same, but sums may have different bits.
+        threads: the number of torch threads. `None` does not change the number. With more than one thread, random
+            numbers are the same, but sums may be rounded differently.
 
     Example:
         >>> with deterministic(task_generator(0, client=3, task_index=1)):
@@ -76,7 +77,7 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
         ...     torch.equal(torch.rand(1), first)
         True
     """
-    # A different stream than that of the trainer.
+    # The stream differs from the trainer's stream.
     seed = np.random.SeedSequence([generator.initial_seed(), 1]).generate_state(1)[0]
     own = torch.default_generator
     with single_threaded(threads), GENERATOR_LOCK:
@@ -89,7 +90,7 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
 
 
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model whose initial weights depend on `seed` alone. Torch's global generator is left unchanged.
+    """Build a model whose initial weights depend only on `seed`. Torch's global generator is not changed.
 
     Raises:
         ArgumentError: if `seed` is not an integer >= 0.

@@ -1,4 +1,4 @@
-"""The trainer for the rule FLOCO, which learns the vertices of a simplex from models sampled in a region of it."""
+"""The trainer for the rule FLOCO, which learns the vertices of a simplex from sampled models."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +19,13 @@ __all__ = ["FLOCO", "Region"]
 
 @dataclass(frozen=True)
 class Region(Simplex):
-    r"""A region of a simplex, sampled as $(1 - \lambda)\, c + \lambda\, y$ with $y$ uniform in the simplex.
+    r"""A region of a simplex: the points $(1 - \lambda)\, c + \lambda\, y$ for all y in the simplex.
 
     Args:
         space: a flat space.
         vertices: the number n of vertices.
         centre: $c$, barycentric coordinates.
-        share: $\lambda \in [0, 1]$; 1 selects the whole simplex.
+        share: $\lambda \in [0, 1]$, the size of the region relative to the simplex. 1 selects the whole simplex.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -47,12 +47,12 @@ class Region(Simplex):
 class FLOCO(BaseTrainer):
     r"""Trainer that learns the vertices of a simplex from models in the client's region.
 
-    It minimises $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, with $x$ sampled in the client's
-    region.
+    The trainer minimises $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, where $x$ is a random
+    point of the client's region.
 
     The message of the rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] contains the vertices, and the centre and the
-    radius of the region. Without a centre, $x$ is uniform in the simplex. The payload contains the vertices. The
-    client's own model is the one at the centre, `Simplex(space, n)(vertices, centre)`.
+    radius of the region. Without a centre, $x$ is uniform in the simplex. The payload contains the trained vertices.
+    The client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:
         epochs: the number of passes over the client's batches.

@@ -1,4 +1,4 @@
-"""Local training for rules that need a plain model: proximal, with a requested number of epochs, or one gradient."""
+"""Trainers that return a plain model: local training with a proximal term, or a single gradient."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,13 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 class Local(BaseTrainer):
     r"""Local training with an optional proximal term.
 
-    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model. With
-    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term is that of FedMRUR.
+    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model
+    $\Theta^t$. The distance $d$ is the distance in the space. On a curved space, the steps are Riemannian, and the
+    models stay on the space. [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the proximal term of
+    FedMRUR.
 
-    This is the first phase of [`Curve`][manifoldagg.federated.clients.Curve], with a curve of degree 1 whose end is the
-    returned point. The distance is that of the space. On a curved space, the steps are Riemannian and the models stay
-    on the space.
+    `Local` is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] for a curve of degree 1. The returned
+    point is the end of the curve.
 
     Args:
         epochs: the number of passes over the client's batches.
@@ -72,7 +73,7 @@ class Local(BaseTrainer):
         return Payload(points, samples, buffers=self._buffers(task, points[-1]))
 
     def _buffers(self, task: TrainingTask, end: Tensor) -> dict[str, Tensor]:
-        # Sharpness-aware gradients are evaluated at perturbed points, where the model never is.
+        # Sharpness-aware gradients are evaluated at perturbed points, and never at the model itself.
         return task.buffers(at=None if self.sharpness is None else end)
 
     def _points(self, task: TrainingTask) -> Tensor:
@@ -83,9 +84,9 @@ class Local(BaseTrainer):
 class Proximal(Local):
     r"""Local training with a proximal term.
 
-    It minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the default $\mu = 0.01$. It is
-    [`Local`][manifoldagg.federated.clients.Local] with another default. With the rule
-    [`FedAvg`][manifoldagg.federated.rules.FedAvg], it is FedProx.
+    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the default $\mu = 0.01$.
+    `Proximal` is [`Local`][manifoldagg.federated.clients.Local] with another default value. `Proximal` and the rule
+    [`FedAvg`][manifoldagg.federated.rules.FedAvg] together are FedProx.
 
     Source: Li et al. 2020, whose experiments use $\mu$ from 0.001, 0.01, 0.1 and 1.
 
@@ -102,13 +103,13 @@ class Epochs(BaseTrainer):
     """[`Local`][manifoldagg.federated.clients.Local] training for the number of epochs in the message.
 
     Args:
-        local: the local training, whose own `epochs` and `steps` are ignored.
+        local: the local training. Its own options `epochs` and `steps` are ignored.
         max_epochs: an upper limit for the number of epochs in the message.
 
     Raises:
         ArgumentError: if `local` is not a `Local`, or `max_epochs` is not a positive integer.
 
-    Source: Wang et al. 2022 (AsyncFedED), whose server sends K with the model.
+    Source: Wang et al. 2022 (AsyncFedED), where the server sends the number K of epochs with the model.
 
     Example:
         >>> Epochs(Local(rate=0.1), max_epochs=8).local.rate
@@ -144,12 +145,12 @@ class Epochs(BaseTrainer):
 class Gradient(BaseTrainer):
     r"""Trainer that returns one gradient.
 
-    It computes $g = \nabla \ell(\Theta^t)$ on one batch, and returns the model $\Theta^t - g$ with the number of
-    samples of that batch.
+    The trainer computes $g = \nabla \ell(\Theta^t)$ on one batch, and returns the model $\Theta^t - g$. The payload
+    contains the number of samples of this batch.
 
-    The batch is drawn uniformly if the number of batches is known. Otherwise it is the first batch, which is the same
-    every time for a list. The rounding of the returned model changes the gradient by at most
-    $\frac\varepsilon2 \|\Theta\|$, which is also the rounding error of a step with it.
+    If the number of batches is known, the batch is drawn uniformly. Otherwise the first batch is used. The rounding of
+    the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta\|$. A step with the exact gradient
+    has the same rounding error.
 
     Args:
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.
@@ -190,6 +191,6 @@ class Gradient(BaseTrainer):
         task = replace(task, batches=drawn)
         samples = task.samples
         points = self._single_step_trainer()._points(task)
-        # The points encode a gradient, so the statistics are those at the point where it was evaluated.
+        # The points encode a gradient, so the statistics belong to the point where the gradient was evaluated.
         apart = None if self.sharpness is None else task.message.start
         return Payload(points, samples, buffers=task.buffers(at=apart))

@@ -1,4 +1,4 @@
-"""The proximal term of FedMRUR: an exponential of the distance between models lifted to a hyperboloid."""
+"""The proximal term of FedMRUR, an exponential function of the squared Lorentz distance on a hyperboloid."""
 
 import math
 from dataclasses import dataclass
@@ -25,18 +25,19 @@ class LorentzProximal:
     $$d^2 = \|\pi(\theta) - \pi(\Theta)\|_L^2 = \|\delta\|^2 - w^2, \qquad
       w = r - q = \frac{\langle\delta, \theta + \Theta\rangle}{r + q}.$$
 
-    This form is accurate to $\varepsilon \|\delta\|^2$, even if the models are close to one another and far from 0. The
-    form $-2\beta - 2\langle\pi(\theta), \pi(\Theta)\rangle_L$ is not.
+    The rounding error of this form is of order $\varepsilon \|\delta\|^2$, even if the models are close to one another
+    and far from 0. The equivalent form $-2\beta - 2\langle\pi(\theta), \pi(\Theta)\rangle_L$ would lose these digits to
+    cancellation.
 
     The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta - \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$, the
     value is $\mu / 2$ and the gradient is 0.
 
-    It is a [`ProximalTerm`][manifoldagg.curves.ProximalTerm], so every option `proximal` of a trainer and of
+    `LorentzProximal` is a [`ProximalTerm`][manifoldagg.curves.ProximalTerm]. The option `proximal` of trainers and of
     [`Training`][manifoldagg.curves.Training] accepts it. For example, the local training of FedMRUR is
     `Local(proximal=LorentzProximal(0.01))`.
 
-    To second order, the term is $\tfrac{\mu}{2}$ plus a proximal term of weight $\mu / \sigma$ in the metric of the
-    hyperboloid. This metric shortens radial lengths: along $\theta$, by the factor $\sqrt\beta / r$.
+    To second order, the term is $\tfrac{\mu}{2}$ plus a proximal term with the weight $\mu / \sigma$ in the metric of
+    the hyperboloid. In this metric, lengths along $\theta$ are shorter by the factor $\sqrt\beta / r$.
 
     Args:
         weight: $\mu \ge 0$.
@@ -65,7 +66,7 @@ class LorentzProximal:
         check_number("offset", self.offset, above=0)
 
     def __call__(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float64[Tensor, ""]:
-        r"""Return the differentiable value of the term; infinite if it overflows.
+        r"""Return the value of the term, which is differentiable. If the value overflows, it is infinite.
 
         Args:
             theta: $\theta$.
@@ -80,7 +81,7 @@ class LorentzProximal:
         r"""Return the gradient in $\theta$, in the dtype of `theta`, with one read and one write of the model.
 
         Raises:
-            DivergenceError: if it overflows, because the models are too far apart for this $\sigma$.
+            DivergenceError: if the gradient overflows, because the models are too far apart for this $\sigma$.
         """
         theta = theta.detach()
         base = base.detach()

@@ -1,4 +1,4 @@
-"""The trainers for MasFL and AdaMasFL: steps with momentum and a control variate, and the mean gradient of the path."""
+"""The trainers for MasFL and AdaMasFL, which take steps with momentum and a control variate."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,12 @@ __all__ = ["ControlVariate", "Normalised"]
 class ControlVariate(BaseTrainer):
     r"""Trainer of MasFL, with momentum and a control variate.
 
-    It takes K steps $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
+    The trainer takes K steps
+    $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
 
-    The message contains $\beta c + (1 - \beta) g$, $\beta$, and $c_i$ (0 if it is missing). The payload contains the
-    local model and the mean `gradient` of the K steps. If the rule requests an `opening`, the trainer computes K
-    gradients at the start and does not move.
+    The message contains $\beta c + (1 - \beta) g$, $\beta$, and $c_i$. If $c_i$ is missing, it is 0. The payload
+    contains the local model and the mean `gradient` of the K steps. If the number `opening` in the message is not 0,
+    the trainer only computes the mean of K gradients at the start, and takes no steps.
 
     Args:
         epochs: the number of passes over the client's batches.
@@ -67,13 +68,13 @@ class ControlVariate(BaseTrainer):
 class Normalised(BaseTrainer):
     r"""Trainer of AdaMasFL, with normalised steps.
 
-    It takes K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$ with
+    The trainer takes K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$ with
     $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
     The message contains K and $\eta$, so the trainer has no options. The payload contains the local model and the mean
-    `gradient`. If $\|g_i\| = 0$, the local loop ends, and the mean covers the gradients up to that step. Norms are
-    computed after scaling by a power of 2 close to the largest entry. A large or small loss therefore causes neither
-    overflow nor underflow.
+    `gradient`. If $\|g_i\| = 0$, the training ends, and the mean includes the gradients up to this step. Before a norm
+    is computed, the vector is scaled by a power of 2 close to its largest entry. The norms of very large or very small
+    gradients therefore neither overflow nor underflow.
 
     Source: MasFL, Algorithm 4.
 
@@ -123,7 +124,8 @@ def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable
     Args:
         task: the task, with a message of a rule with control variates, on a flat space.
         phases: the number of steps, all in the first phase.
-        advance: a function that moves its first argument along the second in place. `False` ends the loop.
+        advance: a function that moves its first argument in place along its second argument. If it returns `False`, the
+            loop ends.
 
     Returns:
         The payload with the local model, the mean `gradient` and the number `opening`.

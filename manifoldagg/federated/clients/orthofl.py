@@ -1,4 +1,4 @@
-"""The trainer for OrthoFL with client-side calibration: local training from a calibrated start."""
+"""The trainer for OrthoFL with client-side calibration, which trains from a calibrated start model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,17 +18,17 @@ __all__ = ["Calibrated"]
 
 @dataclass(frozen=True)
 class Calibrated(BaseTrainer):
-    r"""Trainer that computes its own calibrated start $W_m^{+}$ of [`OrthoFL`][manifoldagg.federated.rules.OrthoFL].
+    r"""Trainer that computes the calibrated start $W_m^{+}$ for [`OrthoFL`][manifoldagg.federated.rules.OrthoFL].
 
-    The client state contains the trained model, its start, and the global model $W^{\tau+}$ at that time. A message
-    contains $W^t$, $\beta_t$, and the number of the client's applied updates. The start depends on the client's last
-    update:
+    The client state contains the trained model, the start of this training, and the global model $W^{\tau+}$ at that
+    time. A message contains $W^t$, $\beta_t$, and the number of the client's applied updates. The start depends on the
+    client's last update:
 
-    - If the server applied it, the trainer calibrates it.
-    - If it was lost or rejected, the trainer uses the previous start again.
+    - If the server applied the update, the trainer calibrates the update.
+    - If the update was lost or rejected, the trainer uses the previous start again.
     - If the message has no count, or the client state is missing, invalid or outdated, the trainer starts from $W^t$.
 
-    Run one task of a client at a time. If two tasks start from the same state, only the model of the last one is
+    Run one task of a client at a time. If two tasks start from the same state, only the model of the last task is
     stored.
 
     Args:
@@ -77,7 +77,7 @@ class Calibrated(BaseTrainer):
 
 
 def _is_valid_state(client_state: Any, start: Tensor) -> bool:
-    """Return whether a client state belongs to a client of this model."""
+    """Return whether a client state is valid and matches the start model."""
     if (
         not isinstance(client_state, Mapping)
         or not {"num_updates", "trainer"} <= client_state.keys()

@@ -1,4 +1,4 @@
-"""Training of a client whose model has personal layers: parameters and buffers that it never sends."""
+"""Training of a client whose model has personal layers, which the client never sends to the server."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,12 +32,12 @@ def train_personal(
 ) -> Payload:
     """Train all parameters of a module, and return a payload with its shared part.
 
-    The client state contains the personal tensors. In the first task, they are those of the module. The arguments are
-    those of `train_client`.
+    The client state contains the personal tensors. In the first task, the personal tensors are copied from the module.
+    The arguments are the same as in `train_client`.
 
     Raises:
-        ArgumentError: if the client state was returned without `personal`, or if the rule or the trainer exchanges
-            tensors of the size of a model, which have no personal part.
+        ArgumentError: if the client state was returned without `personal`. Also if the rule or the trainer exchanges
+            further tensors of the size of a model, because these tensors have no personal part.
     """
     whole, space = ParameterSpace.of(model), ParameterSpace.of(model, personal=personal)
     if message.tensors:
@@ -68,15 +68,15 @@ def train_personal(
 def load_personal(model: nn.Module, client_state: ClientState) -> nn.Module:
     """Copy the personal tensors of a client state into a module, and return the module.
 
-    Call it after loading the server's model, for example to evaluate the client's own model. Without a client state,
-    before the first task, the module is unchanged.
+    To evaluate the client's own model, first load the server's model, and then call this function. Before the first
+    task, there is no client state, and the module is unchanged.
 
     Args:
         model: a module with the personal tensors.
-        client_state: the client state of a payload of `train_client(..., personal=...)`, or `None`.
+        client_state: the client state in a payload of `train_client(..., personal=...)`, or `None`.
 
     Raises:
-        ArgumentError: if the client state has no personal tensors, or the module does not have them.
+        ArgumentError: if the client state has no personal tensors, or the module does not have these tensors.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -104,7 +104,7 @@ def _split_state(client_state: ClientState) -> tuple[Mapping[str, Tensor], Clien
 
 
 def _shared_columns(whole: ParameterSpace, space: ParameterSpace, points: Tensor) -> Tensor:
-    """Return the columns of the shared parameters, in the dtype of the shared space."""
+    """Return the columns of `points` that contain shared parameters, in the dtype of the shared space."""
     shared = {leaf.name for leaf in space.layout.leaves}
     pieces = zip(whole.layout.leaves, points.split(whole.layout.sizes, dim=1), strict=True)
     return torch.cat([piece for leaf, piece in pieces if leaf.name in shared], 1).to(space.dtype)

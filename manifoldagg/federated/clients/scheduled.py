@@ -1,4 +1,4 @@
-"""A wrapper that schedules the rates and steps of any trainer by the version of the server's model."""
+"""A trainer wrapper that schedules learning rates and numbers of steps by the version of the server's model."""
 
 import math
 from collections.abc import Callable
@@ -20,28 +20,27 @@ steps of a trainer in `local`, so `steps` does not apply there."""
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""Trainer wrapper that multiplies rates by $r(\tau)$ and numbers of steps by $s(\tau)$, where $\tau$ is the
-    version.
+    r"""Trainer wrapper that multiplies rates by $r(\tau)$ and numbers of steps by $s(\tau)$.
 
-    If the trainer takes K steps, the task takes $\max(1, \lceil s(\tau) K \rceil)$ steps. The phases of a curve are
-    scaled separately, and a phase without steps remains empty.
+    $\tau$ is the version of the server's model. If the trainer takes K steps, the task takes
+    $\max(1, \lceil s(\tau) K \rceil)$ steps. The phases of a curve are scaled separately, and a phase without steps
+    remains empty.
 
-    - With `rate` decreasing to 0, local training converges together with the server.
-    - With `steps` decreasing, and a rule that applies updates at full weight, the client drift decreases: *fewer steps
-      at full weight*.
+    - If `rate` decreases to 0, local training converges together with the server.
+    - If `steps` decreases, the client drift decreases. The rule can therefore apply updates at full weight.
 
     Args:
-        trainer: a dataclass with a `rate` (and `steps`, if they are scheduled), or one that contains such a trainer as
-            `trainer` or `local`.
-        rate: r, a number or a function of the version, such as [`Cosine`][manifoldagg.federated.schedules.Cosine]. It
-            must be positive at every version.
+        trainer: a dataclass with a field `rate`, and a field `steps` if steps are scheduled. It may also contain such a
+            trainer in a field `trainer` or `local`.
+        rate: r, a number or a function of the version, such as [`Cosine`][manifoldagg.federated.schedules.Cosine]. The
+            value must be positive at every version.
         steps: s, in the same form as `rate`. A function may return 0.
 
     Raises:
-        ArgumentError: if an option is out of range, or if the trainer lacks it.
+        ArgumentError: if an option is out of range, or if the trainer does not have the option.
 
-    Source: Li, Huang, Yang, Wang, Zhang 2020, Theorem 1: with a constant local rate, FedAvg does not converge to the
-    optimum; Wang, Joshi 2019 (AdaComm) for a decreasing number of local steps.
+    Source: Li, Huang, Yang, Wang, Zhang 2020, Theorem 1 (with a constant local rate, FedAvg does not converge
+    to the optimum); Wang, Joshi 2019 (AdaComm, a decreasing number of local steps).
 
     Example:
         >>> import torch
@@ -76,7 +75,7 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """Return the trainer for a message. The batches of a pass are counted only if their number is needed."""
+        """Return the trainer for a message. The batches are counted only if their number is needed."""
         trainer: Any = self.trainer
         if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -96,7 +95,7 @@ class Scheduled(BaseTrainer):
 
 
 def _owner_of(trainer: Any, option: str) -> Any:
-    """Return the trainer that has the option: `trainer` or one nested in it."""
+    """Return the trainer that has the option, which is `trainer` or a trainer nested in it."""
     held = trainer
     while not hasattr(held, option):
         within = [getattr(held, name) for name in INNER_TRAINER_FIELDS[option] if hasattr(held, name)]

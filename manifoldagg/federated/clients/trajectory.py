@@ -1,4 +1,4 @@
-"""The trainer that returns its training path as a curve, without further gradients."""
+"""The trainer that returns its training path as a curve, without additional gradients."""
 
 from dataclasses import dataclass, replace
 
@@ -17,34 +17,41 @@ __all__ = ["Trajectory"]
 
 @dataclass(frozen=True)
 class Trajectory(Local):
-    r"""Trainer like [`Local`][manifoldagg.federated.clients.Local] that returns the path of training as a curve.
+    r"""Trainer like [`Local`][manifoldagg.federated.clients.Local] that returns the training path as a curve.
 
-    It processes the iterates $\theta_0 = \Theta^t, \dots, \theta_K$ as they are computed, without storing them. The
-    control points $\varphi_1, \dots, \varphi_n$ of a Bézier curve are a least-squares fit to the iterates. The ends of
-    the curve are $\theta_0$ and $\theta_K$:
+    The training path consists of the iterates $\theta_0 = \Theta^t, \dots, \theta_K$. The trainer does not store them.
+    It returns the control points $\varphi_1, \dots, \varphi_n$ of a Bézier curve from $\theta_0$ to $\theta_K$. The
+    curve is a least-squares fit to the iterates:
 
     $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0,\quad \varphi_n = \theta_K.$$
 
     On a curved space, the fit is computed with tangents at $\Theta^t$.
 
-    With `pieces`, the trainer returns m points of the path itself instead. They are the control points of
-    `Piecewise(space, degree=1, pieces=m)`, for a rule that expects them.
+    With `pieces`, the trainer instead returns m points of the path. These points are the control points of
+    `Piecewise(space, degree=1, pieces=m)`. The rule must have this embedding.
 
-    $\varphi_n$ is the model that `Local` returns, bit for bit. With `degree=1`, it is the only point. If the message
-    has a number `progress`, the payload has one too: $\eta K$, the rate times the number of steps.
+    The last control point $\varphi_n$ is bitwise equal to the model that `Local` returns. With `degree=1`, the payload
+    contains no other point. If the message contains a number `progress`, the payload contains `progress` $= \eta K$,
+    the rate times the number of steps.
 
     Args:
-        degree: n, at most 10. It is ignored with `pieces`.
+        degree: n, at most 10. With `pieces`, `degree` is ignored.
         time: the quantity to which $u_k \in [0, 1]$ is proportional: the number of `"steps"` or the `"length"` of the
             path.
-        pieces: m; requires `time="steps"`. If batches have no length, they are counted in an additional pass.
+        pieces: m, the number of points. This option requires `time="steps"`. If `batches` has no length, an additional
+            pass counts the batches.
 
     Raises:
         ArgumentError: if an option is out of range. The message names it.
 
-    Cost: no additional gradients. In addition to `Local`, the memory is n - 1 sums in float64 if the number of steps is
-    known in advance, else n. With `time="length"`, it is one more vector. With `pieces`, it is m + 1 vectors. For each
-    sum, a step reads the model, $\Theta^t$ and the sum, and writes the sum.
+    Cost: no additional gradients. The trainer needs more memory than `Local`:
+
+    - n - 1 float64 vectors of the size of the model if the number of steps is known in advance, otherwise n
+      vectors;
+    - one more vector with `time="length"`;
+    - m + 1 vectors with `pieces`.
+
+    For each float64 vector, a step reads the model, $\Theta^t$ and the vector, and writes the vector.
 
     Example:
         >>> import torch

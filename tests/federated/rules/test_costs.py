@@ -1,4 +1,7 @@
-"""What `Server.receive` reads, writes and makes of vectors as long as a model, for every rule, is what its docstring says."""
+"""The memory traffic of `Server.receive` is equal to the cost in the docstring of every rule.
+
+The tests count the vectors of the size of a model that `Server.receive` reads, writes and allocates.
+"""
 
 import re
 from dataclasses import fields, replace
@@ -15,20 +18,24 @@ from tests.support import draw
 
 CASES = golden()
 WARM = 18
-"""Updates after which memories, buffers and versions are what they are in the long run."""
+"""The number of updates after which the state of every rule is in its long-run form."""
 MOVES = re.compile(
     r"Cost: (?:an update that moves the model|a step) reads ([\d.]+) words (?:a|per) parameter, "
     r"writes (\d+) and (?:makes|allocates) (\d+)"
 )
 KEEPING = {"HeLoCo": {(1, 2)}, "DelayedNesterov": {(1, 2)}, "Private": {(1, 1), (2, 2)}}
-"""The passes of rules that keep a momentum: one more that writes it. A rule with noise reads the sum first."""
+"""The kernel passes of rules that need more than one reading and one writing pass.
+
+A momentum needs an additional writing pass. A rule with noise needs an additional pass that reads the sum.
+"""
 WAITS = re.compile(r"(?:one that waits|A buffered update) reads ([\d.]+), writes (\d+) and (?:makes|allocates) (\d+)")
 
 
 def received(rule):
-    """The largest counts of updates that move the model and of those that wait; and of the two kernels' passes.
+    """Run a rule, and return its largest memory traffic and its kernel passes.
 
-    In float32, from clients in turn that come late; of curves, two control points; of what waits, three updates.
+    The results distinguish updates that move the model and updates that wait in a buffer. The models are in float32.
+    The clients return stale updates in turn. A curve has two control points, and a buffer has three updates.
     """
     sizes = {field.name: 3 for field in fields(rule) if field.name in ("size", "cohort")}
     rule = replace(rule, **sizes)
@@ -70,7 +77,7 @@ def test_a_rule_costs_what_its_docstring_says(name):
         if said:
             assert tuple(map(float, said.groups())) == seen[kind], f"{name}: {kind}"
     if getattr(CASES[name], "accepts_tensor_lists", False):
-        # One pass that reads, one that reads and writes: nothing else touches the parameters.
+        # Only two passes access the parameters. The first pass reads, and the second pass reads and writes.
         assert set().union(*passes.values()) == KEEPING.get(name, {(1, 1)})
 
 
@@ -81,7 +88,7 @@ def test_what_is_counted():
         c.add_(b)
         c.double()
         c[:10].add_(1)
-    # Ten entries of a vector are a part of a word each.
+    # Ten entries count as the fraction 10 / SIZE of a word.
     assert words.read == pytest.approx(4 + 10 / SIZE)
     assert words.written == pytest.approx(4 + 10 / SIZE)
     assert words.made == 3
