@@ -4,6 +4,7 @@ import ast
 import inspect
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,9 @@ def merge_command(
             if dry_run:
                 console.print(plan_table(plan))
                 return
-            info = _run(plan, resume)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # The reasons are in `info.warnings` and printed below.
+                info = _run(plan, resume)
         finally:
             plan.pool.close()
     console.print(certificate_table(info))

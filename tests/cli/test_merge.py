@@ -81,3 +81,13 @@ def test_an_invalid_manifold_is_reported(text):
 
 def test_a_pattern_may_contain_an_equals_sign():
     assert parse_manifold("a=b.*=Sphere(3)") == ("a=b.*", Sphere(3))
+
+
+def test_a_warning_about_distant_models_is_printed_once(tmp_path):
+    for i in range(2):
+        noise = torch.randn(40, 5, generator=torch.Generator().manual_seed(i))
+        save_file({"w": noise}, tmp_path / f"{i}.safetensors")
+    done = call(tmp_path, "0.safetensors", "1.safetensors", "--out", "mean.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("expected angles of at most") == 1
+    assert "UserWarning" not in done.stderr
