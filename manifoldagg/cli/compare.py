@@ -211,18 +211,19 @@ def compare_command(
     """Compare methods in virtual time under equal conditions.
 
     Every method has the same split and the same initial model. Methods with the same sampler have the same order of
-    events. By default, two workers train the clients' models, from a queue that favours clients with little data. A
-    client receives the server's model again as soon as it has returned its update. Its new task waits in the queue,
+    events. By default, two workers train the clients' models, from a queue that favours clients with little data. When
+    a client has returned its update, it immediately receives the server's model again. Its new task waits in the queue,
     which causes staleness.
 
-    Names accept options: `name:option=value,option=value`. The error for an unknown name suggests the nearest one.
+    Names accept options: `name:option=value,option=value`. The error for an unknown name suggests the nearest known
+    name.
 
-    Named values may also be your own objects, `module:name`: a rule, a correction (`correction=`), a trainer
-    (`trainer=`), delays, a scheduler, an availability trace, a partition or a data set.
+    `module:name` selects your own object: a rule, a correction (`correction=`), a trainer (`trainer=`), delays, a
+    scheduler, an availability trace, a partition or a data set.
 
-    Default rates were tuned with 30 clients in flight. For other numbers, the command scales them in proportion to the
-    stability limit and prints the scaled rates. It does not scale rates that --rate or --methods set. --tune starts
-    with the unscaled rates.
+    Default rates were tuned with 30 clients in flight. For other numbers of clients, the command scales the default
+    rates in proportion to the stability limit, and prints the scaled rates. It does not scale rates that --rate or
+    --methods set. --tune starts with the unscaled rates.
 
     The command prints a table and writes these files:
 

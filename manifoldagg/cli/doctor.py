@@ -14,10 +14,10 @@ __all__ = ["doctor_command", "flower_status", "kernel_table"]
 
 
 def doctor_command() -> None:
-    """Report which kernels work on this machine, which one is selected, and why.
+    """Report which kernels work on this machine, which kernel is selected, and why.
 
-    Builds the compiled kernels if they are not built yet, and times each backend. If Flower is installed, it also
-    reports whether `flwr run` can simulate nodes.
+    If necessary, the command first builds the compiled kernels. It measures the time of each backend. If Flower is
+    installed, it also reports whether `flwr run` can simulate nodes.
     """
     with graceful_shutdown():
         rows = describe_backends()
@@ -30,7 +30,8 @@ def doctor_command() -> None:
 def flower_status() -> str | None:
     """Return a line about simulation in Flower, or `None` if Flower is not installed.
 
-    Simulation needs Ray. Without Ray, Flower stops before it imports the app, so an app cannot report the error.
+    Simulation needs Ray. Without Ray, Flower stops before it imports the app, so the app itself cannot report the
+    error.
     """
     if find_spec("flwr") is None:
         return None

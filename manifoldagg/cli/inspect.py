@@ -39,9 +39,16 @@ def inspect_command(
 ) -> None:
     """Report the content of a checkpoint or a journal.
 
-    Prints the versions of the format and of the model, the clients, the staleness of the accepted updates, the last
-    rejections with their reasons, the number of records of each kind, and the size. No model is kept in memory, and no
-    file is locked or modified. The journal of a running server can be inspected.
+    The command prints:
+
+    - the versions of the format and of the model
+    - the clients
+    - the staleness of the accepted updates
+    - the last rejections with their reasons
+    - the number of records of each kind
+    - the size
+
+    No model is kept in memory. No file is locked or modified, so the journal of a running server can be inspected.
 
     The exit code is 1 if a file is corrupted. The message names the record. An incomplete last record is not an error,
     because a server truncates it when it resumes.

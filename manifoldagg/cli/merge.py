@@ -76,10 +76,11 @@ def merge_command(
 ) -> None:
     """Average checkpoints that do not fit in memory.
 
-    Reads the checkpoints in at most two passes and in constant memory. Prints the distances of the mean to the
-    checkpoints, and writes them for each tensor to `certificate.json`.
+    The command reads the checkpoints at most twice and uses constant memory. It prints the distances of the mean to the
+    checkpoints. It writes the distances for each tensor to `certificate.json`.
 
-    An interrupted merge continues when the same command is repeated. The result appears after it is complete.
+    To continue an interrupted merge, repeat the same command. The result is created or replaced only when it is
+    complete.
 
     Example: `manifoldagg merge a.safetensors b.safetensors --method karcher --out mean.safetensors`
     """

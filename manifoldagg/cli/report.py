@@ -42,9 +42,10 @@ def report_command(
 ) -> None:
     """Combine comparisons into one report, with confidence intervals of the differences.
 
-    The report contains the accuracy at the end of the runs, and at equal cost: the largest cost that all methods of the
-    problem reached, in virtual time, in computed gradients and in sent bytes. With at least 15 pairs of problem and
-    seed, methods are compared by Wilcoxon's signed-rank test with Holm's correction.
+    The report contains the accuracy at the end of the runs, and the accuracy at equal cost. The equal cost is the
+    largest cost that all methods of the problem reached. Costs are virtual time, computed gradients and sent bytes.
+    With at least 15 pairs of problem and seed, methods are compared by Wilcoxon's signed-rank test with Holm's
+    correction.
 
     The command prints a table for each problem and writes `report.md`, `report.tex`, `table.csv`, `pairs.csv`,
     `baseline.csv` (with --baseline), and plots of accuracy and of clients.

@@ -49,9 +49,10 @@ def route_command(
 ) -> None:
     """Compute the optimal routing of tasks to clients with queueing theory.
 
-    Clients are queues of a closed network. For each group of clients, the command prints the share of the tasks, the
-    mean queue length and the staleness of the updates. It also prints the throughput and the bound of the optimal
-    routing, of uniform routing and of routing in proportion to speed. It writes routing.csv and routing.png.
+    The clients are queues in a closed network. For each group of clients, the command prints the share of the tasks,
+    the mean queue length and the staleness of the updates. It also prints the throughput and the bound for three
+    routings: the optimal routing, the uniform routing, and the routing in proportion to speed. The command writes
+    routing.csv and routing.png.
 
     Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
     """
