@@ -224,7 +224,7 @@ class MeanMethod:
         return Mean(coefficients, residual)
 
     def _mean_direction(self, products: InnerProducts, directed: list[int], w: Tensor) -> tuple[Tensor, float]:
-        """Return the coefficients of the mean direction with respect to the directions, and the residual."""
+        """Return the coefficients that express the mean direction in the given directions, and the residual."""
         if len(directed) == 1:
             return torch.ones(1, dtype=torch.float64), 0.0
         rows = products.directions(directed)

@@ -32,7 +32,7 @@ class NormLimitError(ArgumentError):
 
     Attributes:
         limit: the largest allowed norm.
-        norms: the latest norms of the clients. The rejected update counts with the norm `limit`.
+        norms: the latest norm of each client. For the client of the rejected update, the value is `limit`.
     """
 
     def __init__(self, message: str, limit: float) -> None:

@@ -381,7 +381,7 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal stack of factors, or `None`. Equal stacks share a core and cancel exactly."""
+    """Return the index of a stored stack with the same factors, or `None`. Identical stacks cancel exactly."""
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index

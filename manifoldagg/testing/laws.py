@@ -23,7 +23,7 @@ Violation = tuple[float, float]
 
 @dataclass(frozen=True)
 class LawCase:
-    """Random points and tangents at one distance and in one dtype, for which a law is checked.
+    """Random points and tangents, for which a law is checked.
 
     Attributes:
         space: the space under test.

@@ -85,7 +85,7 @@ class ACE(LatestUpdateRule):
         return super().init(space, start) | {"cached": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step if the client of the next update repeats its latest displacement, as a list of terms."""
+        """Return the terms of the next step, if the next client sends its latest displacement again."""
         if "sum" not in state:
             return []
         return [[(rate_at(self.rate, state["version"]) / self._num_clients(state["cached"]), state["sum"])]]

@@ -225,7 +225,7 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Add the rounding error of the start model in the dtypes of a state dict to flat leaves and adapters."""
+    """Correct points for the rounding of the start model to the narrower dtypes of the client."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []

@@ -226,7 +226,7 @@ def _default_backend(device: str) -> str:
 
 
 def _time_step(name: str) -> float:
-    """Return the time in seconds of one gram and one combine with a CPU backend, the minimum of three runs."""
+    """Measure the seconds of one call of `gram` and one of `combine` with a CPU backend: the minimum of three runs."""
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)
