@@ -1,8 +1,10 @@
 """Weight averages and concurrency in comparisons: settings, tables, reports, and rules that write their average."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from manifoldagg.cli.compare import comparison_table
 from manifoldagg.errors import ArgumentError
@@ -43,6 +45,15 @@ def test_the_log_and_the_tables_contain_the_average_next_to_the_model(comparison
     assert means["AsyncCurve"] == pytest.approx(frame.loc["AsyncCurve", "average_mean"])
     write_combined_report(combined, tmp_path / "combined")
     assert "average, %" in (tmp_path / "combined" / "report.md").read_text()
+
+
+def test_a_narrow_terminal_shows_the_methods_and_their_averages(comparison):
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(comparison_table(comparison))
+    text = screen.getvalue()
+    for words in ("AsyncCurve", "FedBuff", "final", "avg.", "updates", "Gini"):
+        assert words in text
+    assert "…" not in text
 
 
 def test_nothing_changes_without_an_average(comparison):
