@@ -150,6 +150,15 @@ class PendingBuffers:
     latest: PackedBuffers
     count: int = 1
 
+    def tree(self) -> dict[str, Any]:
+        """Return a tree of plain values and tensors for `of_tree`."""
+        return {**vars(self), "latest": buffers_to_tree(self.latest)}
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> "PendingBuffers":
+        """Return the pending buffers that `tree` stored."""
+        return cls(**{**tree, "latest": buffers_from_tree(tree["latest"])})
+
 
 def accumulate(
     pending: PendingBuffers | None,

@@ -9,7 +9,7 @@ from torch import Tensor
 from manifoldagg import tensor_file
 from manifoldagg._validation import check_choice, check_count, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.buffers import PendingBuffers, buffers_from_tree, buffers_to_tree
+from manifoldagg.federated.buffers import PendingBuffers
 from manifoldagg.federated.limits import DEFAULT_LIMITS
 from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor, has_structure, tree_map
@@ -293,9 +293,7 @@ class AsyncAggregator:
             "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
-            "pending_buffers": None
-            if waiting is None
-            else {**vars(waiting), "latest": buffers_to_tree(waiting.latest)},
+            "pending_buffers": None if waiting is None else waiting.tree(),
             "client_states": list(held.client_states.items()),
         }
         return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
@@ -402,7 +400,7 @@ class AsyncAggregator:
         memory = dict(tree["client_states"])
         waiting = tree["pending_buffers"]
         if waiting is not None:
-            waiting = PendingBuffers(**{**waiting, "latest": buffers_from_tree(waiting["latest"])})
+            waiting = PendingBuffers.of_tree(waiting)
         current = check_count("state: version", tree["version"], at_least=0)
         point = self._point(models[current])
         if not has_structure(tree["state"], self._rule.init(self._space, point)):

@@ -98,9 +98,7 @@ class ServerSnapshot(NamedTuple):
             "model": now.current,
             "state": now.state,
             "buffers": buffers_to_tree(now.buffers),
-            "pending_buffers": None
-            if now.pending_buffers is None
-            else {**vars(now.pending_buffers), "latest": buffers_to_tree(now.pending_buffers.latest)},
+            "pending_buffers": None if now.pending_buffers is None else now.pending_buffers.tree(),
             "version": now.version,
             "norms": now.norms,
             "weights": state.weights.state(),
@@ -293,15 +291,15 @@ class LoadedCheckpoint:
         averaging.load(state)
 
     def _pending_buffers(self, buffers: PackedBuffers) -> PendingBuffers | None:
-        waiting = self._tree["pending_buffers"]
-        if waiting is None or not self._keeps_rule_state:
+        tree = self._tree["pending_buffers"]
+        if tree is None or not self._keeps_rule_state:
             return None
-        latest = buffers_from_tree(waiting["latest"])
-        if latest.groups != buffers.groups:
+        pending = PendingBuffers.of_tree(tree)
+        if pending.latest.groups != buffers.groups:
             raise ArgumentError(
                 "buffer_policy: expected the saved policies, because the buffered updates depend on them"
             )
-        return PendingBuffers(**{**waiting, "latest": latest})
+        return pending
 
     def _restore_store(
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
