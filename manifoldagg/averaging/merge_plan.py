@@ -112,13 +112,11 @@ class Part:
     def cells(self) -> Iterator[tuple[int, int]]:
         """Yield the range of entries of each step."""
         width = CELL_SIZE
-        if self.kind == "factors":
+        if isinstance(self.space, Power):
+            inner = math.prod(self.space.space.shape)
+            width = max(CURVED_SIZE // max(inner, 1), 1) * inner
+        elif self.kind in ("factors", "manifold"):
             width = max(self.size, 1)
-        elif self.kind == "manifold":
-            width = max(self.size, 1)
-            if isinstance(self.space, Power):
-                inner = math.prod(self.space.space.shape)
-                width = max(CURVED_SIZE // max(inner, 1), 1) * inner
         for start in range(0, self.size, width):
             yield start, min(start + width, self.size)
 
