@@ -128,14 +128,20 @@ def merge(
         shard_size=shard_size,
     )
     try:
-        return run_merge(plan, resume=resume, progress=progress)
+        info = run_merge(plan, resume=resume, progress=progress)
     finally:
         plan.pool.close()
+    for reason in info.warnings:
+        warn_caller(reason)
+    return info
 
 
 @torch.no_grad()
 def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
-    """Carry out a plan. [`merge`][manifoldagg.averaging.merge] describes the other arguments and the errors."""
+    """Carry out a plan. [`merge`][manifoldagg.averaging.merge] describes the other arguments and the errors.
+
+    The reasons why a mean may not be meaningful are in `warnings` of the result. Only `merge` issues them as warnings.
+    """
     total = plan.bytes_read + plan.bytes_written
     done = 0
     with MergeDraft(plan, resume=resume) as draft, _ReadAhead(plan, draft) as ahead:
@@ -155,8 +161,6 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
         draft.publish(info.to_json())
     if progress is not None:
         progress(total, total)
-    for reason in info.warnings:
-        warn_caller(reason)
     return info
 
 

@@ -4,7 +4,6 @@ import ast
 import inspect
 import math
 import re
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,9 +98,7 @@ def merge_command(
             if dry_run:
                 console.print(plan_table(plan))
                 return
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # The reasons are in `info.warnings` and printed below.
-                info = _run(plan, resume)
+            info = _run(plan, resume)
         finally:
             plan.pool.close()
     console.print(certificate_table(info))
