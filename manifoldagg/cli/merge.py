@@ -1,7 +1,6 @@
 """The command `manifoldagg merge`."""
 
 import ast
-import inspect
 import math
 import re
 from pathlib import Path
@@ -12,12 +11,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from manifoldagg import manifolds as spaces
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg.averaging import Certificate, MergeInfo, MergePlan, plan_merge, run_merge
 from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import new_table
 from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds.spec import SPACES_BY_NAME
 
 __all__ = ["certificate_table", "merge_command", "parse_manifold", "parse_size", "plan_table"]
 
@@ -147,12 +146,11 @@ def parse_manifold(text: str) -> tuple[str, Any]:
         ('*.rot', SpecialOrthogonal(n=8))
     """
     found = MANIFOLD.fullmatch(text.strip())
-    known = {name: value for name in spaces.__all__ if inspect.isclass(value := getattr(spaces, name))}
-    if found is None or not issubclass(known.get(found["name"], object), spaces.Manifold):
+    if found is None or found["name"] not in SPACES_BY_NAME:
         raise ArgumentError(f"manifold: expected a pattern and a manifold such as '*.rot=Sphere(8)', got {text!r}")
     try:
         arguments = [ast.literal_eval(part.strip()) for part in found["arguments"].split(",") if part.strip()]
-        return found["pattern"], known[found["name"]](*arguments)
+        return found["pattern"], SPACES_BY_NAME[found["name"]](*arguments)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(f"manifold: expected the arguments of {found['name']}, got {text!r}: {error}") from None
 

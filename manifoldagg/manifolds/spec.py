@@ -27,7 +27,7 @@ from manifoldagg.manifolds.sphere import Sphere
 from manifoldagg.manifolds.stiefel import Stiefel
 from manifoldagg.manifolds.symmetric import SymmetricPositiveDefinite
 
-__all__ = ["layout_digest", "read_spec", "spec_of"]
+__all__ = ["SPACES_BY_NAME", "layout_digest", "read_spec", "spec_of"]
 
 FORMAT_VERSION = 1
 BUILT_IN_SPACES = (Flat, Grassmann, Lorentz, LowRank, PoincareBall, Power, Product, SpecialOrthogonal, Sphere, Stiefel)
