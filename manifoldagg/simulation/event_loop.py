@@ -42,7 +42,7 @@ class CompletionEvent(NamedTuple):
 
 
 class DropoutEvent(NamedTuple):
-    """The loss of tasks whose client became unavailable."""
+    """The loss of tasks whose client became unavailable, or the cancellation of tasks that the server does not need."""
 
     task_ids: tuple[TaskId, ...]
 
@@ -123,6 +123,7 @@ class EventLoop:
         self._dispatched: dict[int, deque[_DispatchedTask]] = {}
         self._num_dispatched: dict[int, int] = {}
         self._dispatch_queue = deque(sampler.start(self.available))
+        self._cancelled: tuple[TaskId, ...] = ()
         self.pending_event: DispatchEvent | CompletionEvent | None = None
         self.num_completed = 0
 
@@ -133,7 +134,7 @@ class EventLoop:
 
     def peek(self) -> float:
         """Return the time of the next event or change of availability, or infinity."""
-        return self.now if self._dispatch_queue else self._availability.peek()
+        return self.now if self._dispatch_queue or self._cancelled else self._availability.peek()
 
     def next(self) -> SimulationEvent:
         """Return the next event.
@@ -143,6 +144,9 @@ class EventLoop:
         """
         if self.pending_event is not None:
             raise ArgumentError(f"event_loop: expected `submit` or `acknowledge` first, for {self.pending_event}")
+        if self._cancelled:
+            cancelled, self._cancelled = self._cancelled, ()
+            return DropoutEvent(cancelled)
         while not self._dispatch_queue:
             try:
                 event = self._availability.next()
@@ -187,6 +191,9 @@ class EventLoop:
         client = self.pending_event.task_id.client
         self.pending_event = None
         self._dispatch_queue.extend(self._sampler.on_completion(client, accepted, self.available))
+        for straggler in self._sampler.pop_stragglers():
+            self._scheduler.cancel(straggler)
+            self._cancelled += self._pop_tasks(straggler)
 
     def _complete(self, completion: Completion) -> CompletionEvent:
         """Complete the first task of a client, and start its next task."""
@@ -213,9 +220,13 @@ class EventLoop:
         self.available.discard(client)
         if change.kind == "leave":
             return ()
-        lost = tuple(TaskId(client, task.task_index) for task in self._dispatched.pop(client, ()))
+        lost = self._pop_tasks(client)
         self._dispatch_queue.extend(self._sampler.on_dropout(client, len(lost), self.available))
         return lost
+
+    def _pop_tasks(self, client: int) -> tuple[TaskId, ...]:
+        """Remove and return the tasks of a client, whose scheduled task was cancelled."""
+        return tuple(TaskId(client, task.task_index) for task in self._dispatched.pop(client, ()))
 
 
 def build_event_loop(

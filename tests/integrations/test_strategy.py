@@ -993,3 +993,8 @@ def test_metrics_of_a_node_are_bounded_in_the_result_and_its_file(tmp_path, capl
         assert all(len(metrics) <= 110 for metrics in table.values())
     assert path.with_name("server.rounds").stat().st_size < 50_000
     assert "metrics dropped (1 so far): 4900 metrics exceed the limits" in caplog.text
+
+
+def test_over_selection_is_rejected_because_flower_cannot_cancel_tasks():
+    with pytest.raises(ArgumentError, match="rule: over_selection: expected 0, as Flower cannot cancel a task"):
+        Asynchronous(rules.FedAvg(2, over_selection=0.3))

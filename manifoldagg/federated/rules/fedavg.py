@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_count, check_number
 from manifoldagg.federated.rules._buffer import BufferedRule
 from manifoldagg.federated.schedules import Rate
 from manifoldagg.federated.types import Update
@@ -43,11 +43,15 @@ class FedAvg(BufferedRule):
         cohort: the number $k$ of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
         weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal.
+        over_selection: the fraction of additional clients in each round. A driver dispatches to
+            $\lceil (1 + \text{over\_selection})\, k \rceil$ clients and cancels the tasks that are in flight when $k$
+            updates have arrived. Stragglers then do not delay a round. The step itself does not change.
 
     Raises:
         ArgumentError: if an option is out of range.
 
-    Source: McMahan et al. 2017; Reddi et al. 2021, Algorithm 1 (for $\eta_g$); Li et al. 2020 (FedProx).
+    Source: McMahan et al. 2017; Reddi et al. 2021, Algorithm 1 (for $\eta_g$); Li et al. 2020 (FedProx);
+    Bonawitz et al. 2019, Section 2 (for `over_selection`).
 
     Cost: a step reads 4 words per parameter, writes 1 and allocates 0. A buffered update reads 4, writes 1 and
     allocates 2.
@@ -67,10 +71,12 @@ class FedAvg(BufferedRule):
     cohort: int
     rate: Rate = 1.0
     weighted: bool = field(default=True, kw_only=True)
+    over_selection: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("cohort", self.cohort)
+        check_number("over_selection", self.over_selection, at_least=0)
 
     @property
     def buffer_size(self) -> int:

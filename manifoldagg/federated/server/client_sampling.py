@@ -3,6 +3,7 @@
 import abc
 import bisect
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -109,6 +110,13 @@ class ClientSampler(abc.ABC):
         """Handle a client that becomes available."""
         return self._draw(available)
 
+    def pop_stragglers(self) -> list[int]:
+        """Return the clients whose tasks the caller must cancel, and forget these tasks.
+
+        Call this method after each `on_completion`. The sampler does not count the cancelled tasks as in flight.
+        """
+        return []
+
     @abc.abstractmethod
     def _draw(self, available: AvailableClients) -> list[int]: ...
 
@@ -173,33 +181,68 @@ class AsyncSampler(ClientSampler):
 class CohortSampler(ClientSampler):
     """Sampler that draws a cohort of clients, uniformly and without replacement, after each completed cohort.
 
-    A cohort is complete when the server has accepted as many updates as the cohort has clients. When no task is in
-    flight, the sampler draws further clients for the rejected and lost updates. Clients that had no task in this cohort
-    are drawn first.
+    A cohort is complete when the server has accepted as many updates as the cohort has clients. With over-selection,
+    the sampler dispatches to additional clients, and `pop_stragglers` returns the clients that have not finished when
+    the cohort is complete.
+
+    When no task is in flight, the sampler draws further clients for the rejected and lost updates. Clients that had no
+    task in this cohort are drawn first.
+
+    Args:
+        cohort: the number of updates that complete a cohort.
+        generator: the random generator.
+        num_additional: the number of additional clients that receive a task at the start of each cohort.
+
+    Example:
+        >>> sampler = CohortSampler(1, np.random.default_rng(0), num_additional=1)
+        >>> everyone = AvailableClients([0, 1])
+        >>> first = sampler.start(everyone)
+        >>> next_cohort = sampler.on_completion(first[0], True, everyone)
+        >>> len(first), len(next_cohort), sampler.pop_stragglers() == [first[1]]
+        (2, 2, True)
     """
 
-    def __init__(self, cohort: int, generator: np.random.Generator) -> None:
+    def __init__(self, cohort: int, generator: np.random.Generator, num_additional: int = 0) -> None:
         super().__init__(generator)
         self._cohort = cohort
+        self._num_additional = num_additional
         self._num_missing = cohort
         self._sampled: set[int] = set()
+        # The clients with a task in flight, in the order of dispatch.
+        self._busy: dict[int, None] = {}
+        self._stragglers: list[int] = []
 
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
         self._num_missing -= accepted
+        self._busy.pop(client, None)
         if not self._num_missing:
             self._num_missing = self._cohort
             self._sampled = set()
+            self._stragglers = list(self._busy)
+            self._num_in_flight -= len(self._stragglers)
+            self._busy = {}
         return super().on_completion(client, accepted, available)
+
+    def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
+        self._busy.pop(client, None)
+        return super().on_dropout(client, count, available)
+
+    def pop_stragglers(self) -> list[int]:
+        stragglers, self._stragglers = self._stragglers, []
+        return stragglers
 
     def _draw(self, available: AvailableClients) -> list[int]:
         if self._num_in_flight:
             return []
+        # Additional clients start with a new cohort only, so they do not replace rejected or lost updates.
+        wanted = self._num_missing + (0 if self._sampled else self._num_additional)
         fresh = [client for client in available if client not in self._sampled]
-        drawn = _sample(fresh, self._num_missing, self._generator)
+        drawn = _sample(fresh, wanted, self._generator)
         if len(drawn) < self._num_missing:
             again = [client for client in available if client in self._sampled]
             drawn += _sample(again, self._num_missing - len(drawn), self._generator)
         self._sampled.update(drawn)
+        self._busy = dict.fromkeys(drawn)
         self._num_in_flight = len(drawn)
         return drawn
 
@@ -307,6 +350,8 @@ def sampler_for(
     | `cohort` above 1 | [`CohortSampler`][manifoldagg.federated.server.client_sampling.CohortSampler] |
     | otherwise | [`AsyncSampler`][manifoldagg.federated.server.client_sampling.AsyncSampler] |
 
+    The attribute `over_selection` of a rule with a cohort is the fraction of additional clients.
+
     Args:
         rule: the rule of the server.
         clients: all clients that may participate.
@@ -334,11 +379,15 @@ def sampler_for(
         return AsyncSampler(concurrency, generator, slots)
     if refill is not None:
         raise ArgumentError(f"refill: expected None, as {type(rule).__name__} decides when clients get tasks")
+    over_selection = rule_attribute(rule, "over_selection") or 0.0
     if draw is not None:
+        if over_selection:
+            raise ArgumentError(f"rule: over_selection: expected 0, as {type(rule).__name__} draws its own clients")
         return RuleSampler(draw, rule.cohort, concurrency, generator)
     if concurrency is not None:
         raise ArgumentError(f"concurrency: expected None, as {type(rule).__name__} waits for a cohort of {rule.cohort}")
-    return CohortSampler(rule.cohort, generator)
+    # The small constant compensates for the rounding of products such as 1.1 * 30.
+    return CohortSampler(rule.cohort, generator, math.ceil(over_selection * rule.cohort - 1e-9))
 
 
 def rule_attribute(rule: Any, name: str) -> Any:

@@ -146,6 +146,8 @@ class Asynchronous(TrainingLoop):
                 check_count(name, count)
         routed = list(rule_attribute(rule, "routing") or ())
         sampler_for(rule, routed, concurrency, np.random.default_rng(0), refill=refill)
+        if rule_attribute(rule, "over_selection"):
+            raise ArgumentError("rule: over_selection: expected 0, as Flower cannot cancel a task on a node")
         check_option("durability", durability, Durability)
         check_buffer_policy(buffer_policy)
         for name, given in (("compress", compress), ("resume", resume), ("replace", replace)):
