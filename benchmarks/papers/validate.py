@@ -23,7 +23,7 @@ from manifoldagg.experiments import load_dataset, workloads
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.report import environment_info
-from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.experiments.tuning import Tuning, tuning_seeds
 from manifoldagg.simulation import FederatedDataset, processes
 from manifoldagg.simulation.executors import shared_executor
 
@@ -60,14 +60,13 @@ def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[
     problem = load_dataset(options["data"], options["model"])
     partition = workloads.partition(options["partition"])
     split = partial(FederatedDataset.split, problem, options["clients"], partition=partition)
-    first = max(Tuning.seeds[0], options["seeds"])
-    tuning = Tuning(range(first, first + options["tune_seeds"]), cache=cache)
+    tuning = Tuning(tuning_seeds(range(options["seeds"]), options["tune_seeds"]), cache=cache)
     for method in methods(options["methods"], options["rate"] or []):
         _, told = tuning.apply(
             [method],
             partial(split, holdout=options["holdout"], batch=options["batch"]),
             validation=options["validation"],
-            num_used_seeds=options["seeds"],
+            used_seeds=range(options["seeds"]),
             num_updates=options["num_updates"],
             task_cost=options["task_cost"],
             concurrency=options["concurrency"],

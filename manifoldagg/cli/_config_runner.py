@@ -139,7 +139,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "data": {"name": given.name, "checksum": f"{given.checksum:08x}"},
         "model": stable_repr(given.model),
         "target": given.target if params["target"] is None else params["target"],
-        "seeds": list(range(params["seeds"])),
+        "seeds": list(range(params["first_seed"], params["first_seed"] + params["seeds"])),
         "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
         "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},

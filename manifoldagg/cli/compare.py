@@ -32,13 +32,18 @@ from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.registry import methods as methods_by_name
 from manifoldagg.experiments.report import check_destination, read_report, write_report
-from manifoldagg.experiments.tuning import Tuning
+from manifoldagg.experiments.tuning import Tuning, tuning_seeds
 from manifoldagg.simulation.executors import processes
 from manifoldagg.simulation.metadata import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 
-OPTION_NAMES = {"num_updates": "updates", "eval_every": "eval-every", "task_cost": "task-cost"}
+OPTION_NAMES = {
+    "num_updates": "updates",
+    "eval_every": "eval-every",
+    "task_cost": "task-cost",
+    "first_seed": "first-seed",
+}
 """The command-line names of arguments of `compare`, where they differ."""
 
 
@@ -67,6 +72,9 @@ def compare_command(
     seeds: Annotated[
         int, typer.Option(help="The number of repetitions with different splits, initial models and orders of events.")
     ] = 3,
+    first_seed: Annotated[
+        int, typer.Option(help="The seed of the first repetition. Each further repetition increments the seed by 1.")
+    ] = 0,
     methods: Annotated[
         str,
         typer.Option(
@@ -271,9 +279,11 @@ def compare_command(
             if value is not None
         },
     }
-    first = max(Tuning.seeds[0], seeds)
-    apart = range(first, first + check_count("tune-seeds", tune_seeds)) if tune else None
-    digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart)).encode()).hexdigest()[:8]
+    apart = tuning_seeds(range(first_seed, first_seed + seeds), check_count("tune-seeds", tune_seeds)) if tune else None
+    repetitions = (first_seed,) if first_seed else ()
+    digest = hashlib.sha256(
+        repr((data, model, stable_repr(chosen), settings, apart, *repetitions)).encode()
+    ).hexdigest()[:8]
     folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = partial((error_console if as_json else console).print, highlight=False, markup=False, soft_wrap=True)
@@ -302,6 +312,7 @@ def compare_command(
                 clients=clients,
                 num_updates=num_updates,
                 seeds=seeds,
+                first_seed=first_seed,
                 **settings,
                 executor=executor,
                 progress=_progress_bars(error_console if as_json else console, num_updates, stack, scaled),

@@ -116,6 +116,7 @@ def compare(
     clients: int = 30,
     num_updates: int = 200,
     seeds: int = 3,
+    first_seed: int = 0,
     partition: Partition | str = "dirichlet:concentration=0.5",
     holdout: float | None = None,
     validation: float = 0.0,
@@ -147,7 +148,8 @@ def compare(
         methods: the methods, with distinct names.
         clients: the number of clients that share the data.
         num_updates: the number of updates in each run.
-        seeds: the number of repetitions. The seeds are 0, 1, ...
+        seeds: the number of repetitions.
+        first_seed: the seed of the first repetition. Each further repetition increments the seed by 1.
         partition: the partition, as in `FederatedDataset.split`.
         holdout: the fraction of the data in the test set, as in `FederatedDataset.split`.
         validation: the fraction of the training data that replaces the test set, as in `FederatedDataset.split`.
@@ -184,6 +186,7 @@ def compare(
         StabilityWarning: once for each run whose step size is above the stability limit, except with `tuning`.
     """
     check_count("seeds", seeds)
+    used_seeds = range(check_count("first_seed", first_seed, at_least=0), first_seed + seeds)
     check_count("num_updates", num_updates)
     check_count("eval_every", eval_every)
     check_choice("task_cost", task_cost, TASK_COSTS)
@@ -220,7 +223,7 @@ def compare(
             validation=validation,
             batch=batch,
         )
-        federations = [split(seed=seed) for seed in range(seeds)]
+        federations = [split(seed=seed) for seed in used_seeds]
         files = referenced_files(*named.values())
         workload = workloads.parse_workload(scheduler, delays, availability)
         first = federations[0].trainable_clients
@@ -235,8 +238,9 @@ def compare(
         tuned: dict[str, object] | None = None
         if tuning is not None:
             options_of_search = {**options, **named, "buffer": buffer, "executor": workers, "progress": progress}
+            options_of_search |= _given(duration=duration)
             methods, tuned = tuning.apply(
-                methods, split, validation=validation, num_used_seeds=seeds, **options_of_search
+                methods, split, validation=validation, used_seeds=used_seeds, **options_of_search
             )
             # A tuned rate is the best rate at this concurrency.
             stack.enter_context(warnings.catch_warnings())
@@ -245,7 +249,7 @@ def compare(
             "data": {"name": dataset.name, "checksum": f"{dataset.checksum:08x}"},
             "clients": clients,
             "num_updates": num_updates,
-            "seeds": list(range(seeds)),
+            "seeds": list(used_seeds),
             "model": stable_repr(dataset.model),
             "partition": partition_name,
             "holdout": holdout,
@@ -266,7 +270,7 @@ def compare(
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
         options |= {**workload, "eval_every": eval_every, "duration": duration, "executor": workers}
-        runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"])
+        runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"], first_seed)
         runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
         drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
         landscape = None if drawn is None else compute_landscape(federations[0], drawn)
@@ -284,12 +288,14 @@ class _Runner:
         stored: ComparisonProgress | None,
         progress: Callable[[str, int], None] | None,
         names: Iterable[str],
+        first_seed: int,
     ) -> None:
         self._options = options
         self._averaging = averaging
         self._buffers = buffers
         self._stored = stored
         self._progress = progress
+        self._first_seed = first_seed
         self.curves = {} if stored is None else stored.load_curves(names)
 
     def run(self, method: Method, federation: FederatedDataset) -> RunResult:
@@ -304,7 +310,7 @@ class _Runner:
             **self._options,
             "buffer": self._buffers[name],
             "averaging": self._average_of(method, federation),
-            "on_update": partial(self._save_curve, name) if seed == 0 else None,
+            "on_update": partial(self._save_curve, name) if seed == self._first_seed else None,
             "progress": self._progress and partial(self._progress, name, seed),
         }
         with error_context(f"methods: {name}"):

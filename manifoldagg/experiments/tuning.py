@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ __all__ = [
     "line_search",
     "tail_accuracy",
     "tune",
+    "tuning_seeds",
     "with_option",
     "with_rate",
 ]
@@ -70,7 +71,7 @@ class Tuning:
         split: Callable[..., FederatedDataset],
         *,
         validation: float,
-        num_used_seeds: int,
+        used_seeds: Collection[int],
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
         """Tune the methods, and return them with the search results for JSON.
@@ -81,7 +82,7 @@ class Tuning:
             methods: the methods. Their rates are the starts of the searches.
             split: a function of `validation` and `seed` that returns a federated data set.
             validation: the setting of the comparison.
-            num_used_seeds: the number of seeds of the comparison, counted from 0.
+            used_seeds: the seeds of the comparison.
             options: further arguments of `tune`.
 
         Raises:
@@ -90,7 +91,9 @@ class Tuning:
         """
         if not self.seeds:
             raise ArgumentError("tuning: seeds: expected at least one seed, got an empty sequence")
-        seeds = [check_count("tuning: seeds", seed, at_least=num_used_seeds) for seed in self.seeds]
+        seeds = [check_count("tuning: seeds", seed, at_least=0) for seed in self.seeds]
+        if shared := sorted(set(seeds).intersection(used_seeds)):
+            raise ArgumentError(f"tuning: seeds: expected seeds that the comparison does not use, got {shared}")
         share = validation or check_number("tuning: validation", self.validation, at_least=0, at_most=0.9)
         with error_context("tuning"):
             federations = [split(validation=share, seed=seed) for seed in seeds]
@@ -101,6 +104,20 @@ class Tuning:
             tuned.append(method if found is None else with_rate(method, found.best_rate))
             results[method.name] = found.to_dict() if found else "by hand" if method.rate_field is None else None
         return tuned, {"seeds": seeds, "validation": share, "methods": results}
+
+
+def tuning_seeds(used_seeds: range, count: int) -> range:
+    """Return `count` consecutive seeds that a comparison with `used_seeds` does not use.
+
+    The first seed is 100. If the comparison uses one of these seeds, the first seed follows its last seed.
+
+    Example:
+        >>> tuning_seeds(range(5), 2), tuning_seeds(range(98, 103), 2)
+        (range(100, 102), range(103, 105))
+    """
+    usual = range(Tuning.seeds[0], Tuning.seeds[0] + count)
+    is_free = usual.stop <= used_seeds.start or used_seeds.stop <= usual.start
+    return usual if is_free else range(used_seeds.stop, used_seeds.stop + count)
 
 
 @dataclass(frozen=True)
@@ -193,6 +210,7 @@ def tune(
     federations: Sequence[FederatedDataset],
     *,
     num_updates: int,
+    duration: float | None = None,
     scheduler: SchedulerFactory | str | None = None,
     delays: Delays = None,
     availability: Availability | str = None,
@@ -212,8 +230,9 @@ def tune(
     Args:
         method: the method. Its rate is the start of the search.
         federations: a federated data set for each repetition.
-        num_updates: the number of updates. This and the next eight arguments are as in
+        num_updates: the number of updates. This and the next nine arguments are as in
             [`run`][manifoldagg.simulation.run].
+        duration: the virtual time in seconds after which each run ends, if it has fewer than `num_updates` updates.
         scheduler: a function that returns a scheduler, or its name.
         delays: the delays of clients that work independently, or their name.
         availability: the availability of the clients, or its name.
@@ -257,6 +276,8 @@ def tune(
         options["buffer"] = buffer
     if refill is not None:
         options["refill"] = refill
+    if duration is not None:
+        options["duration"] = duration
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
     key = {} if cache is None else _cache_key(method, federations, options, specs)
     finished = _TuningCache(cache, method, key)

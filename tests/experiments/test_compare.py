@@ -23,6 +23,7 @@ from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.plots import draw_accuracy, draw_clients, draw_planes, draw_traces
 from manifoldagg.experiments.registry import method, methods
 from manifoldagg.experiments.report import write_report
+from manifoldagg.experiments.tuning import Tuning
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import (
     AvailabilityChange,
@@ -280,3 +281,27 @@ def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
     runs = [replace(one, evaluations=[replace(row, rejected=count) for row in one.evaluations]) for count in (2, 10)]
     refused = replace(comparison, runs={"FedAvg(trainer=curve)": runs})
     assert rejection_lines(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were rejected"]
+
+
+def test_first_seed_selects_the_repetitions_of_a_longer_comparison():
+    options = {"clients": 6, "num_updates": 4}
+    chosen = methods(["fedasync", "asyncbezier"])
+    every = compare(clusters(), chosen, **options, seeds=3)
+    last = compare(clusters(), chosen, **options, seeds=2, first_seed=1)
+    assert last.settings["seeds"] == [1, 2]
+    for name, runs in every.runs.items():
+        assert last.runs[name] == runs[1:]
+    assert last.landscape is not None
+    with pytest.raises(ArgumentError, match="first_seed: expected an integer >= 0"):
+        compare(clusters(), chosen, **options, first_seed=-1)
+
+
+def test_a_search_ends_its_runs_after_the_duration_of_the_comparison():
+    options = {"clients": 6, "num_updates": 8, "seeds": 1, "delays": "exponential:mean=10"}
+    tuning = Tuning(seeds=(100,))
+    short, long = (
+        compare(clusters(), methods(["fedasync"]), **options, tuning=tuning, duration=duration)
+        for duration in (5.0, None)
+    )
+    tried, untried = (one.settings["tuning"]["methods"]["FedAsync"]["tried"] for one in (short, long))
+    assert [one["tail_accuracy"] for one in tried] != [one["tail_accuracy"] for one in untried]
