@@ -47,8 +47,12 @@ docs: .venv/.installed
 TABLES := $(shell sed -n 's/^\[\([a-z].*\)\]$$/\1/p' benchmarks/papers/evidence.toml | grep -v defaults)
 SCRIPTS := corrections curved routing adapters
 EVIDENCE := benchmarks/results/papers
+# The tables of benchmarks/asynchrony/README.md.
+ASYNCHRONY := $(shell sed -n 's/^\[\([a-z].*\)\]$$/\1/p' benchmarks/asynchrony/runs.toml | grep -v defaults)
 
-.PHONY: evidence $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%)
+.PHONY: evidence asynchrony $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%) $(ASYNCHRONY:%=evidence-%)
+asynchrony: $(ASYNCHRONY:%=evidence-%)
+
 evidence: $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%)
 	$(BIN)/python benchmarks/papers/tables.py
 
@@ -61,6 +65,9 @@ $(SCRIPTS:%=evidence-%): evidence-%: .venv/.installed | build/data
 
 $(TABLES:%=evidence-%): evidence-%: .venv/.installed | build/data
 	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/papers/evidence.toml --only $* --out $(EVIDENCE) --resume
+
+$(ASYNCHRONY:%=evidence-%): evidence-%: .venv/.installed | build/data
+	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/asynchrony/runs.toml --only $* --out benchmarks/results/asynchrony --resume
 
 # What is uploaded, in dist/: the source, a wheel for anywhere, and one for Linux on x86-64 with the compiled kernels in it.
 release: .venv/.installed
