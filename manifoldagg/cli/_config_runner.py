@@ -127,6 +127,8 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         tuning = settings["tuning"]
         if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
             return None
+        if tuning is not None and tuning.get("length", 1.0) != params["tune_length"]:
+            return None
         chosen = _methods(params)
         for place, method in enumerate(chosen if params["tune"] else ()):
             tried = tuning["methods"][method.name]

@@ -169,6 +169,9 @@ def compare_command(
         ),
     ] = False,
     tune_seeds: Annotated[int, typer.Option(help="The number of repetitions of each rate that --tune tries.")] = 3,
+    tune_length: Annotated[
+        float, typer.Option(help="The length of a run of --tune, as a fraction of --updates and --duration.")
+    ] = 1.0,
     jobs: Annotated[int, typer.Option(help="The number of processes that train. The results do not depend on it.")] = 1,
     eval_every: Annotated[int, typer.Option(help="The number of updates between evaluations of the model.")] = 1,
     target: Annotated[
@@ -280,10 +283,9 @@ def compare_command(
         },
     }
     apart = tuning_seeds(range(first_seed, first_seed + seeds), check_count("tune-seeds", tune_seeds)) if tune else None
-    repetitions = (first_seed,) if first_seed else ()
-    digest = hashlib.sha256(
-        repr((data, model, stable_repr(chosen), settings, apart, *repetitions)).encode()
-    ).hexdigest()[:8]
+    # Options with their default values do not change the name of the folder.
+    others = [given for given, default in ((first_seed, 0), (tune_length, 1.0)) if given != default]
+    digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart, *others)).encode()).hexdigest()[:8]
     folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
     say = partial((error_console if as_json else console).print, highlight=False, markup=False, soft_wrap=True)
@@ -316,7 +318,7 @@ def compare_command(
                 **settings,
                 executor=executor,
                 progress=_progress_bars(error_console if as_json else console, num_updates, stack, scaled),
-                tuning=None if apart is None else Tuning(apart, cache=out / ".tuned"),
+                tuning=None if apart is None else Tuning(apart, length=tune_length, cache=out / ".tuned"),
                 folder=unfinished,
                 resume=resume,
             )

@@ -58,11 +58,14 @@ class Tuning:
         seeds: the seeds of the runs of a search, which the comparison must not use.
         validation: the fraction of the training samples for testing these runs, unless the comparison sets a fraction.
             The test set is not used.
+        length: the length of a run of the search as a fraction of the length of a run of the comparison. The fraction
+            applies to the number of updates and to the duration.
         cache: the folder of finished runs for later searches. `None` disables the cache.
     """
 
     seeds: Sequence[int] = (100, 101, 102)
     validation: float = 0.2
+    length: float = 1.0
     cache: Path | None = None
 
     def apply(
@@ -72,6 +75,8 @@ class Tuning:
         *,
         validation: float,
         used_seeds: Collection[int],
+        num_updates: int,
+        duration: float | None = None,
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
         """Tune the methods, and return them with the search results for JSON.
@@ -83,6 +88,8 @@ class Tuning:
             split: a function of `validation` and `seed` that returns a federated data set.
             validation: the setting of the comparison.
             used_seeds: the seeds of the comparison.
+            num_updates: the number of updates of a run of the comparison.
+            duration: the duration of a run of the comparison, in seconds.
             options: further arguments of `tune`.
 
         Raises:
@@ -94,6 +101,9 @@ class Tuning:
         seeds = [check_count("tuning: seeds", seed, at_least=0) for seed in self.seeds]
         if shared := sorted(set(seeds).intersection(used_seeds)):
             raise ArgumentError(f"tuning: seeds: expected seeds that the comparison does not use, got {shared}")
+        length = check_number("tuning: length", self.length, above=0, at_most=1)
+        options["num_updates"] = max(1, round(length * num_updates))
+        options["duration"] = None if duration is None else length * duration
         share = validation or check_number("tuning: validation", self.validation, at_least=0, at_most=0.9)
         with error_context("tuning"):
             federations = [split(validation=share, seed=seed) for seed in seeds]
@@ -103,7 +113,8 @@ class Tuning:
             found = tune(method, federations, cache=self.cache, **options)
             tuned.append(method if found is None else with_rate(method, found.best_rate))
             results[method.name] = found.to_dict() if found else "by hand" if method.rate_field is None else None
-        return tuned, {"seeds": seeds, "validation": share, "methods": results}
+        shortened = {} if length == 1 else {"length": length}
+        return tuned, {"seeds": seeds, "validation": share, **shortened, "methods": results}
 
 
 def tuning_seeds(used_seeds: range, count: int) -> range:

@@ -186,6 +186,17 @@ def test_a_comparison_that_validates_tunes_on_as_much():
     assert found.settings["tuning"]["methods"]["FedAsync"] == alone.to_dict()
 
 
+def test_length_shortens_the_runs_of_a_search():
+    options = {"clients": 4, "num_updates": 5, "seeds": 1, "partition": "iid", "delays": "exponential:mean=10"}
+    search = {"seeds": (100,), "length": 0.6}
+    found = compare(clusters(), [method("fedasync")], **options, tuning=Tuning(**search), duration=20.0)
+    assert found.settings["tuning"]["length"] == 0.6
+    alone = tune(method("fedasync"), [split()], num_updates=3, duration=12.0, delays="exponential:mean=10")
+    assert found.settings["tuning"]["methods"]["FedAsync"] == alone.to_dict()
+    with pytest.raises(ArgumentError, match="tuning: length: expected a finite number > 0 and <= 1, got 1.5"):
+        compare(clusters(), [method("fedasync")], **options, tuning=Tuning(seeds=(100,), length=1.5))
+
+
 @dataclass(frozen=True)
 class Picky(rules.FedAsync):
     """Takes no rate above 1, and falls over at one below."""
