@@ -354,3 +354,17 @@ def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys)
     (report,) = (tmp_path / "runs").iterdir()
     assert report.name == "digits-small"
     assert list(settings(report)["methods"]) == ["FedAsync", "FedGS", "AsyncBezier(degree=3)"]
+
+
+def test_the_protocol_of_asynchronous_training_uses_its_test_seeds_and_validation_seed():
+    path = ROOT / "benchmarks" / "asynchrony" / "runs.toml"
+    tables = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
+    for name, options in tables.items():
+        assert (options["first_seed"], options["seeds"], options["tune_seeds"]) == (200, 5, 1), name
+        assert options["tune"] == ("concurrency" not in name), name
+        methods(options["methods"], options["rate"] or [])
+    for task in ("fashion", "shakespeare"):
+        parts = [tables[f"{task}-measured{kind}"] for kind in ("", "-more", "-rounds")]
+        chosen = [one for options in parts for one in methods(options["methods"])]
+        assert len(chosen) == 11
+        assert len({(options["delays"], options["duration"], options["target"]) for options in parts}) == 1
