@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
+from manifoldagg.experiments.packaged import japanese_vowels, watch
 from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.experiments.spec_parser import (
     Reader,
@@ -59,6 +60,8 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
     | `digits` | 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn |
     | `idx:folder` | MNIST and data sets with its file names; options of [`idx`][manifoldagg.experiments.datasets.idx] |
     | `fashion-mnist` | 60,000 training and 10,000 test images, from the Debian package dataset-fashion-mnist |
+    | `watch` | smartwatches of 10 people, from seglearn; options of [`watch`][manifoldagg.experiments.packaged.watch] |
+    | `japanese-vowels` | nine speakers; see [`japanese_vowels`][manifoldagg.experiments.packaged.japanese_vowels] |
     | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare] |
     | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
@@ -410,8 +413,9 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
 
 
 DATASETS: Mapping[str, Reader] = {
-    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz)},
+    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz, watch)},
     "fashion-mnist": reader(fashion_mnist),
+    "japanese-vowels": reader(japanese_vowels),
     **user_reader("a LabelledDataset", LabelledDataset),
 }
 MODELS = [name for name in models.__all__ if name.islower()]
