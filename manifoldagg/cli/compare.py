@@ -118,7 +118,8 @@ def compare_command(
     delays: Annotated[
         str | None,
         typer.Option(
-            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, ..."
+            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, "
+            "`measured:measured.csv,as=gaussian` (fitted to each device), ..."
         ),
     ] = None,
     availability: Annotated[
