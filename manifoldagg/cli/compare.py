@@ -60,7 +60,7 @@ def compare_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  "
+            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  "
             "[default: the model of the data set]",
             show_default=False,
         ),
