@@ -143,6 +143,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "target": given.target if params["target"] is None else params["target"],
         "seeds": list(range(params["first_seed"], params["first_seed"] + params["seeds"])),
         "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
+        "eval_starts": params["eval_starts"] or None,
         "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
     }

@@ -60,7 +60,7 @@ def compare_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`.  "
+            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  "
             "[default: the model of the data set]",
             show_default=False,
         ),
@@ -118,7 +118,8 @@ def compare_command(
     delays: Annotated[
         str | None,
         typer.Option(
-            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, ..."
+            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, "
+            "`measured:measured.csv,as=gaussian` (fitted to each device), ..."
         ),
     ] = None,
     availability: Annotated[
@@ -174,6 +175,14 @@ def compare_command(
     ] = 1.0,
     jobs: Annotated[int, typer.Option(help="The number of processes that train. The results do not depend on it.")] = 1,
     eval_every: Annotated[int, typer.Option(help="The number of updates between evaluations of the model.")] = 1,
+    eval_starts: Annotated[
+        bool,
+        typer.Option(
+            "--eval-starts",
+            help="Also evaluate the start model of each task on the held-out samples of its client, and draw "
+            "`starts.png`.",
+        ),
+    ] = False,
     target: Annotated[
         float | None,
         typer.Option(
@@ -242,6 +251,7 @@ def compare_command(
     - `timing.json`
     - `accuracy.png`
     - `clients.png` (the accuracies of the clients, from the worst to the best)
+    - `starts.png` (with --eval-starts, the accuracy and the loss of clients' start models over time)
     - `gantt.png` (the tasks of each client over time)
     - `plane.png` (the loss over the plane of one learned curve)
 
@@ -278,7 +288,10 @@ def compare_command(
         "eval_every": eval_every,
         **{
             name: value
-            for name, value in (("duration", duration), ("buffer", buffer), ("refill", refill), ("averaging", swa))
+            for name, value in (
+                *(("duration", duration), ("buffer", buffer), ("refill", refill), ("averaging", swa)),
+                ("eval_starts", eval_starts or None),
+            )
             if value is not None
         },
     }

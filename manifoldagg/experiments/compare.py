@@ -29,6 +29,7 @@ from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
+from manifoldagg.simulation.cost import StartEvaluation
 from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
@@ -131,6 +132,7 @@ def compare(
     refill: int | None = None,
     averaging: WeightAveraging | str | None = None,
     eval_every: int = 1,
+    eval_starts: bool = False,
     executor: ExecutorLike = None,
     progress: Callable[[str, int], None] | None = None,
     tuning: Tuning | None = None,
@@ -167,6 +169,7 @@ def compare(
         averaging: the settings of a weight average, or a string such as `"start=0.75,cycle=5"`. Each run computes this
             average and evaluates it together with the model.
         eval_every: the number of updates between evaluations.
+        eval_starts: whether to evaluate the start model of each task on the held-out samples of its client.
         executor: the executor that trains, or a function that returns an executor for all runs. The results do not
             depend on it.
         progress: a function that is called with the method's name and the seed after each update.
@@ -262,6 +265,7 @@ def compare(
             "concurrency": concurrency,
             "eval_every": eval_every,
             **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
+            **_given(eval_starts=eval_starts or None),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
@@ -269,7 +273,8 @@ def compare(
             "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
-        options |= {**workload, "eval_every": eval_every, "duration": duration, "executor": workers}
+        options |= {**workload, "eval_every": eval_every, "eval_starts": eval_starts}
+        options |= {"duration": duration, "executor": workers}
         runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"], first_seed)
         runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
         drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
@@ -388,15 +393,19 @@ def _check_startable(
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:
-    """Convert a run to JSON values. Each column of the trace is a list."""
-    columns = {one.name: [getattr(task, one.name) for task in run_.trace] for one in fields(TaskRecord)}
+    """Convert a run to JSON values. Each column of the trace and of the evaluations of start models is a list."""
     return {
-        "trace": columns,
+        "trace": _columns(TaskRecord, run_.trace),
+        **_given(starts=_columns(StartEvaluation, run_.starts) if run_.starts else None),
         "client_accuracy": run_.client_accuracy,
         "gini": run_.gini,
         "theil": run_.theil,
         "rejected": run_.rejected,
     }
+
+
+def _columns(kind: type[Any], rows: Sequence[Any]) -> dict[str, list[Any]]:
+    return {one.name: [getattr(row, one.name) for row in rows] for one in fields(kind)}
 
 
 def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | int | None]:

@@ -72,8 +72,8 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
 
     Args:
         source: the name of the data set, or a function that returns it.
-        model: the model: `mlp`, `cnn`, `gru` or `transformer` with the options of `manifoldagg.experiments.models`,
-            such as `"cnn:norm=batch"`. The default is the model of the data set.
+        model: the name of a function in `manifoldagg.experiments.models` with its options, such as `"cnn:norm=batch"`
+            or `"lenet5"`. The default is the model of the data set.
 
     Raises:
         ArgumentError: if the name is unknown, a package or a file is missing, a file is invalid, the function does not

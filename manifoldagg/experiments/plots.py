@@ -1,8 +1,9 @@
-"""Plots: accuracy, clients, loss planes, and tasks over time (Gantt charts)."""
+"""Plots: accuracy, clients, start models, loss planes, and tasks over time (Gantt charts)."""
 
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 from manifoldagg._io import check_matplotlib, new_figure
 from manifoldagg.curves import Plane
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.cost import Evaluation, StartEvaluation
 from manifoldagg.simulation.trace import TaskRecord, check_records
 
-__all__ = ["axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_trace", "draw_traces", "format_percent"]
+__all__ = [
+    *("axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_starts", "draw_trace", "draw_traces"),
+    "format_percent",
+]
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """The palette of Okabe and Ito, which colour-blind readers can distinguish."""
@@ -31,7 +35,7 @@ LABEL_WIDTH = 32
 WIDTH = 6.4
 """The width of a figure in inches. At 80 % of a page's width, letters have the size of footnotes."""
 MAX_PANELS = 3
-"""The maximum number of traces in one plot."""
+"""The maximum number of traces, or of clients, in one plot."""
 UNITS = {
     "updates": ("updates", ((1, ""),)),
     "time": ("virtual time", ((1, "s"),)),
@@ -152,6 +156,46 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
     axes.set_title(f"{_escape_math(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
     _legend(figure, clients)
     _interleave_dashes(axes.lines)
+    figure.savefig(path)
+
+
+def draw_starts(path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str) -> None:
+    """Draw the accuracy and the loss of the start models of a few clients, over the models that a client received.
+
+    Each row of panels shows one client. The clients are those that received the most models over all methods.
+
+    Args:
+        path: the path of the plot.
+        starts: the evaluations of start models of one run, by method. At least one method has an evaluation.
+        title: the title.
+
+    Source: OrthoFL Figure 6.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    received = Counter(row.client for rows in starts.values() for row in rows)
+    clients = sorted(received, key=lambda client: (-received[client], client))[:MAX_PANELS]
+    lines = sum(1 + _label(name).count("\n") for name in starts)
+    figure = new_figure(WIDTH, 0.6 + 2.0 * len(clients) + 0.21 * math.ceil(lines / _columns(starts)))
+    for client, row in zip(clients, figure.subplots(len(clients), 2, squeeze=False, sharex=True), strict=True):
+        for i, (label, evaluations) in enumerate(starts.items()):
+            own = [one for one in evaluations if one.client == client]
+            x = np.arange(1, len(own) + 1)
+            style = _style(i, len(starts), len(x)) | {"label": _label(label), "zorder": 3 + i}
+            row[0].plot(x, [100 * one.accuracy for one in own], **style)
+            row[1].plot(x, [math.nan if one.loss is None else one.loss for one in own], **style)
+        row[0].set_ylim(0, 102)
+        row[1].set_ylim(bottom=0)
+        for axes, quantity in zip(row, ("accuracy, %", "cross-entropy"), strict=True):
+            axes.set_ylabel(f"client {client}: {quantity}", fontsize="small")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            axes.grid(alpha=0.25)
+            _interleave_dashes(axes.lines)
+    for axes in row:
+        axes.set_xlabel("models received", fontsize="small")
+    figure.suptitle(f"{_escape_math(title)}; start models on own held-out samples", fontsize="medium")
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=_columns(starts), fontsize="small", frameon=False)
     figure.savefig(path)
 
 

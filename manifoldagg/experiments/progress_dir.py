@@ -18,7 +18,7 @@ from manifoldagg import tensor_file
 from manifoldagg._io import FileLock
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
-from manifoldagg.simulation.cost import Evaluation
+from manifoldagg.simulation.cost import Evaluation, StartEvaluation
 from manifoldagg.simulation.metadata import check_compatible, versions
 from manifoldagg.simulation.method import RunResult
 from manifoldagg.simulation.trace import TaskRecord
@@ -103,6 +103,8 @@ class ComparisonProgress:
             tree["client_accuracy"],
             tree["seconds"],
             tree["evaluation_seconds"],
+            # A run of an earlier version has no start models.
+            [StartEvaluation(**row) for row in tree.get("starts", ())],
         )
 
     def save_run(self, method: str, seed: int, run: RunResult) -> None:
@@ -121,6 +123,7 @@ class ComparisonProgress:
             "client_accuracy": run.client_accuracy,
             "seconds": run.seconds,
             "evaluation_seconds": run.evaluation_seconds,
+            "starts": [asdict(row) for row in run.starts],
         }
         tensor_file.save(self._run_path(method, seed), "finished run", tree)
         Path(self.checkpoint_policy(method, seed).path).unlink(missing_ok=True)

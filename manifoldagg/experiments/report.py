@@ -22,7 +22,10 @@ from manifoldagg.simulation.metadata import versions
 
 __all__ = ["LoggedRun", "check_destination", "environment_info", "read_report", "read_reports", "write_report"]
 
-FILES = ("results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png")
+FILES = (
+    *("results.json", "log.jsonl", "timing.json"),
+    *("accuracy.png", "clients.png", "starts.png", "gantt.png", "plane.png"),
+)
 PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
     *("scheduler", "delays", "availability", "files", "task_cost"),
@@ -75,7 +78,8 @@ class _Report:
 def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
     """Write the results and the plots of a comparison into a folder.
 
-    The files are `results.json`, `log.jsonl`, `timing.json`, the plots, and `plane.png` if a curve was learned.
+    The files are `results.json`, `log.jsonl`, `timing.json`, the plots, `starts.png` if start models were evaluated,
+    and `plane.png` if a curve was learned.
 
     Returns:
         The paths of the files, in this order.
@@ -195,13 +199,15 @@ def _write_json(path: Path, tree: object) -> None:
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:
-    """Draw the plots. Traces and planes show the first seed, and the other plots show all seeds."""
+    """Draw the plots. Start models, traces and planes show the first seed, and the other plots show all seeds."""
     settings = comparison.settings
     title = f"{settings['data']['name']}, {settings['clients']} clients"
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
     plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
     clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
     plots.draw_clients(folder / "clients.png", clients, title=title)
+    if starts := {name: runs[0].starts for name, runs in comparison.runs.items() if runs[0].starts}:
+        plots.draw_starts(folder / "starts.png", starts, title=f"{title}, seed {settings['seeds'][0]}")
     traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
     plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
     if comparison.landscape is not None:

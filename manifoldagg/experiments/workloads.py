@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from manifoldagg._validation import renamed_arguments, short_repr
+from manifoldagg._validation import check_choice, renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.spec_parser import (
     OptionReaders,
     Reader,
+    build,
     choose,
     error_context,
     import_object,
@@ -46,6 +47,7 @@ from manifoldagg.simulation.delays import (
     Exponential,
     assign_profiles,
 )
+from manifoldagg.simulation.fitted_delays import FAMILIES, fit_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
@@ -87,6 +89,9 @@ def delays(text: str) -> Delay | DelayFactory:
       The delay applies to all clients.
     - `csv` returns a function that assigns a measured device to each client. Its options are the arguments of
       [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
+    - `measured:FILE,as=FAMILY` fits a distribution to each measured device, and assigns a fitted distribution to each
+      client. Its options are the arguments of [`fit_profiles`][manifoldagg.simulation.fit_profiles], with `as` for
+      `family`.
     - `module:name` is your own delay, a class or a function that returns a delay, or a function of the clients and a
       generator.
 
@@ -94,7 +99,7 @@ def delays(text: str) -> Delay | DelayFactory:
         >>> delays("exponential:mean=10")
         Exponential(mean=10.0)
     """
-    made: Delay | DelayFactory = parse_value("delays", text, DELAY_READERS | CSV_READER | USER_DELAYS)
+    made: Delay | DelayFactory = parse_value("delays", text, DELAY_READERS | MEASURED_READERS | USER_DELAYS)
     return made
 
 
@@ -229,6 +234,24 @@ def _empirical(path: str, work: float = 1.0, size_ratio: float = 1.0) -> DelayFa
     return make
 
 
+def _read_fitted(where: str, options: Mapping[str, str]) -> DelayFactory:
+    # `as` is a keyword of Python, so it cannot be a parameter of a function.
+    given = dict(options)
+    with error_context(where):
+        family = check_choice("as", given.pop("as", ""), FAMILIES)
+    made: DelayFactory = build(where, partial(_fitted, family), given)
+    return made
+
+
+def _fitted(family: str, path: str, work: float = 1.0, size_ratio: float = 1.0, per_task: bool = False) -> DelayFactory:
+    profiles = fit_profiles(path, family, work=work, size_ratio=size_ratio, per_task=per_task)
+
+    def make(clients: Clients, generator: np.random.Generator) -> dict[int, Delay]:
+        return assign_profiles(profiles, clients, generator)
+
+    return make
+
+
 def _churn(up: float | Delay, down: float | Delay, until: float) -> AvailabilityFactory:
     with renamed_arguments({"mean": "up"}):
         here = up if isinstance(up, Delay) else Exponential(up)
@@ -250,12 +273,12 @@ DELAY_READERS: dict[str, Reader] = {
     and issubclass(made, Delay)
     and made not in (Delay, Empirical)
 }
-CSV_READER: dict[str, Reader] = {"csv": reader(_empirical)}
+MEASURED_READERS: dict[str, Reader] = {"csv": reader(_empirical), "measured": _read_fitted}
 USER_DELAYS = user_reader("a Delay", Delay, num_arguments=2)
 DURATION_READERS: OptionReaders = dict.fromkeys(("up", "down"), DELAY_READERS | USER_DELAYS)
 SCHEDULER_READERS: Mapping[str, Reader] = {
     "priority": _priority,
-    "independent": reader(_independent, option_readers={"delays": DELAY_READERS | CSV_READER | USER_DELAYS}),
+    "independent": reader(_independent, option_readers={"delays": DELAY_READERS | MEASURED_READERS | USER_DELAYS}),
     "jackson": reader(_jackson),
     "replay": reader(_replay),
     # A run changes its scheduler, so an instance cannot serve several runs.

@@ -19,6 +19,7 @@ from manifoldagg.simulation.delays import (
 from manifoldagg.simulation.engine import UpdateEvent, run
 from manifoldagg.simulation.evaluation import gini, theil
 from manifoldagg.simulation.executors import RestartingExecutor, processes
+from manifoldagg.simulation.fitted_delays import PerTask, fit_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.method import Method, RunResult
 from manifoldagg.simulation.partitions import (
@@ -53,6 +54,7 @@ __all__ = [
     "LogNormal",
     "Method",
     "Partition",
+    "PerTask",
     "PriorityScheduler",
     "ReplayScheduler",
     "RestartingExecutor",
@@ -68,6 +70,7 @@ __all__ = [
     "cyclic_partition",
     "dirichlet_partition",
     "disjoint_partition",
+    "fit_profiles",
     "gini",
     "iid_partition",
     "natural_partition",

@@ -23,7 +23,7 @@ from manifoldagg.federated.server.options import check_option
 from manifoldagg.federated.types import Averaging, ClientState
 from manifoldagg.manifolds import Manifold
 from manifoldagg.simulation.client_task import bitwise_equal
-from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.cost import Cost, Evaluation, StartEvaluation
 from manifoldagg.simulation.dataset import TaskId
 from manifoldagg.simulation.evaluation import EvaluationLog
 from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, EventLoop
@@ -59,7 +59,8 @@ class RunSnapshot(NamedTuple):
     """The state of a run between two events.
 
     A snapshot takes constant time, because the run never changes existing data: it replaces them or appends to the
-    logs. The numbers `num_events`, `num_dispatched` and `num_evaluations` are the lengths of the logs at the snapshot.
+    logs. The numbers `num_events`, `num_dispatched`, `num_evaluations` and `num_starts` are the lengths of the logs at
+    the snapshot.
     """
 
     metadata: Mapping[str, Any]
@@ -72,6 +73,7 @@ class RunSnapshot(NamedTuple):
     num_dispatched: int
     evaluation_log: EvaluationLog
     num_evaluations: int
+    num_starts: int
     client_accuracy: list[float]
     seconds: float
     evaluation_seconds: float
@@ -108,6 +110,7 @@ class RunSnapshot(NamedTuple):
             "staleness": torch.tensor([task.staleness for task in trace], dtype=torch.int64),
             "accepted": torch.tensor(self.event_log.accepted[:answers], dtype=torch.bool),
             "evaluations": [asdict(row) for row in self.evaluation_log.evaluations[: self.num_evaluations]],
+            "starts": [asdict(row) for row in self.evaluation_log.starts[: self.num_starts]],
             "client_accuracy": self.client_accuracy,
             "seconds": self.seconds,
             "evaluation_seconds": self.evaluation_seconds,
@@ -138,6 +141,8 @@ class LoadedRun:
         check_compatible(path, self._tree["metadata"], metadata)
         self.cost = Cost(**self._tree["cost"])
         self.evaluations = [Evaluation(**row) for row in self._tree["evaluations"]]
+        # A checkpoint of an earlier version has no start models.
+        self.starts = [StartEvaluation(**row) for row in self._tree.get("starts", ())]
         self.client_accuracy: list[float] = self._tree["client_accuracy"]
         self.seconds: float = self._tree["seconds"]
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]

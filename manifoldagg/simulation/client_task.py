@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from manifoldagg.federated import Message, Payload, Trainer, train_client
+from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
 from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 
-__all__ = ["ClientTask", "GradientCounter", "bitwise_equal", "run_task"]
+__all__ = ["ClientTask", "GradientCounter", "MessageTensors", "bitwise_equal", "run_task"]
 
 ALIGNMENT = 64
 """The alignment in bytes of memory that torch allocates."""
@@ -34,6 +34,31 @@ class ClientTask:
     task_id: TaskId
     message: Message
     client_state: ClientState = None
+
+
+class MessageTensors:
+    """The tensors of the messages of the current version. Messages of one version share their equal tensors."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._shared: dict[str, Tensor] = {}
+
+    def share(self, ticket: Ticket) -> Message:
+        """Return the message of a ticket, with the tensors of earlier messages of its version where they are equal."""
+        if ticket.version != self._version:
+            self._version = ticket.version
+            self._shared = {}
+        sent = ticket.message
+        return replace(
+            sent,
+            start=self._share("start", sent.start),
+            tensors={name: self._share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
+            buffers={name: self._share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
+        )
+
+    def _share(self, name: str, tensor: Tensor) -> Tensor:
+        first = self._shared.setdefault(name, tensor)
+        return first if first is tensor or bitwise_equal(first, tensor) else tensor
 
 
 class GradientCounter:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["AXES", "Cost", "Evaluation", "first_reaching", "last_within_budget"]
+__all__ = ["AXES", "Cost", "Evaluation", "StartEvaluation", "first_reaching", "last_within_budget"]
 
 AXES = ("updates", "time", "gradients", "bytes")
 """The cost axes of a run: updates, virtual seconds, minibatch gradients, bytes sent down and up."""
@@ -79,6 +79,31 @@ class Evaluation(Cost):
     staleness_max: int = 0
     average_accuracy: float | None = None
     average_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class StartEvaluation:
+    """The metrics of the start model of one task, on the held-out samples of its client.
+
+    The start model is the model in the message of the server. With OrthoFL, it is the client's own calibrated model,
+    and differs from the global model. If the client itself computes its start model (`protocol="client"`), the model in
+    the message is the one before this computation.
+
+    Attributes:
+        client: the client that received the start model.
+        updates: the number of updates that the server had received.
+        time: the virtual time of the dispatch in seconds.
+        accuracy: the accuracy on the held-out samples of the client.
+        loss: the mean cross-entropy on these samples, or `None` if the mean is not finite.
+
+    Source: OrthoFL §5.5 and Figure 6.
+    """
+
+    client: int
+    updates: int
+    time: float
+    accuracy: float
+    loss: float | None
 
 
 def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:

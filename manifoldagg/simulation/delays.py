@@ -6,7 +6,6 @@ so draws from a normal distribution are within 8.2 standard deviations. An inval
 that names the parameter.
 """
 
-import csv
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from manifoldagg._validation import check_number, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
+from manifoldagg.simulation.measurements import read_measurements
 
 __all__ = [
     "Delay",
@@ -39,7 +39,6 @@ __all__ = [
 C = TypeVar("C", bound=int | str)
 D = TypeVar("D", bound="Delay")
 S = TypeVar("S", bound="_MeanParametrised")
-COLUMNS = ("client", "computation_s", "round_s")
 NORMAL = NormalDist()
 MIN_PROBABILITY = 2.0**-1022
 MAX_PROBABILITY = 1 - 2.0**-53
@@ -142,7 +141,16 @@ class Gaussian(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
-        """Fit the mean and the standard deviation before truncation to measured delays."""
+        r"""Fit the mean and the standard deviation before truncation to n measured delays $x_i$.
+
+        $$\operatorname{location} = \mu_R = \frac 1 n \sum_i x_i, \quad
+          \operatorname{scale} = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
+
+        The truncation is not part of the fit, so the mean of the truncated distribution is above $\mu_R$. With one
+        measurement, `scale` is 0 and the delay is constant.
+
+        Source: OrthoFL §5.1.
+        """
         x = check_vector("delays", delays, at_least=0)
         return Gaussian(float(x.mean()), float(x.std()))
 
@@ -195,7 +203,16 @@ class LogNormal(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
-        """Fit the mean and the standard deviation to measured delays."""
+        r"""Fit the mean $\mu_R$ and the standard deviation $\sigma_R$ to n measured delays $x_i$.
+
+        $$a = \mu_R = \frac 1 n \sum_i x_i, \quad d = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
+
+        The logarithm then has the variance $\sigma^2 = \log(1 + \sigma_R^2 / \mu_R^2)$ and the mean
+        $\log \mu_R - \sigma^2 / 2$. This is not the maximum-likelihood fit, which uses the logarithms of the delays.
+        With one measurement, d is 0 and the delay is constant.
+
+        Source: OrthoFL D.4.
+        """
         x = check_vector("delays", delays, at_least=0)
         return LogNormal(float(x.mean()), float(x.std()))
 
@@ -217,7 +234,12 @@ class _MeanParametrised(Delay):
 
     @classmethod
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
-        """Fit the mean to measured delays."""
+        r"""Fit the mean to n measured delays $x_i$: $a = \frac 1 n \sum_i x_i$.
+
+        For the exponential distribution, this is the maximum-likelihood fit. For the half-normal distribution, the
+        scale of the normal variable is $a \sqrt{\pi / 2}$, so that the mean delay is the measured one. OrthoFL D.4
+        does not state the scale.
+        """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 
     def _mean(self) -> float:
@@ -265,7 +287,11 @@ class Uniform(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Uniform":
-        """Fit the 5th and the 95th percentile to measured delays.
+        r"""Fit the 5th and the 95th percentile to n measured delays.
+
+        Let $x_{(0)} \le \dots \le x_{(n - 1)}$ be the sorted delays. The percentile p is the linear interpolation of
+        $x_{(j)}$ and $x_{(j + 1)}$ at the position $j + \epsilon = (n - 1) p / 100$, with $0 \le \epsilon < 1$. With
+        one measurement, both percentiles are equal and the delay is constant.
 
         Source: OrthoFL D.4.
         """
@@ -368,29 +394,10 @@ class Empirical(Delay):
         """
         check_number("work", work, above=0)
         check_number("size_ratio", size_ratio, at_least=0)
-        rounds: dict[str, list[tuple[float, float]]] = {}
-        line = 1
-        try:
-            with Path(path).open(newline="", encoding="utf-8-sig") as file:
-                rows = csv.DictReader(file, strict=True)
-                names = [*(rows.fieldnames or ())]
-                if any(names.count(name) != 1 for name in COLUMNS):
-                    raise ArgumentError(f"expected one column for each of {', '.join(COLUMNS)}, got {names}")
-                for row in rows:
-                    line = rows.line_num
-                    if None in row or not row["client"]:
-                        raise ArgumentError(f"expected {len(names)} fields with a name of the client")
-                    client, seconds, total = (row[name] for name in COLUMNS)
-                    computation = check_number("computation_s", float(seconds), at_least=0)
-                    whole = check_number("round_s", float(total), at_least=computation)
-                    rounds.setdefault(client, []).append((computation / work, (whole - computation) * size_ratio))
-        except OSError as error:
-            raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
-        except (TypeError, ValueError, csv.Error) as error:
-            raise ArgumentError(f"path: {path}, line {line}: {error}") from None
-        if not rounds:
-            raise ArgumentError(f"path: expected measured tasks, got {path} without rows")
-        return {client: Empirical(*map(tuple, zip(*parts, strict=True))) for client, parts in rounds.items()}
+        return {
+            device: Empirical(tuple(t / work for t, _ in tasks), tuple(c * size_ratio for _, c in tasks))
+            for device, tasks in read_measurements(path).items()
+        }
 
 
 def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from immutables import Map
-from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_number, short_repr
+from manifoldagg._validation import check_choice, check_count, check_instance, check_number, short_repr
 from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import CheckpointPolicy, Message, Payload, Server, ServerLimits, Ticket
 from manifoldagg.federated.server.durability.fingerprint import fingerprint
@@ -19,7 +18,7 @@ from manifoldagg.federated.types import Averaging, check_averaging
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.checkpointing import EventLog, LoadedRun, RunCheckpointer, RunSnapshot
-from manifoldagg.simulation.client_task import bitwise_equal
+from manifoldagg.simulation.client_task import MessageTensors
 from manifoldagg.simulation.cost import Cost, Evaluation
 from manifoldagg.simulation.dataset import FederatedDataset, TaskId, check_federation
 from manifoldagg.simulation.delays import Delays
@@ -82,6 +81,7 @@ class Simulator:
         task_cost: str,
         averaging: AveragingLike,
         executor: ExecutorLike,
+        eval_starts: bool,
         loaded: LoadedRun | None,
         on_update: Callable[[UpdateEvent], None] | None,
     ) -> None:
@@ -95,13 +95,11 @@ class Simulator:
         self._duration = duration
         self._lookahead = Lookahead(event_loop, self._is_over, self._work)
         self._last_message: Message
-        # Messages of one version share their equal tensors.
-        self._version = -1
-        self._shared: dict[str, Tensor] = {}
+        self._message_tensors = MessageTensors()
         model = federation.model()
         space = ParameterSpace.of(model)
         average = averaging if averaging is None or isinstance(averaging, Averaging) else averaging(space)
-        self.evaluation_log = EvaluationLog(federation, average)
+        self.evaluation_log = EvaluationLog(federation, average, eval_starts=eval_starts)
         rule: Any = method.rule
         client_states: Map[int, Any] = Map()
         # The maps are persistent, so that a snapshot takes constant time.
@@ -117,7 +115,9 @@ class Simulator:
             self._tickets = loaded.tickets(self._server.space)
             self.event_log = loaded.replay(event_loop, self._lookahead)
             self.cost = loaded.cost
-            self.evaluation_log.restore(loaded.evaluations, loaded.client_accuracy, loaded.evaluation_seconds)
+            self.evaluation_log.restore(
+                loaded.evaluations, loaded.starts, loaded.client_accuracy, loaded.evaluation_seconds
+            )
             client_states = loaded.client_states()
             self._started -= loaded.seconds + loaded.evaluation_seconds
         self.task_runner = TaskRunner(federation, method.trainer, executor, self._lookahead, client_states)
@@ -167,6 +167,7 @@ class Simulator:
             num_dispatched=len(self.event_log.work),
             evaluation_log=self.evaluation_log,
             num_evaluations=len(self.evaluation_log.evaluations),
+            num_starts=len(self.evaluation_log.starts),
             client_accuracy=self.evaluation_log.client_accuracy,
             seconds=self.seconds,
             evaluation_seconds=self.evaluation_log.seconds,
@@ -175,7 +176,8 @@ class Simulator:
     def _dispatch(self, client: int) -> None:
         """Send the server's model to a client and start its task."""
         ticket = self._server.dispatch(client)
-        self._last_message = message = self._share_tensors(ticket)
+        self.evaluation_log.record_start(ticket, client, updates=self.cost.updates, now=self._event_loop.now)
+        self._last_message = message = self._message_tensors.share(ticket)
         self.cost = replace(self.cost, bytes_down=self.cost.bytes_down + message.nbytes)
         work = self._work(client)
         task_id = self._event_loop.submit(client, work)
@@ -235,23 +237,6 @@ class Simulator:
         self._tickets = self._tickets.remove(task_id)
         return ticket
 
-    def _share_tensors(self, ticket: Ticket) -> Message:
-        if ticket.version != self._version:
-            self._version = ticket.version
-            self._shared = {}
-
-        def share(name: str, tensor: Tensor) -> Tensor:
-            first = self._shared.setdefault(name, tensor)
-            return first if first is tensor or bitwise_equal(first, tensor) else tensor
-
-        sent = ticket.message
-        return replace(
-            sent,
-            start=share("start", sent.start),
-            tensors={name: share(f"tensors: {name}", tensor) for name, tensor in sent.tensors.items()},
-            buffers={name: share(f"buffers: {name}", tensor) for name, tensor in sent.buffers.items()},
-        )
-
 
 def run(
     federation: FederatedDataset,
@@ -268,6 +253,7 @@ def run(
     refill: int | None = None,
     averaging: AveragingLike = None,
     eval_every: int = 1,
+    eval_starts: bool = False,
     executor: ExecutorLike = None,
     on_update: Callable[[UpdateEvent], None] | None = None,
     progress: Callable[[], None] | None = None,
@@ -316,6 +302,8 @@ def run(
             statistics of the average are computed on the training samples of all clients.
         eval_every: the number of updates between evaluations. The model is also evaluated before the first update and
             after the last one.
+        eval_starts: whether to evaluate the start model of each task on the held-out samples of its client, as in
+            OrthoFL's Figure 6. The result contains the evaluations in `starts`. Each task needs one more evaluation.
         executor: an executor that trains tasks ahead of time, or a function that returns an executor, such as
             [`processes(2)`][manifoldagg.simulation.processes]. With `None`, the calling thread trains each task on
             demand. The results are the same.
@@ -356,6 +344,7 @@ def run(
     if duration is not None:
         duration = check_number("duration", duration, above=0)
     check_count("eval_every", eval_every)
+    check_instance("eval_starts", eval_starts, bool, "True or False")
     check_choice("task_cost", task_cost, TASK_COSTS)
     for name, told in (("on_update", on_update), ("progress", progress), ("log", log)):
         if told is not None and not callable(told):
@@ -384,6 +373,7 @@ def run(
         refill=refill,
         averaging=averaging,
         eval_every=eval_every,
+        **({"eval_starts": True} if eval_starts else {}),
     )
     method = method.bind(clients, buffer)
     rule: Any = method.rule
@@ -412,6 +402,7 @@ def run(
         task_cost=task_cost,
         averaging=averaging,
         executor=executor,
+        eval_starts=eval_starts,
         loaded=loaded,
         on_update=on_update,
     )
@@ -447,4 +438,5 @@ def run(
         simulator.evaluation_log.client_accuracy,
         simulator.seconds,
         simulator.evaluation_log.seconds,
+        simulator.evaluation_log.starts,
     )

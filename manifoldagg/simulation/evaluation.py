@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from manifoldagg._validation import check_vector
 from manifoldagg.curves import refresh_buffers
 from manifoldagg.errors import DivergenceError
-from manifoldagg.federated import Server
+from manifoldagg.federated import Server, Ticket
 from manifoldagg.federated.types import Averaging
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.simulation.cost import Cost, Evaluation
+from manifoldagg.simulation.cost import Cost, Evaluation, StartEvaluation
 from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["EvaluationLog", "Evaluator", "SampleMetrics", "gini", "theil"]
@@ -48,19 +48,25 @@ class Evaluator:
         self._labels = federation.dataset.labels[index]
         self._model = federation.model().eval()
 
-    def evaluate(self, model: Mapping[str, Tensor]) -> SampleMetrics:
-        """Evaluate a state dict in one pass."""
+    def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleMetrics:
+        """Evaluate a state dict in one pass, on the given range of the held-out samples."""
         self._model.load_state_dict(model)
+        all_inputs, all_labels = self._inputs[samples], self._labels[samples]
         right: list[Tensor] = []
         loss: list[Tensor] = []
         with torch.no_grad():
             for inputs, labels in zip(
-                self._inputs.split(EVAL_BATCH_SIZE), self._labels.split(EVAL_BATCH_SIZE), strict=True
+                all_inputs.split(EVAL_BATCH_SIZE), all_labels.split(EVAL_BATCH_SIZE), strict=True
             ):
                 scores = self._model(inputs)
                 right.append((scores.argmax(1) == labels).double())
                 loss.append(cross_entropy(scores, labels, reduction="none").double())
-        return SampleMetrics(*(torch.cat(parts).view(len(self._labels), -1).mean(1).numpy() for parts in (right, loss)))
+        return SampleMetrics(*(torch.cat(parts).view(len(all_labels), -1).mean(1).numpy() for parts in (right, loss)))
+
+    def samples_of(self, client: int) -> slice:
+        """Return the range of a client's samples among the held-out samples."""
+        begin = sum(map(len, self._federation.held_out[:client]))
+        return slice(begin, begin + len(self._federation.held_out[client]))
 
     def evaluate_average(self, point: Tensor) -> SampleMetrics:
         """Evaluate an average of the versions of the last evaluated model.
@@ -101,27 +107,40 @@ class EvaluationLog:
     Args:
         federation: the federated data set.
         averaging: the average of the server's models. The average is evaluated together with each model.
+        eval_starts: whether `record_start` evaluates the start models of clients.
 
     Attributes:
         evaluations: the evaluations so far.
+        starts: the evaluations of start models so far.
         client_accuracy: the accuracy of the best model, for each client with held-out samples.
         seconds: the wall-clock seconds of all evaluations.
     """
 
-    def __init__(self, federation: FederatedDataset, averaging: Averaging | None = None) -> None:
+    def __init__(
+        self, federation: FederatedDataset, averaging: Averaging | None = None, *, eval_starts: bool = False
+    ) -> None:
         started = time.perf_counter()
+        self._eval_starts = eval_starts
         self._evaluator = Evaluator(federation)
         self._averaging = averaging
         self._version = -1
         self._metrics: _Metrics
         self._best = -1.0
         self.evaluations: list[Evaluation] = []
+        self.starts: list[StartEvaluation] = []
         self.client_accuracy: list[float] = []
         self.seconds = time.perf_counter() - started
 
-    def restore(self, evaluations: Sequence[Evaluation], client_accuracy: list[float], seconds: float) -> None:
+    def restore(
+        self,
+        evaluations: Sequence[Evaluation],
+        starts: Sequence[StartEvaluation],
+        client_accuracy: list[float],
+        seconds: float,
+    ) -> None:
         """Resume from the evaluations of an interrupted run."""
         self.evaluations = [*evaluations]
+        self.starts = [*starts]
         self._best = max((row.accuracy for row in evaluations), default=-1.0)
         self.client_accuracy = client_accuracy
         self.seconds += seconds
@@ -152,6 +171,25 @@ class EvaluationLog:
         self.evaluations.append(row)
         self.seconds += time.perf_counter() - started
         return row
+
+    def record_start(self, ticket: Ticket, client: int, *, updates: int, now: float) -> None:
+        """Evaluate the start model of a task on the held-out samples of its client, if there are any.
+
+        Without `eval_starts`, nothing is recorded.
+
+        Args:
+            ticket: the ticket with the start model.
+            client: the client of the task.
+            updates: the number of updates so far.
+            now: the virtual time in seconds.
+        """
+        started = time.perf_counter()
+        samples = self._evaluator.samples_of(client)
+        if not self._eval_starts or samples.start == samples.stop:
+            return
+        accuracy, loss = _means(self._evaluator.evaluate(ticket.state_dict(), samples))
+        self.starts.append(StartEvaluation(client, updates, now, accuracy, loss))
+        self.seconds += time.perf_counter() - started
 
     def _average_means(self) -> tuple[float | None, float | None]:
         """Return the mean accuracy and loss of the average, or `None` twice if the average is empty."""

@@ -10,7 +10,7 @@ from manifoldagg.federated import Rule, Trainer
 from manifoldagg.federated.server.validation import check_rule
 from manifoldagg.federated.stability import with_buffer_size
 from manifoldagg.federated.types import check_trainer
-from manifoldagg.simulation.cost import Evaluation, first_reaching
+from manifoldagg.simulation.cost import Evaluation, StartEvaluation, first_reaching
 from manifoldagg.simulation.evaluation import gini, theil
 from manifoldagg.simulation.trace import TaskRecord
 
@@ -78,6 +78,7 @@ class RunResult:
         client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
         seconds: the wall-clock time without evaluation.
         evaluation_seconds: the wall-clock time of evaluation.
+        starts: the evaluations of the clients' start models in the order of the dispatches, with `eval_starts`.
     """
 
     evaluations: list[Evaluation]
@@ -85,6 +86,7 @@ class RunResult:
     client_accuracy: list[float]
     seconds: float = field(compare=False)
     evaluation_seconds: float = field(compare=False)
+    starts: list[StartEvaluation] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return format_result(
