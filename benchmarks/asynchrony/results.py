@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ PAPERS = ROOT / "benchmarks" / "results" / "papers"
 PAGE = ROOT / "docs" / "benchmark_results.md"
 TEMPLATE = Path(__file__).with_name("page.md.j2")
 FIGURE = ROOT / "docs" / "assets" / "evidence" / "time_to_target.png"
-TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "vowels": "JapaneseVowels"}
+TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "watch": "Watch"}
 PARTS = ("", "-more", "-rounds")
 """The endings of the tables of one task in scenario A."""
 BASELINE = "FedAvg"
@@ -38,8 +39,8 @@ FORWARD = "AsyncKrylov"
 NAMES = {
     "FedAvg(cohort=10, trainer.epochs=1)": "FedAvg",
     "FedAvg(cohort=10, over_selection=0.3, trainer.epochs=1)": "FedAvg, 30 % over-selection",
-    "FedAvg(cohort=3, trainer.epochs=1)": "FedAvg",
-    "FedAvg(cohort=3, over_selection=0.3, trainer.epochs=1)": "FedAvg, 30 % over-selection",
+    "FedAvg(cohort=7, trainer.epochs=1)": "FedAvg",
+    "FedAvg(cohort=7, over_selection=0.3, trainer.epochs=1)": "FedAvg, 30 % over-selection",
     "AsyncKrylov(pieces=2, epochs=1)": "AsyncKrylov",
     "AsyncCorrected(correction=autothreshold, epochs=1)": "AutoThreshold",
     "FedOrtho(epochs=1)": "FedOrtho",
@@ -268,6 +269,38 @@ def final(report: str, method: str, column: str = "accuracy") -> str:
     return format_percent(last[column])
 
 
+def rewrap(page: str, width: int = 120) -> str:
+    """Wrap the paragraphs and list items of a page, whose lines have other lengths after the numbers are filled in.
+
+    >>> print(rewrap("One\\ntwo.\\n\\n| a |\\n- An\\n  item.\\n"))
+    One two.
+    <BLANKLINE>
+    | a |
+    - An item.
+    <BLANKLINE>
+    """
+    blocks: list[str] = []
+    for line in page.splitlines():
+        starts_block = not line.strip() or re.match(r"[|#!=]|--8<--| {4}|- ", line)
+        if starts_block or not blocks or not re.match(r"- |\w|\*|`|\[", blocks[-1]):
+            blocks.append(line)
+        else:
+            blocks[-1] += " " + line.strip()
+    wrapped = (
+        textwrap.fill(
+            one,
+            width,
+            subsequent_indent="  " if one.startswith("- ") else "",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        if re.match(r"- |\w|\*|`|\[", one)
+        else one
+        for one in blocks
+    )
+    return "\n".join(wrapped) + "\n"
+
+
 def render() -> dict[Path, str]:
     """Return the texts of all generated files."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
@@ -276,7 +309,7 @@ def render() -> dict[Path, str]:
         for one in (cell, number, order, pooled_tests, points, ratio, runs, speedup, task_table, tasks)
     }
     page = environment.from_string(TEMPLATE.read_text()).render(context)
-    texts = {PAGE: page, RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
+    texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
     return texts | {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
 
 
