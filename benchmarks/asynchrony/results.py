@@ -14,6 +14,7 @@ import sys
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -59,15 +60,15 @@ def runs(task: str, delays: str = "measured") -> pd.DataFrame:
     """Return a row for each run of scenario A.
 
     The columns are `method`, `seed`, `target`, `time` (the virtual seconds to the target, or the whole virtual time),
-    `reached`, `final`, `gini` and `megabytes`.
+    `reached`, `final`, `ended` (whether the run used the whole virtual time), `gini` and `megabytes`.
     """
-    found = [RESULTS / f"{task}-{delays}{kind}" for kind in PARTS]
-    duration = float(json.loads((found[0] / "results.json").read_text())["settings"]["duration"])
-    combined = load_reports(found)
+    found = [RESULTS / f"{task}-{delays}{part}" for part in PARTS]
+    combined = load_reports([folder for folder in found if folder.is_dir()])
     ((problem, methods),) = combined.runs.items()
     rows = []
     for method, seeds in methods.items():
         for seed, run in seeds.items():
+            settings = read_settings(run.folder)
             hit = first_reaching(run.evaluations, combined.targets[problem])
             last = run.evaluations[-1]
             rows.append(
@@ -75,9 +76,10 @@ def runs(task: str, delays: str = "measured") -> pd.DataFrame:
                     "method": NAMES[method],
                     "seed": seed,
                     "target": combined.targets[problem],
-                    "time": duration if hit is None else hit.time,
+                    "time": float(settings["duration"]) if hit is None else hit.time,
                     "reached": hit is not None,
                     "final": last.accuracy,
+                    "ended": last.updates < settings["num_updates"],
                     "gini": last.gini,
                     "megabytes": (last.bytes_up + last.bytes_down) / 1e6,
                 }
@@ -85,9 +87,16 @@ def runs(task: str, delays: str = "measured") -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@cache
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a report."""
+    settings: dict[str, Any] = json.loads((folder / "results.json").read_text())["settings"]
+    return settings
+
+
 def tasks(delays: str = "measured") -> list[str]:
     """Return the tasks of scenario A whose runs are stored."""
-    return [task for task in TASKS if all((RESULTS / f"{task}-{delays}{kind}").is_dir() for kind in PARTS)]
+    return [task for task in TASKS if (RESULTS / f"{task}-{delays}").is_dir()]
 
 
 def log_ratios(task: str, method: str, delays: str = "measured") -> list[float]:
@@ -126,7 +135,7 @@ def task_table(task: str, delays: str = "measured") -> pd.DataFrame:
                 "time relative to FedAvg": "1" if method == BASELINE else format_ratio(ratio),
                 "seconds to the target": f"{found['time'].mean():,.0f}",
                 "reached": f"{found['reached'].sum()} of {len(found)}",
-                "accuracy at the end, %": format_percent(found["final"]),
+                "accuracy at the end, %": format_percent(found["final"]) + ("" if found["ended"].all() else " *"),
                 "Gini": f"{found['gini'].mean():.3f}",
                 "MB sent": f"{found['megabytes'].mean():,.0f}",
             }

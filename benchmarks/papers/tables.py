@@ -1,11 +1,14 @@
-"""Join the runs of the evidence into a report for each task, with every method beside the one that is put forward.
+"""Combine the runs of `evidence.toml` into a report for each task, and compare every method with the proposed method.
 
     python benchmarks/papers/tables.py [--results benchmarks/results/papers]
 
-Reports that are not there yet are left out, and named. `digits.md` and so on, beside the folders, have some methods on
-few columns; `underway.md` says how accuracy falls with the number of tasks under way, `delays.md` how soon methods are
-where all of them come to, and `pooled.md` which differences hold over all pairs of task and seed. They stand in
-docs/benchmark_results.md.
+The script skips missing reports, and prints their names. It writes these tables to the folder `joined`. The page
+docs/benchmark_results.md includes them:
+
+- `digits.md` and similar files: selected methods with few columns
+- `underway.md`: the accuracy by concurrency
+- `delays.md`: the time to a common target accuracy by distribution of the delays
+- `pooled.md`: tests over all pairs of task and seed
 """
 
 import argparse
@@ -38,7 +41,7 @@ JOINED = {
 }
 TASKS = ("digits", "mnist", "shakespeare")
 DRAWN = ("FedAvg", "FedAvg, constant rate", "AsyncKrylov", FORWARD, "FedOrtho", "ASGD", "FedAsync", "OrthoFL")
-"""More lines than these nobody can tell apart."""
+"""The methods in the plots. More lines would not be distinguishable."""
 SHOWN = (
     *("AsyncKrylov", "AsyncKrylov(pieces=4)", "AsyncKrylov(pieces=2)"),
     *("FedAvg", "HeLoCo", FORWARD, "FedOrtho", "OrthoFL", "AsyncBezier(threshold=auto)", "DCASGD", "FedBuff", "FedGS"),
@@ -46,13 +49,13 @@ SHOWN = (
     *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
     *("GeneralizedAsyncSGD", "ASGD(trainer=local, steps=1)"),
 )
-"""Of which docs/benchmark_results.md has numbers."""
+"""The methods in the short tables."""
 PICTURED = {name: f"{name}/accuracy-gradients.png" for name in (*TASKS, "digits-long")} | {"underway": "underway.png"}
 UNDERWAY = {2: "digits-two", 5: "digits-five", 10: "digits-ten", 20: "digits-twenty", 30: "digits"}
 COUNTED = (FORWARD, "ASGD", "FedAsync", "OrthoFL", "FedBuff")
 DELAYS = ("measured", "lognormal", "halfnormal", "uniform")
 SLOWEST_SHARE = 0.95
-"""Of the accuracy at which the worst method ends: the target of OrthoFL's Table 2."""
+"""The target as a fraction of the final accuracy of the worst method, as in OrthoFL, Table 2."""
 POOLED = (FORWARD, "AsyncKrylov")
 POOLS = tuple((f"{task}{many}", f"{task}-path{many}") for task in TASKS for many in ("", "-five"))
 FALLS = r"=cosine, trainer\.{0}\.start=1, trainer\.{0}\.end=0\.\d+, trainer\.{0}\.period=\d+"
@@ -62,15 +65,15 @@ SAID = (
     (re.compile(r"trainer=scheduled, trainer\.steps" + FALLS.format("steps")), "local steps fall"),
     (re.compile(r", (?=\))|\(\)"), ""),
 )
-"""Other words for parts of a name, in tables of long runs, whose rates fall where nothing else is said."""
+"""Patterns that shorten the names of methods in tables of long runs, where the rate falls by default."""
 
 
 def main() -> None:
-    """Write the reports, and say which they are."""
+    """Write the reports and print their names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    # Notes of a report name its folders: from the root of the checkout, wherever that is.
+    # The notes of a report contain the paths of its folders, so the paths must be relative to the repository.
     results = Path(os.path.relpath(given.results, ROOT))
     os.chdir(ROOT)
     for task in TASKS:
@@ -91,14 +94,14 @@ def main() -> None:
 
 
 def report(results: Path, name: str, parts: Sequence[str]) -> str:
-    """Write a joined report, with a picture for each axis in place of those that have all methods."""
+    """Write a combined report, and replace its plots by plots of selected methods."""
     joined = joined_of(results, parts)
     folder = results / "joined" / name
     ((task, methods),) = joined.runs.items()
     called = {_plain(method, name): method for method in methods}
     forward = called.get(FORWARD, FORWARD)
     for file in write_combined_report(joined, folder, axis="gradients", baseline=forward):
-        if file.suffix == ".png":
+        if file.suffix in (".png", ".tex"):
             file.unlink()
     drawn = {
         method: [run.evaluations for run in methods[called[method]].values()] for method in DRAWN if method in called
@@ -111,16 +114,16 @@ def report(results: Path, name: str, parts: Sequence[str]) -> str:
 
 
 def joined_of(results: Path, parts: Sequence[str]) -> CombinedReport:
-    """Those of the reports that are there, as one.
+    """Combine the existing reports.
 
     Raises:
-        ArgumentError: if none is.
+        ArgumentError: if none of the reports exists.
     """
     return load_reports([results / part for part in parts if (results / part).is_dir()])
 
 
 def short(joined: CombinedReport, name: str, forward: str) -> str:
-    """A table, the best at the end of its run first: some methods, on few columns."""
+    """Return a table of selected methods, sorted by the final accuracy."""
     beside = {one.method: one for one in joined.differences(forward).itertuples()}
     frame = joined.frame().sort_values("final", ascending=False, kind="stable")
     lines = []
@@ -132,11 +135,13 @@ def short(joined: CombinedReport, name: str, forward: str) -> str:
         time = f"{row.time_to_target:.1f} ({row.num_reached} of {row.seeds})" if row.num_reached else "never"
         final = _points(row.final, row.final_high)
         lines.append([_plain(row.method, name), final, equal, time, f"{row.gini:.3f}"])
-    return table(["method", "at the end", "at equal gradients", "s to the target", "Gini"], lines)
+    return table(
+        ["method", "final accuracy, %", "difference at equal gradients", "seconds to the target", "Gini"], lines
+    )
 
 
 def _plain(method: str, report: str) -> str:
-    """A method without what most of its table have, and in fewer words."""
+    """Return the name of a method without the options that most methods of its table share."""
     if "-long" in report and "cosine" not in method:
         return f"{method}, constant rate"
     for pattern, words in SAID:
@@ -153,14 +158,14 @@ def _mean_points(mean: MeanCI) -> str:
 
 
 def underway(results: Path) -> None:
-    """Accuracy at the end by the number of tasks under way, as a table and a picture."""
+    """Write a table and a plot of the final accuracy by concurrency."""
     found: dict[str, dict[int, MeanCI]] = {method: {} for method in COUNTED}
     for count, folder in UNDERWAY.items():
         ((_, methods),) = joined_of(results, [folder]).runs.items()
         for method in COUNTED:
             found[method][count] = _final(methods[method])
     rows = [[method, *map(_mean_points, means.values())] for method, means in found.items()]
-    text = table(["tasks under way", *map(str, UNDERWAY)], rows)
+    text = table(["method, concurrency", *map(str, UNDERWAY)], rows)
     (results / "joined" / "underway.md").write_text(text + "\n")
     figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
@@ -168,14 +173,17 @@ def underway(results: Path) -> None:
         x = [count + 0.15 * (i - 2) for count in means]
         y, half = ([100 * getattr(mean, what) for mean in means.values()] for what in ("value", "half_width"))
         axes.errorbar(x, y, half, label=method, capsize=2, marker="o", markersize=3)
-    axes.set_xlabel("tasks under way at a time")
-    axes.set_ylabel("accuracy after 200 answers, %")
+    axes.set_xlabel("concurrency (clients in flight)")
+    axes.set_ylabel("accuracy after 200 updates, %")
     axes.legend(fontsize="small")
     figure.savefig(results / "joined" / "underway.png")
 
 
 def delays(results: Path, kinds: Sequence[str]) -> None:
-    """By delays: accuracy at the end, and the time until a run is where all methods come to, as a part of FedAvg's."""
+    """Write the final accuracy and the time to the target relative to FedAvg, by distribution of the delays.
+
+    The target is 95 % of the final accuracy of the worst method, without variants of OrthoFL.
+    """
     rows: dict[str, list[str]] = {}
     for name in kinds:
         ((_, methods),) = joined_of(results, [f"digits-{name}", f"digits-{name}-path"]).runs.items()
@@ -190,15 +198,15 @@ def delays(results: Path, kinds: Sequence[str]) -> None:
             ]
             soon = f"{mean_ci(parts).value:.3f} ({len(parts)} of {len(runs)})" if parts else "never"
             rows.setdefault(method, []).extend([_mean_points(ends[method]), soon])
-    heads = [f"{name}: {what}" for name in kinds for what in ("at the end", "time")]
+    heads = [f"{name}: {what}" for name in kinds for what in ("final accuracy, %", "time")]
     lines = [[method, *cells, *[""] * (len(heads) - len(cells))] for method, cells in rows.items()]
     (results / "joined" / "delays.md").write_text(table(["method", *heads], lines) + "\n")
 
 
 def pooled(results: Path) -> None:
-    """Wilcoxon's tests over all pairs of task, number of tasks under way and seed, at equal answers and gradients."""
+    """Write Wilcoxon's tests over all pairs of task, concurrency and seed, at equal updates and at equal gradients."""
     lines = []
-    for axis, terms in (("updates", "equal answers"), ("gradients", "equal gradients")):
+    for axis, terms in (("updates", "equal updates"), ("gradients", "equal gradients")):
         for pair in compare_pairs(pd.DataFrame(_scores(results, axis))).itertuples():
             if not math.isnan(pair.adjusted_p_value) and {pair.first, pair.second} & {*POOLED}:
                 sign = 1 if pair.first in POOLED else -1
@@ -206,7 +214,14 @@ def pooled(results: Path) -> None:
                 better, worse = (pair.wins, pair.losses)[::sign]
                 cells = [one, other, terms, f"{100 * sign * pair.median_difference:+.1f}"]
                 lines.append([*cells, f"{better} to {worse}", _probability(pair.adjusted_p_value)])
-    heads = ["method", "beside", "terms", "median difference, points", "better to worse", "p after Holm"]
+    heads = [
+        "method",
+        "compared with",
+        "at",
+        "median difference, percentage points",
+        "pairs better to worse",
+        "p, Holm",
+    ]
     (results / "joined" / "pooled.md").write_text(table(heads, lines) + "\n")
 
 
@@ -215,7 +230,7 @@ def _probability(value: float) -> str:
 
 
 def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
-    """By method, the accuracy of each run where all of its table had spent as much."""
+    """Return the accuracy of each run at the largest cost that all runs of its table reached, by method."""
     scores: dict[str, dict[Any, float]] = {}
     for parts in POOLS:
         if not any((results / part).is_dir() for part in parts):
@@ -232,7 +247,7 @@ def _scores(results: Path, axis: str) -> dict[str, dict[Any, float]]:
 
 
 def _final(runs: Mapping[int, LoggedRun]) -> MeanCI:
-    """Accuracy at the end of a method's runs."""
+    """Return the mean final accuracy of the runs of a method."""
     return mean_ci([run.evaluations[-1].accuracy for run in runs.values()])
 
 
