@@ -94,7 +94,7 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs on a curved space, or the truncation errors of low-rank leaves, for the receipt."""
+        """The number of ladder rungs on a curved space, or truncation errors of low-rank leaves, for the receipt."""
         if self.transporter is None:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
