@@ -230,7 +230,7 @@ class MergePlan:
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the contents of the index and of the copied configuration files, by name, if the result is a folder."""
+        """Return the contents of the index and of the copied configurations by file name, for a result in a folder."""
         if not self.is_folder:
             return {}
         found = {}
