@@ -84,6 +84,7 @@ def calibrate(
     given |= {f"other_updates[{i}]": other for i, other in enumerate(() if other_updates is None else other_updates)}
     split = _split_state_dicts if isinstance(start, Mapping) else _split_points
     pieces, joined = split(given, space)
+    # One Gram matrix per tensor serves both granularities, because that of the model is their sum.
     inner = [gram(rows)[0] for _, *rows in pieces]
     for i, numbers in enumerate(inner):
         check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
@@ -154,6 +155,7 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
         check_shape("start", start, *space.axes)
     for name, row in models.items():
         check_finite(name, check_shape(name, row, *shape))
+    # Without a space, a point has no named tensors, so all its entries form one tensor.
     parts = [slice(None)] if space is None else [leaf.part for leaf in space.leaves(start)]
     pieces = [[row.flatten()[part] for row in models.values()] for part in parts]
     return pieces, lambda moved: torch.cat(moved).view(shape) if moved else start.clone()
@@ -179,6 +181,7 @@ def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
 
     def joined(moved: list[Tensor]) -> dict[str, Tensor]:
         new = {leaf.name: value.view(leaf.shape) for leaf, value in zip(layout.leaves, moved, strict=True)}
+        # A tied parameter has several names but is computed once, so that all its names share the result.
         new |= {alias: new[name] for alias, name in layout.aliases}
         return {name: new[name] if name in new else start[name].clone() for name in start}
 

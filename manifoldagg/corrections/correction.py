@@ -107,6 +107,7 @@ class Corrected:
 
         Displacements of low-rank leaves are not truncated, so they can have a higher rank than the leaf.
         """
+        # `materialize` would truncate the rank of a low-rank leaf, and a projection then need not remain orthogonal.
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
         rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
@@ -311,12 +312,14 @@ class Composition(Correction):
         matrix, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
             after, states[i] = part.coefficients(gram.corrected(matrix), states[i])
+            # `after` refers to the displacements after the previous parts, so the coefficient matrices are multiplied.
             matrix = after @ gram.with_drift(matrix)
         return matrix, tuple(states) if self.keeps_state else None
 
     def apply(
         self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
+        # All parts use the finest granularity. The Gram matrix of the model is the sum of those of its segments.
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)

@@ -186,6 +186,7 @@ class DelayCompensated(Correction):
         # The squares of a half-precision gradient would underflow, so the state has at least float32.
         wide = torch.promote_types(frame.dtype, torch.float32)
         square = frame.empty_vector(wide)
+        # A state must not retain the autograd graph of earlier updates, so the rows are detached.
         for part, known, (target,) in _frame_chunks(frame.detach(), state, [square]):
             target.copy_(self._mean_square(part, known))
         if not is_finite(square):
@@ -195,6 +196,7 @@ class DelayCompensated(Correction):
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
         r"""Compute $v_i \odot v_i \odot g$ for each i. With `adaptive`, divide by the root of the mean square."""
         n = frame.num_displacements
+        # DC-ASGD-a includes the current gradient in the mean square by which the same gradient is divided.
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
         found = []
@@ -233,6 +235,7 @@ def _frame_chunks(
         start = here.stop
         rows = [_row_part(row, j, here) for row in frame.rows]
         less = [_row_part(row, j, here) for row in frame.minus if row is not None]
+        # Missing subtrahends are skipped here, and are inserted again as `None` below.
         for parts in chunks(*rows, *less, *(vector[here] for vector in (*known, *others))):
             taken = iter(parts[k:])
             minus = tuple(None if row is None else next(taken) for row in frame.minus)

@@ -82,6 +82,7 @@ class OrthoDyn(Correction):
             return frame
         frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,", sums_only=True)
         if state is None or "mean" not in state:
+            # Before the first update, the mean is 0. A row minus itself is 0 and needs no memory.
             return frame.with_row("mean step", frame.current, frame.current)
         if not frame.ambient.leaves:
             check_shape("state['mean']", state["mean"], frame.size)
@@ -94,6 +95,7 @@ class OrthoDyn(Correction):
         length = state["length"]
         if self.schedule is not None:
             phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
+        # Without a schedule, the current phase corrects this update, and its result decides the next phase.
         matrix, _ = self.correction_for(phase).coefficients(gram)
         if self.schedule is None and gram.num_displacements:
             length, phase = self._update_phase(gram, matrix[..., -1, :], length, phase)
@@ -129,6 +131,7 @@ class OrthoDyn(Correction):
         mean = gram.squared_norm(self._next_mean(coefficients))
         # Rounding can make a square slightly negative. `0 * step` preserves the type of symbolic numbers.
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
+        # As long as no update has moved the model, the path has no direction.
         if length == 0:
             return length, phase
         straight = max(mean, 0 * mean) ** 0.5 / length

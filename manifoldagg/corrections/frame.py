@@ -208,6 +208,7 @@ class Frame(FrameRows):
         """
         line = np.asarray(coefficients, dtype=object)
         new = Combination(self, line, from_current=True)
+        # The truncation of a low-rank leaf is not linear, so the bound on the norm does not apply to its result.
         if self.ambient.leaves:
             formed = new.compute()
             if not is_finite(*tensors_of(formed)):

@@ -145,6 +145,7 @@ class Gram:
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
         r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): the coefficients $C$ and a row for the unchanged drift."""
+        # A 1 in the column of the drift. The same row serves all segments.
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 

@@ -215,6 +215,7 @@ class FrameRows:
                 inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
         else:
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
+            # A curved space always has one matrix per leaf, because each leaf has its own metric.
             inner = inner if per_segment else inner.sum(0, keepdim=True)
             measured = every
         parts = as_object_array(inner)
@@ -250,6 +251,7 @@ class FrameRows:
         """
         if not self.has_norm_bounds:
             self.gram()
+        # Only the norm of a whole row is known, so the largest coefficient of all segments is used.
         most = np.abs(np.atleast_2d(coefficients)).max(axis=0).tolist()
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 

@@ -73,8 +73,10 @@ class GradientSurgery(Correction):
         matrix = gram.identity()
         for i, line in enumerate(matrix):
             for j in order:
+                # A zero row, such as the drift of a fresh update, has no direction to project along.
                 if j == i or inner[j, j] == 0:
                     continue
+                # The inner product of the row j with the displacement as it is now, after the projections so far.
                 along = line[: n + 1] @ inner[: n + 1, j]
                 if along < 0:
                     line[j] = line[j] - along / inner[j, j]
@@ -205,8 +207,10 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
     def solve(right: Any) -> list[Any]:
         x = [zero for _ in range(m)]
         y: list[Any] = []
+        # The forward substitution processes the pivots in the order of their elimination.
         for p in pivots:
             y.append(right[p] - sum(c[p] * z for c, z in zip(columns, y, strict=False)))
+        # The backward substitution. Dependent rows were no pivots, so their coefficients stay 0.
         for k in reversed(range(len(pivots))):
             p = pivots[k]
             x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in pivots[k + 1 :])

@@ -100,6 +100,7 @@ class Transporter:
         found = []
         for leaf in self.leaves:
             method = self.transport or ("parallel" if "transport" in leaf.space.capabilities else "ladder")
+            # Tangents at different points of a flat leaf are the same vectors.
             method = "none" if leaf.space.flat else method
             found.append(Transport(leaf.name, method, self.rungs if method == "ladder" else 0))
         return tuple(found)
@@ -133,6 +134,7 @@ class Transporter:
 
     def gram(self, rows: Tensor) -> Tensor:
         """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
+        # Leaves are orthogonal to each other, so the matrix of the space is the sum of those of its leaves.
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -181,5 +183,6 @@ def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
     i, j = torch.tril_indices(k, k)
     u = tangents.double()
     values = space._inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)
+    # The strictly lower triangle is mirrored, so the diagonal is counted once.
     lower = values.new_zeros(k, k).index_put((i, j), values)
     return lower + lower.tril(-1).mT
