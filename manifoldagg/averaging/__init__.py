@@ -1,4 +1,4 @@
-"""Averages of models, subspaces fitted to the models of a run, and ensembles drawn from subspaces."""
+"""Averages of models, subspaces that are fitted to the models of a run, and ensembles of models from a subspace."""
 
 from manifoldagg.averaging.average import AverageInfo, average
 from manifoldagg.averaging.certificate import Certificate, MergeInfo

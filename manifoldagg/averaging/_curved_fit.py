@@ -19,9 +19,9 @@ __all__ = ["fit_curved"]
 ITERATIONS_PER_CHECK = 10
 """The number of iterations between two convergence checks."""
 MAX_TARGET_UPDATES = 12
-"""The maximum number of target updates.
+"""The maximum number of fits in the tangent space.
 
-Each update multiplies the error by a factor that is proportional to the squared spread of the points.
+Each fit multiplies the error by a factor that is proportional to the squared spread of the points, so few are enough.
 """
 RELATIVE_ROUNDING = 1e-12
 """A mean distance below this fraction of the spread of the points counts as a rounding error."""
@@ -32,14 +32,16 @@ BOUNDARY_MARGIN = 1e-4
 def fit_curved(
     embedding: Embedding, points: Tensor, view: View, projected: Float64[Tensor, "m k"], options: FitOptions
 ) -> FitResult:
-    r"""Minimise $\sum_j d(y_j, \iota_\varphi(x_j))^p$ on a curved space, starting from a fit in a tangent space.
+    r"""Fit a curve or a simplex to points $y_j$ of a curved space.
 
-    L-BFGS optimises tangents $u_i$ at the mean $c$ of the points, with $\varphi_i = \exp_c u_i$. It also optimises
-    unconstrained numbers $z$, from which the coordinates follow: $t = \sin^2 z$ for a curve, $x_i = z_i^2 / |z|^2$ for
-    a simplex.
+    The function minimises $\sum_j d(y_j, \iota_\varphi(x_j))^p$ over the control points $\varphi$ and the coordinates
+    $x_j$ with L-BFGS, starting from a fit in the tangent space. L-BFGS needs variables without constraints. The control
+    points are therefore written as $\varphi_i = \exp_c u_i$, with tangents $u_i$ at the mean $c$ of the points. The
+    coordinates are functions of unconstrained numbers $z$: $t = \sin^2 z$ for a curve, and $x_i = z_i^2 / |z|^2$ for a
+    simplex.
 
-    L-BFGS first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, where
-    $\delta$ is 1e-9 of the spread of the points.
+    L-BFGS first minimises the sum of squares. For p = 1, it then minimises the sum of $\sqrt{d^2 + \delta^2}$, which is
+    smooth. Here $\delta$ is 1e-9 of the spread of the points.
 
     Args:
         embedding: a Bézier curve or a simplex, on the space of the points.
@@ -107,10 +109,11 @@ def fit_curved(
 def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
-    """Fit in the tangent space by least squares, and return the best result of a few iterations.
+    """Fit the embedding in the tangent space at the mean by least squares, as a start for the fit on the curved space.
 
-    The exponential map moves the fitted subspace away from its linearisation. Each iteration corrects the target points
-    by this deviation. If the points are exactly on an embedding, the iteration converges to this embedding.
+    A fit in the tangent space is only approximate, because the exponential map bends the fitted subspace. The function
+    therefore repeats the fit several times. Each time, it shifts the target points by the deviation that the bending
+    caused, and it returns the best result. If the points are exactly on an embedding, the iteration converges to it.
     """
     space = embedding.space
     targets = projected
@@ -147,7 +150,10 @@ def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
 
 
 def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
-    """Map coordinates to unconstrained numbers, after moving the coordinates away from the boundary of the domain."""
+    """Map coordinates to unconstrained numbers, the inverse of `_to_domain`.
+
+    Coordinates on the boundary of the domain are first moved inside, because the gradient is zero on the boundary.
+    """
     if isinstance(embedding, Simplex):
         return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()
     return coordinates.clamp(BOUNDARY_MARGIN, 1 - BOUNDARY_MARGIN).sqrt().asin()

@@ -36,7 +36,13 @@ RELATIVE_ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of a fit: the power p of the distances, the relative tolerance, and the maximum number of steps."""
+    """The options of a fit.
+
+    Attributes:
+        power: the power p of the distances, 1 or 2.
+        tolerance: the relative decrease of the sum below which the fit has converged.
+        max_steps: the maximum number of steps for each sum.
+    """
 
     power: int
     tolerance: float
@@ -45,7 +51,15 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """The result of a fit: control points, nearest coordinates, distances, number of steps, and convergence."""
+    """The result of a fit.
+
+    Attributes:
+        phi: the control points of the embedding.
+        coordinates: for each point, the coordinates of the nearest point of the embedding.
+        distances: the distances (m,) of the points from the embedding.
+        steps: the number of steps.
+        converged: whether the fit converged.
+    """
 
     phi: Tensor
     coordinates: Tensor
@@ -55,21 +69,22 @@ class FitResult:
 
 
 class Residuals:
-    r"""The residual vectors of points $y_j$, that is, their differences from an embedding $\iota_\varphi$.
+    r"""The residual vectors of points $y_j$, that is, their differences from the nearest points of an embedding.
 
-    The nearest coordinates $x_j$ depend on $\varphi$. To first order, a change of $\varphi$ changes the distance only
-    by the normal component of the change of the image. The residual vectors are therefore
-    $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the derivatives $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here
-    $N_j$ projects orthogonally to the tangents along which $x_j$ can move.
+    If the control points $\varphi$ change, the nearest point $\iota_\varphi(x_j)$ and its coordinates $x_j$ change too.
+    A motion along the embedding does not change the distance to first order, so only the normal component counts.
+    The residual vectors are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the derivatives
+    $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here $N_j$ is the orthogonal projection that removes the tangents
+    along which $x_j$ can move.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
         phi: the control points of the embedding, in the same coordinate system as the points.
-        points: (m, k).
+        points: $y_j$, (m, k).
 
     Attributes:
         coordinates: $x_j$, (m,) for a curve or a tunnel, (m, size) for a simplex.
-        distances: (m,).
+        distances: the lengths (m,) of the residual vectors.
         is_valid: whether a tunnel does not fold, and its curve has no point of zero speed.
     """
 
@@ -102,7 +117,14 @@ class Residuals:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def normal_equations(self, weights: Float64[Tensor, " m"]) -> NormalEquations:
-        r"""Compute the normal equations $A\, \delta = g$ of $\min_\delta \sum_j w_j |e_j + \partial e_j \delta|^2$."""
+        r"""Return the normal equations of a Gauss-Newton step.
+
+        The step $\delta$ of the control points minimises $\sum_j w_j |e_j + \partial e_j \delta|^2$, where $w_j$ are
+        the weights and $\partial e_j$ are the derivatives of the residuals.
+
+        Returns:
+            The matrix $A$ and the right-hand side $g$ of $A\, \delta = g$.
+        """
         if isinstance(self.embedding, Tunnel):
             # Beyond a flat end of the tunnel, the residual also has a tangential component.
             ends = ((self.coordinates == 0) | (self.coordinates == 1))[:, None]
@@ -122,7 +144,7 @@ class Residuals:
         return left, torch.einsum("mi,mk->ik", weights[:, None] * shares, gap).flatten()
 
     def _linearize(self) -> tuple[Tensor, Tensor]:
-        """Return the linearisation of the embedding at the nearest points.
+        """Linearise the embedding at the nearest points.
 
         Returns:
             The weights (m, size) of the control points, and an orthonormal basis (m, q, k) of the tangents along which
@@ -143,7 +165,12 @@ class Residuals:
         return basis(len(self.phi) - 1, self.coordinates), torch.where(moves[:, None], tangents, 0.0)[:, None]
 
     def _tunnel_residual(self, phi: Tensor, t: Tensor, point: Tensor, end: Tensor) -> Tensor:
-        """Return the vector from a tunnel to a point, and the distance of the point beyond a flat end of the tunnel."""
+        """Compute the residual of one point of a tunnel.
+
+        Returns:
+            The vector from the tunnel to the point, and, at a flat end of the tunnel (`end`), the distance of the point
+            beyond this end.
+        """
         away = point - derivative(phi, t, 0)
         tangent = unit(derivative(phi, t))
         ahead = (away * tangent).sum(-1, keepdim=True)
@@ -162,13 +189,15 @@ class Residuals:
 
 @torch.no_grad()
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
-    r"""Minimise $\sum_j d(y_j, \iota_\varphi(M))^p$ over $\varphi$, for points (m, k) of a flat space.
+    r"""Fit an embedding to points $y_j$ (m, k) of a flat space.
 
-    The method is Levenberg-Marquardt on residuals from which the coordinates are eliminated (Kaufman 1975).
+    The function minimises $\sum_j d_j^p$ over the control points $\varphi$, where $d_j$ is the distance of $y_j$ from
+    the embedding. It uses the Levenberg-Marquardt method on residuals from which the coordinates are eliminated
+    (Kaufman 1975).
 
-    For p = 1, the method first minimises the sum of squares, and then the sum of $\sqrt{d^2 + \delta^2}$ by reweighting
-    (Weiszfeld). $\delta$ decreases to 1e-9 of the size of the points. If $\delta$ were 0 from the start, a subspace
-    that contains one of the points could not move away from this point.
+    For p = 1, the function first minimises the sum of squares. It then minimises the sum of $\sqrt{d_j^2 + \delta^2}$
+    by iterative reweighting (Weiszfeld), for decreasing $\delta$ down to 1e-9 of the size of the points. A $\delta$ of
+    0 from the start would be wrong, because a subspace that contains one of the points could not leave this point.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
     if start is None and isinstance(embedding, Tunnel):
@@ -192,7 +221,7 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
 def _levenberg_marquardt(
     embedding: Embedding, initial: Residuals, smoothing: float | None, size: float, options: FitOptions
 ) -> tuple[Residuals, int, bool]:
-    r"""Minimise $\sum_j d_j^2$, or $\sum_j \sqrt{d_j^2 + \delta^2}$ if `smoothing` is $\delta$.
+    r"""Minimise $\sum_j d_j^2$ over the control points, or $\sum_j \sqrt{d_j^2 + \delta^2}$ if `smoothing` is $\delta$.
 
     Returns:
         The residuals, the number of steps, and whether the method converged.
@@ -236,10 +265,15 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    r"""Return the smallest part of the subspace that contains all nearest points, and their new coordinates.
+    r"""Restrict the subspace to its smallest part that contains all nearest points.
 
-    For a curve, this is the part between the first and the last coordinate. For a simplex, it is a smaller simplex,
-    each of whose facets contains a nearest point: $x_i = a_i + (1 - \sum a) x_i'$ with the smallest coordinates $a_i$.
+    A larger part would fit the points equally well, so this choice makes the result unique. For a curve, the part lies
+    between the first and the last coordinate. For a simplex, it is a smaller simplex, each of whose facets contains a
+    nearest point. If $a_i$ is the smallest coordinate $x_i$ of all points, the new coordinates $x_i'$ satisfy
+    $x_i = a_i + (1 - \sum_j a_j)\, x_i'$.
+
+    Returns:
+        The control points of the part, and the coordinates of the nearest points on it.
     """
     phi = residuals.phi
     x = residuals.coordinates
@@ -257,7 +291,7 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
 
 
 def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m size"], Float64[Tensor, " m"]]:
-    """Compute the nearest points of a simplex as the nearest projections over all its faces.
+    """Compute the nearest points of a simplex by projecting onto each of its faces.
 
     Returns:
         The barycentric coordinates (m, size) and the distances (m,).
@@ -286,13 +320,15 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
 
 
 def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
-    """Return starting points for the fit.
+    """Return the control points with which a fit starts.
 
-    - For a simplex, the vertices are data points. Each vertex is the farthest point from the span of the previous
-      vertices.
-    - For a curve, there are three least-squares fits. The parameters of the points are proportional to their index, to
-      the distances between them, or to their coordinate on the longest axis.
-    - For a tunnel, a straight line, which does not fold, is added.
+    The number and the choice of the starting points depend on the embedding:
+
+    - For a simplex, there is one start, whose vertices are data points. Each vertex is the farthest data point from the
+      span of the previous vertices.
+    - For a curve, there are three starts. Each is a least-squares fit with fixed parameters of the points, which are
+      proportional to their index, to the distances between them, or to their coordinate on the longest axis.
+    - For a tunnel, a straight line is an additional start, because a straight tunnel does not fold.
     """
     m = len(points)
     if isinstance(embedding, Simplex):

@@ -43,13 +43,13 @@ STATE_DICT_TYPES = (dict, OrderedDict)
 
 @dataclass(frozen=True)
 class AverageInfo:
-    """Weights of an average, and accuracy of the means on manifolds.
+    """The weights of an average, and the accuracy of its means on manifolds.
 
     Attributes:
         weights: the normalised weights of the models, with sum 1.
-        residuals: the norm of the residual of each Karcher mean, by entry. Flat entries have a closed-form mean and are
-            not included.
-        steps: the number of iterations of each Karcher mean, by entry.
+        residuals: the norm of the residual of each Karcher mean, by the name of the entry. Flat entries are not
+            included, because their mean has a closed form.
+        steps: the number of iterations of each Karcher mean, by the name of the entry.
     """
 
     weights: tuple[float, ...]
@@ -116,14 +116,16 @@ def average(
     return_info: bool = False,
     **options: Any,
 ) -> Any:
-    r"""Average models: return the minimiser $m$ of $\sum_i w_i\, d(m, \Theta_i)^2$.
+    r"""Average models with weights.
 
-    For flat entries, the minimiser is the weighted mean $\sum_i w_i \Theta_i$. For entries on a manifold, the minimiser
-    is the Karcher mean. Sums are computed in float64 and rounded once, to bfloat16 and float16 by way of float32.
+    The result is the model $m$ that minimises the weighted sum of squared distances
+    $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. For flat entries, the minimiser is the weighted mean
+    $\sum_i w_i \Theta_i$. For entries on a manifold, it is the Karcher mean. Sums are computed in float64 and rounded
+    once. The rounding to bfloat16 and float16 goes by way of float32.
 
     A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
-    the devices of the first model. A mapping that is not a dict becomes a `dict`. Tied parameters of the first model,
-    which share memory, shape and strides, are averaged once.
+    the devices of the first model, except that a mapping that is not a dict becomes a `dict`. If parameters of the
+    first model are tied, that is, if they share memory, shape and strides, they are averaged once.
 
     If a model or `out` is a path of safetensors files, [`merge`][manifoldagg.averaging.merge] computes the mean and
     writes the result to files.
@@ -227,9 +229,10 @@ def _iterable(models: Any) -> Sequence[Any]:
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
-    """Return the tensors of each model, by error message prefix and as tensor lists.
+    """Return the tensors of each model, as mappings by name and as tensor lists.
 
-    A tensor list is empty if the format of the model requires a conversion.
+    The keys of the first result are the prefixes of error messages about each model. If the format of a model requires
+    a conversion, its tensor list is empty.
     """
     is_sequence = isinstance(models, Sequence) and not isinstance(models, str)
     if not is_sequence or not models:
@@ -249,9 +252,10 @@ def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
 
 
 def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
-    """Return the validated parameters of the models. The layout describes the first model.
+    """Return the parameters of the models as tensor lists, after checking that they have the layout of the first model.
 
-    If all tensor lists have the same known form, the checks of `Layout.tensor_lists` are not needed.
+    If all given lists have the same known form, they have equal shapes and dtypes. The slower checks of
+    `Layout.tensor_lists` are then not needed.
     """
     forms = {row.form for row in lists}
     if layout.aliases or len(forms) > 1 or b"" in forms:
@@ -280,7 +284,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return the entries that are not averaged: the largest batch counters, and copies of other entries."""
+    """Return the entries that are not averaged: the maxima of batch counters, and copies of integers and booleans."""
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
@@ -344,14 +348,18 @@ def _mean_parameters(
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
-    """Return whether a state dict already has the type, order and device of a model without buffers."""
+    """Return whether the result needs no conversion, because it already has the type, order and device of `model`."""
     if layout.buffers or not row.form:  # A list with a form is on the CPU.
         return False
     return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
-    """Return whether all entries are finite. A finite sum of squares proves this in one pass."""
+    """Return whether all entries are finite.
+
+    A finite sum of squares proves this in a single pass. Otherwise, the squares may have overflowed, so the entries are
+    checked one by one.
+    """
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 

@@ -1,6 +1,7 @@
 r"""Certificates of a merge: distances, residuals and rounding errors for each tensor and for the whole model.
 
-Distances of flat tensors follow from the Gram matrix of the models. They need no further pass over the tensors.
+The distances between a mean and the flat tensors of the models follow from the Gram matrix of the models. They
+therefore need no additional pass over the tensors.
 """
 
 import json
@@ -34,8 +35,8 @@ activations, which causes most of the loss barrier between the models (Jordan et
 class Certificate:
     r"""The quality of one averaged tensor, or of the whole model.
 
-    All distances are Euclidean norms of differences over all entries, except for the distances to the inputs on a
-    manifold. `None` means that a value is not defined.
+    A distance is the Euclidean norm of the difference of all entries, with one exception: the distances to inputs on a
+    manifold are measured along the manifold. `None` means that a value is not defined.
 
     Attributes:
         name: the name of the tensor, the names of the two factors of an adapter, or `"model"`.
@@ -93,7 +94,7 @@ class MergeInfo:
         return format_result(self, method=self.method, tensors=len(self.tensors), model=self.model)
 
     def to_json(self) -> str:
-        """Return the certificates as JSON text. Equal merges have equal texts."""
+        """Return the certificates as JSON text, which is identical for equal merges."""
         return json.dumps({"version": 1, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
@@ -193,7 +194,9 @@ def total_certificate(
 
 
 def distance_warnings(model: Certificate) -> list[str]:
-    """Return the reasons why a mean of these models may not be meaningful. The thresholds are `MAX_ANGLE` and
+    """Return the reasons why the mean of a merge may not be meaningful.
+
+    There is a reason if the angle between two models exceeds `MAX_ANGLE`, or if the norm ratio is below
     `MIN_NORM_RATIO`.
     """
     found = []

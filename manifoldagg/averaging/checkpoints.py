@@ -65,19 +65,23 @@ class MappedFile:
         self.data = as_tensors(str(path), {"data": np.frombuffer(self._memory, np.uint8)})["data"]
 
     def prefetch(self, begin: int, end: int) -> None:
-        """Request that the operating system reads a range of bytes from the disk. The call does not wait."""
+        """Ask the operating system to read a range of bytes from the disk, without waiting for it."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self, begin: int, end: int) -> None:
-        """Release a range of bytes from the memory of the process. The page cache may still contain the range."""
+        """Release a range of bytes from the memory of the process, but not from the page cache of the system."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 class FilePool:
-    """The mapped files of all checkpoints. At most `MAX_OPEN_FILES` files are mapped at the same time."""
+    """The mapped files of all checkpoints.
+
+    At most `MAX_OPEN_FILES` files are mapped at the same time, because the number of open files is limited by the
+    system. If the limit is reached, the pool releases the file whose last use is longest ago.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, MappedFile] = OrderedDict()
@@ -119,7 +123,7 @@ class StoredTensor:
         return math.prod(self.entry.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the entries from `start` to `stop` as a vector, which shares the memory of the source if possible."""
+        """Return the entries from `start` to `stop` as a vector on the CPU, without a copy if possible."""
         stop = self.size if stop is None else stop
         if isinstance(self.source, Tensor):
             return self.source.detach().reshape(-1)[start:stop].cpu()
@@ -133,12 +137,12 @@ class StoredTensor:
         return data.view(self.entry.dtype)
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Request that the operating system reads a range of entries from the disk."""
+        """Ask the operating system to read a range of entries from the disk, without waiting for it."""
         if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
             self.source.get(self.path).prefetch(*self._range(start, stop))
 
     def release(self, start: int, stop: int) -> None:
-        """If the tensor is in a file, release a range of entries from the memory of the process."""
+        """Release a range of entries from the memory of the process, if the tensor is in a file."""
         if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
             self.source.get(self.path).release(*self._range(start, stop))
 
@@ -172,10 +176,10 @@ class CheckpointFiles:
 
 
 def map_state_dict(label: str, path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors checkpoint, mapped into memory. They must not be written.
+    """Return the tensors of a safetensors checkpoint as views of the mapped file.
 
-    The system loads the pages of the file when they are read, and can drop them again. The file must not change while
-    the tensors exist.
+    The operating system loads a page of the file only when the page is read, and can drop it again. A large checkpoint
+    therefore needs little memory. Do not write to the tensors, and do not change the file while they exist.
 
     Args:
         label: the name of the argument, for error messages.
@@ -268,7 +272,7 @@ def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
 
 
 def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a tensor. If the tensor is a LoRA factor, the shape excludes the rank."""
+    """Return the part of a tensor's shape that must be equal in all models: without the rank of a LoRA factor."""
     axis = rank_axes.get(entry.name)
     return tuple(n for i, n in enumerate(entry.shape) if i != axis or len(entry.shape) < 2)
 
@@ -289,7 +293,7 @@ def _in_memory(label: str, model: Any) -> CheckpointFiles:
 
 
 def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files of a checkpoint. If there is an index, also return the file of each tensor."""
+    """Return the files of a checkpoint and, if there is an index of shards, the file name of each tensor."""
     if place.name.endswith(INDEX_SUFFIX):
         return _read_index(place)
     if place.is_file():
@@ -329,7 +333,7 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[Any]]:
-    """Return the metadata and the entries of a file, and the properties that identify the file."""
+    """Read the metadata and the entries of a file, and the properties by which a restarted merge recognises it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -356,7 +360,10 @@ def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntr
 
 
 def _adapter_scaling(folder: Path) -> Any:
-    """Return the scaling factor of a LoRA adapter with its exceptions, or `None` without a configuration."""
+    """Read the scaling factor of a LoRA adapter, and its exceptions for some modules, from the configuration file.
+
+    If there is no valid configuration, the result is `None`.
+    """
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text())
         rank, alpha = config["r"], config["lora_alpha"]

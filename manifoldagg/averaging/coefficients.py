@@ -57,9 +57,10 @@ MAX_STEPS = 200
 
 @dataclass(frozen=True, eq=False)
 class InnerProducts:
-    r"""Inner products of k vectors in the basis $x_h$, $x_i - x_h$.
+    r"""Inner products of k vectors $x_i$, stored for the basis of one vector $x_h$ and the differences $x_i - x_h$.
 
-    The basis represents small distances accurately. Inner products of the vectors themselves would lose their digits.
+    The models of a merge are often close to each other. The inner products of the vectors themselves would then lose
+    the digits of small distances to cancellation. The inner products of the differences retain these digits.
 
     Args:
         matrix: the Gram matrix D (k, k) of the basis in float64. Row i belongs to $x_i - x_h$, and row h to $x_h$.
@@ -81,7 +82,7 @@ class InnerProducts:
         return ((b @ self.matrix) * b).sum(-1).clamp(min=0)
 
     def in_basis(self, coefficients: Float64[Tensor, "*batch k"]) -> Float64[Tensor, "*batch k"]:
-        """Convert coefficients of the vectors to coefficients of the basis."""
+        """Convert the coefficients of a combination of the vectors to coefficients of the basis."""
         b = coefficients.clone()
         b[..., self.origin] = coefficients.sum(-1)
         return b
@@ -92,10 +93,16 @@ class InnerProducts:
         return self.squared_norm(torch.eye(len(self.matrix), dtype=torch.float64)).sqrt()
 
     def directions(self, indices: Sequence[int]) -> Float64[Tensor, "r k"]:
-        r"""Return the coefficients of $u_g$ and $u_i - u_g$ in the basis, where g is the first of the given indices.
+        r"""Express the directions $u_i = x_i / n_i$ in the basis, where $n_i = \|x_i\|$.
 
-        The difference $1/n_i - 1/n_g$ is computed from $n_g^2 - n_i^2 = \langle x_g - x_i, x_g + x_i \rangle$, which
-        does not cancel for close vectors.
+        The difference $1/n_i - 1/n_g$ is computed from $n_g^2 - n_i^2 = \langle x_g - x_i, x_g + x_i \rangle$, because
+        a subtraction of the reciprocals would cancel for close vectors.
+
+        Args:
+            indices: the indices of vectors with nonzero norms. The first is g.
+
+        Returns:
+            The coefficients of $u_g$, and of $u_i - u_g$ for the other indices.
         """
         corners = self.in_basis(torch.eye(len(self.matrix), dtype=torch.float64))
         g, *others = indices
@@ -107,7 +114,7 @@ class InnerProducts:
         return torch.stack(rows)
 
     def angles(self) -> Float64[Tensor, "r r"]:
-        r"""Compute the angles between the vectors with a direction, in radians: $2 \arcsin(\|u_i - u_j\| / 2)$."""
+        r"""Compute the angles $2 \arcsin(\|u_i - u_j\| / 2)$ between the r nonzero vectors, in radians."""
         used = torch.nonzero(self.norms).flatten().tolist()
         if len(used) < 2:
             return torch.zeros(len(used), len(used), dtype=torch.float64)
@@ -120,12 +127,13 @@ class InnerProducts:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    r"""A mean as a linear combination of the models.
+    r"""A mean $\sum_i c_i x_i$ of the models $x_i$, with its accuracy.
 
     Attributes:
-        coefficients: the $c_i$ (k,).
-        residual: $\|\sum_i w_i \log_u u_i\|$ in radians at the direction u of the mean, or `None` for a method that is
-            not a mean of directions.
+        coefficients: the coefficients $c_i$ (k,).
+        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where u is the direction of the mean and $u_i$ are the
+            directions of the models. It is 0 for an exact Karcher mean, and `None` for a method that does not average
+            directions.
     """
 
     coefficients: Float64[Tensor, " k"]
@@ -174,12 +182,15 @@ class MeanMethod:
 
     @property
     def needs_gram(self) -> bool:
-        """Whether the coefficients depend on the Gram matrix, which is then computed before the mean is written."""
+        """Whether the coefficients depend on the inner products of the models, which then need a pass of their own."""
         return self.name in DIRECTIONAL_METHODS and len(self.used) > 1
 
     @cached_property
     def barycentric(self) -> Float64[Tensor, " k"]:
-        """The coefficients of the affine mean of this method: the weights, or those of the point of the curve."""
+        """The normalised weights of the models.
+
+        For a Bézier curve, these are the weights multiplied by the Bernstein polynomials at t.
+        """
         if self.name != "bezier":
             return self.weights
         basis = bernstein.weights(len(self.weights) - 1, float(self.t or 0))
@@ -224,7 +235,16 @@ class MeanMethod:
         return Mean(coefficients, residual)
 
     def _mean_direction(self, products: InnerProducts, directed: list[int], w: Tensor) -> tuple[Tensor, float]:
-        """Return the coefficients that express the mean direction in the given directions, and the residual."""
+        """Compute the mean of the directions of the models on the unit sphere.
+
+        Args:
+            products: the inner products of the models.
+            directed: the indices of the models with a nonzero norm.
+            w: their weights, with the sum 1.
+
+        Returns:
+            The coefficients of the directions in the mean direction, and the residual.
+        """
         if len(directed) == 1:
             return torch.ones(1, dtype=torch.float64), 0.0
         rows = products.directions(directed)

@@ -22,7 +22,7 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""The scores of predicted class probabilities $p_j$ for samples with the classes $y_j$.
+    r"""The scores of a classifier that predicts class probabilities $p_j$ for n samples with the classes $y_j$.
 
     Attributes:
         samples: the number n of samples.
@@ -40,13 +40,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores of an ensemble, of each drawn model and of a single model on the same samples.
+    r"""The scores of an ensemble, of each of its members and of a single model, on the same samples.
 
     Attributes:
-        combined: the score of the mean $\frac1n \sum_j p_{\iota_\varphi(x_j)}$ of class probabilities.
+        combined: the score of the ensemble, which averages the class probabilities of the n drawn models:
+            $\frac1n \sum_j p_{\iota_\varphi(x_j)}$.
         members: the score of each drawn model.
         single: the score of the single model.
-        coordinates: the drawn $x_j$: numbers, or tensors (*domain).
+        coordinates: the drawn coordinates $x_j$ of the members: numbers, or tensors (*domain).
     """
 
     combined: Score
@@ -76,19 +77,20 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Average class probabilities over models that are drawn from a curve, a tunnel or a simplex.
+    r"""Evaluate an ensemble of models that are drawn from a curve, a tunnel or a simplex.
 
-    The ensemble is $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$ with uniformly drawn coordinates
-    $x_j$.
+    The ensemble averages the class probabilities of its members:
+    $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$. Here $f_\Theta$ are the logits of the network with
+    the parameters $\Theta$, and $\iota_\varphi(x_j)$ are the parameters at the uniformly drawn coordinates $x_j$.
 
-    The batches are read once, and all models process each batch in turn. The memory of only one drawn model is needed
-    at a time, in addition to the buffers of all models. `model` provides the code, in evaluation mode. Its parameters,
+    The batches are read once, and all models process each batch in turn. The parameters of only one drawn model are in
+    memory at a time, but the buffers of all models are. The module `model` runs in evaluation mode. Its parameters,
     buffers and modes do not change.
 
     Args:
-        model: a module from inputs to logits (n, classes).
-        embedding: an embedding on the `ParameterSpace` of its parameters.
-        phi: the parameters of the embedding.
+        model: a module that maps inputs to logits (n, classes).
+        embedding: an embedding on the `ParameterSpace` of the module's parameters.
+        phi: $\varphi$, the control points of the embedding.
         batches: pairs (inputs, classes), or mappings that contain the keyword arguments of the model and the classes.
         single: the model (P,) with which the ensemble is compared.
         generator: the random number generator for the coordinates.
@@ -202,7 +204,7 @@ class _ScoreAccumulator:
         self._nll_sum = 0.0
 
     def add(self, log_probabilities: Float[Tensor, "n classes"], targets: Tensor) -> None:
-        """Add log-probabilities (n, classes) and the true classes (n,).
+        """Add the predictions for n samples: log-probabilities (n, classes) and the true classes (n,).
 
         Raises:
             ArgumentError: if `targets` are not n valid class indices.

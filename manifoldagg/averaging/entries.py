@@ -1,4 +1,4 @@
-"""Means of single entries of a model: counters, and leaves on manifolds."""
+"""Means of single entries of a model: batch counters, and parameters on manifolds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ VERSION_LABEL = re.compile(r"^versions\[(\d+)\]")
 
 
 def is_batch_counter(name: str) -> bool:
-    """Return whether a tensor's name is that of a counter of batches.
+    """Return whether a name belongs to the batch counter of a batch normalisation layer.
 
     Example:
         >>> is_batch_counter("1.num_batches_tracked"), is_batch_counter("1.running_mean")
@@ -27,7 +27,7 @@ def is_batch_counter(name: str) -> bool:
 
 
 def largest_counter(counters: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise maximum of counters as a new tensor on the device of the first.
+    """Return the elementwise maximum of counters, as a new tensor on the device of the first counter.
 
     Example:
         >>> largest_counter([torch.tensor(3), torch.tensor(8)])
@@ -37,7 +37,17 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
 
 
 def labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
-    """Compute the Karcher mean of a leaf. The keys of `points` are the prefixes of error messages about each point."""
+    """Compute the Karcher mean of a parameter, with error messages that name the parameter and the model.
+
+    Args:
+        space: the manifold of the parameter.
+        name: the name of the parameter.
+        points: the values of the parameter in all models. The keys are the prefixes of error messages about each value.
+        weights: the normalised weights of the models.
+
+    Raises:
+        ArgumentError: if a value is invalid, or if the iteration does not converge.
+    """
     labels = [*points]
     try:
         mean = karcher(space, [*points.values()], weights)

@@ -26,11 +26,13 @@ Weights = Float[Tensor, " k"] | np.ndarray | Sequence[float] | None
 def karcher(
     space: Manifold, versions: Versions, weights: Weights = None, *, tolerance: float = 1e-12, max_steps: int = 100
 ) -> KarcherMean:
-    r"""Compute the weighted Karcher mean of models: the $m$ that minimises $\sum_i w_i\, d(m, \Theta_i)^2$.
+    r"""Compute the weighted Karcher mean of several models.
 
-    If all leaves of the space are flat or spheres, the mean is a linear combination of the models. Its coefficients
-    follow from the Gram matrix of the models. The sum is computed in float64 and rounded once. On other spaces,
-    [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean, with all models in memory in float64.
+    The Karcher mean is the point $m$ that minimises the weighted sum of squared distances
+    $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. If all leaves of the space are flat or spheres, the mean
+    is a linear combination of the models, whose coefficients follow from the Gram matrix of the models. The sum is
+    computed in float64 and rounded once. On other spaces, [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes
+    the mean by iteration. It needs memory for all models in float64.
 
     Args:
         space: the space. Unless it is flat, it needs `exp`, `log`, `inner` and `project`.
@@ -68,17 +70,17 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the span of the points, or `None` if a span is not applicable."""
+    """Return the span of the points, or `None` if a mean within the span is not applicable or not faster."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
 def _mean_of_checked(
     space: Manifold, points: list[Tensor], weights: Tensor, span: Span | None, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the mean of validated points.
+    """Compute the mean of points that have already been validated.
 
-    If the mean is iterative, each factor of a product gets its own mean, because a tolerance relative to one factor
-    does not suit the others.
+    If an iteration is needed, it runs for each leaf of the space separately. The tolerance is relative to the size of
+    the coordinates, which can differ between the leaves.
     """
     absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
@@ -99,7 +101,7 @@ def _mean_of_checked(
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Check that all models are finite and have the same shape, dtype and device. Return them detached.
+    """Check that all models are finite and have the same shape, dtype and device, and return them detached.
 
     Raises:
         ArgumentError: if there is no model, or if a model is invalid. The message names the first invalid model.
@@ -111,7 +113,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """Check that a model is a valid point of the space, with the dtype and device of `like`. Return it detached.
+    """Check that a model is a valid point of the space with the dtype and device of `like`, and return it detached.
 
     Raises:
         ArgumentError: if the model is invalid.
@@ -122,7 +124,7 @@ def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | Non
 
 
 def _check_structure(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Check the structure of the models but not their values, and return them detached."""
+    """Check the shapes, dtypes and devices of the models but not their values, and return the models detached."""
     is_sequence = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
     if not is_sequence or len(versions) == 0:
         given = "none" if is_sequence else "a number" if isinstance(versions, Tensor) else type(versions).__name__
@@ -133,7 +135,7 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
-    """Check that a model has the shape of the space, and the dtype and device of `like`. Return it detached."""
+    """Check that a model has the shape of the space and the dtype and device of `like`, and return it detached."""
     check_not_model(name, point)
     model = check_shape(name, point, *space.axes)
     if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):
@@ -152,7 +154,7 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
     """Check k weights, and return them in float64, normalised to the sum 1.
 
     Raises:
-        ArgumentError: if they are not k finite numbers >= 0 with a positive sum.
+        ArgumentError: if `weights` are not k finite numbers >= 0 with a positive sum.
     """
     given: Any = [1.0] * k if weights is None else weights
     try:

@@ -41,6 +41,8 @@ Scaling = float | Sequence[float]
 class AdapterAverageInfo:
     r"""The truncation error of an average of adapters.
 
+    The average of adapters usually has a higher rank than the returned adapter, which is therefore an approximation.
+
     Attributes:
         error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, where $\bar X$ is the average and
             $\hat X$ the returned product before rounding. If the rank suffices, only rounding errors remain.
@@ -88,12 +90,13 @@ def average_adapters(
 ) -> dict[str, Tensor] | tuple[dict[str, Tensor], AdapterAverageInfo]:
     r"""Average LoRA adapters: return the adapter of a given rank that is nearest to the mean of their weight changes.
 
-    An adapter changes a weight by $s B A$. The average of these changes is $\bar X = \sum_i w_i s_i B_i A_i$. Averaging
-    $A_i$ and $B_i$ separately gives a different result, because the factors are not unique: $B G$ and $G^{-1} A$ have
-    the same product for every invertible $G$.
+    An adapter changes a weight matrix by $s B A$, where $A$ and $B$ are its factors and $s$ is its scaling. The average
+    of these changes is $\bar X = \sum_i w_i s_i B_i A_i$. An average of the $A_i$ and of the $B_i$ alone would be
+    different. It would also depend on the choice of the factors, because $B G$ and $G^{-1} A$ have the same product for
+    every invertible $G$.
 
-    The function does not form $\bar X$, but works with its factors $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and
-    $[A_1; \dots; A_k]$ in float64:
+    The matrix $\bar X$ is large, so the function does not compute it. It works with the factors
+    $[w_1 s_1 B_1, \dots, w_k s_k B_k]$ and $[A_1; \dots; A_k]$ of $\bar X$ in float64:
 
     1. Two thin QR decompositions and the SVD $U \Sigma V^\top$ of their core give the nearest matrix $\hat X$ of the
        given rank in the Frobenius norm.
@@ -215,9 +218,9 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
 
 
 def _is_known_finite(state: Adapter) -> bool:
-    """Return whether a single pass shows that all floating tensors are finite.
+    """Return whether a single pass over the state proves that all floating tensors are finite.
 
-    If not, each tensor must be checked separately.
+    If the result is `False`, the caller must check each tensor separately.
     """
     row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
     # Without a form, the memory of a row may be unreadable. Within `across_ranks`, `gram` would wait for other ranks.
@@ -227,7 +230,15 @@ def _is_known_finite(state: Adapter) -> bool:
 def _truncate_pair(
     pair: FactorPair, states: Sequence[Adapter], finite: Sequence[bool], factors: np.ndarray, rank: int | None
 ) -> TruncatedSVD:
-    """Compute the truncated average of a pair of factors. The default rank is the largest rank in the adapters."""
+    """Compute the average of one pair of factors, truncated to a rank.
+
+    Args:
+        pair: the names of the two factors.
+        states: the adapters.
+        finite: for each adapter, whether its tensors are known to be finite.
+        factors: the weight times the scaling of each adapter.
+        rank: the rank of the result. By default, it is the largest rank in the adapters.
+    """
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
@@ -248,7 +259,7 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """Return the factors of the discarded part, without directions that are only rounding errors."""
+    """Return the factors of the part that the truncation discarded, without the directions of rounding errors."""
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 

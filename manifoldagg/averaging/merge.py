@@ -1,4 +1,4 @@
-"""Merging of checkpoints that do not fit in memory, with at most two passes over their files."""
+"""Merging of checkpoints that do not fit in memory, in at most two passes over their files."""
 
 import math
 import os
@@ -138,9 +138,10 @@ def merge(
 
 @torch.no_grad()
 def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
-    """Carry out a plan. [`merge`][manifoldagg.averaging.merge] describes the other arguments and the errors.
+    """Carry out the plan of a merge.
 
-    The reasons why a mean may not be meaningful are in `warnings` of the result. Only `merge` issues them as warnings.
+    In contrast to [`merge`][manifoldagg.averaging.merge], which describes the other arguments and the errors, this
+    function issues no warnings. If the mean may not be meaningful, the field `warnings` of the result states why.
     """
     total = plan.bytes_read + plan.bytes_written
     done = 0
@@ -165,7 +166,7 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
 
 
 class _Run:
-    """The computation of the steps, and the sums of their results."""
+    """The state of a running merge, which computes the steps and adds their results."""
 
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
         self.plan = plan
@@ -224,7 +225,7 @@ class _Run:
         return self._model_mean
 
     def _sums(self, index: int, is_write: bool) -> list[float]:
-        """Add the numbers of all steps of a part exactly, and round once."""
+        """Return the sums of the recorded numbers over all steps of a part, each rounded once."""
         parts = self._numbers.get((index, is_write), [])
         return [math.fsum(column) for column in np.stack(parts).T.tolist()] if parts else []
 
@@ -236,7 +237,10 @@ class _Run:
         return InnerProducts(matrix, part.origin)
 
     def _products_of_model(self) -> InnerProducts | None:
-        """Return the inner products over all flat tensors and factors, or `None` if there are none."""
+        """Return the inner products of the models over all flat tensors and LoRA factors.
+
+        If the models have no such tensors, the result is `None`.
+        """
         found = [self._products(i) for i, part in enumerate(self.plan.parts) if part.has_products]
         if not found:
             return None
@@ -267,7 +271,10 @@ class _Run:
 
 
 class _ReadAhead:
-    """Read-ahead of the bytes of later steps. A separate thread makes the requests, because they may block."""
+    """Read-ahead for later steps of a merge, so that the disk reads while the processor computes.
+
+    A separate thread sends the requests to the operating system, because a request can block.
+    """
 
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
         self._plan = plan
@@ -289,7 +296,7 @@ class _ReadAhead:
         self._worker.shutdown(cancel_futures=True)
 
     def reach(self, index: int) -> None:
-        """Request the bytes of the steps that follow a step, up to `PREFETCH_BYTES`."""
+        """Request the data of the steps after the step `index`, up to `PREFETCH_BYTES` in total."""
         while self._ahead and self._ahead[0][0] <= index:
             self._size -= self._ahead.popleft()[1]
         while self._pending and self._size < PREFETCH_BYTES:

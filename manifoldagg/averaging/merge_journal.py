@@ -1,7 +1,4 @@
-"""The draft of a merge: unfinished files with a journal of the completed steps.
-
-A restarted merge continues its draft.
-"""
+"""The unfinished files of a merge, with a journal of the completed steps from which a restarted merge continues."""
 
 import json
 import os
@@ -31,10 +28,12 @@ Numbers = np.ndarray
 class MergeDraft:
     """The files of an unfinished merge, in a folder next to the result.
 
-    The folder contains the shards, which have their final size from the start, and a journal that begins with the plan.
-    A step first writes its bytes to a shard. When the bytes are on the disk, the record of the step is appended to the
-    journal. A restarted merge therefore repeats at most the steps of the last batch. A repeated step writes the same
-    bytes.
+    The folder contains the shards of the result, which have their final size from the start, and a journal, which
+    begins with the plan of the merge. A step first writes its bytes to a shard. When the bytes are on the disk, a
+    record of the step is appended to the journal.
+
+    If the process is killed, a restarted merge continues after the last record, so it repeats at most the steps of one
+    batch. A repeated step writes the same bytes again.
 
     Args:
         plan: the plan.
@@ -106,7 +105,7 @@ class MergeDraft:
             self.commit()
 
     def commit(self, *, wait: bool = False) -> None:
-        """Sync first the written bytes and then the records to the disk, in the background."""
+        """Write all data to the disk in the background: first the shards, and then the records that refer to them."""
         if self._commit is not None:
             self._commit.result()
         lines, dirty = b"".join(self._lines), [self._descriptors[i] for i in sorted(self._dirty)]
@@ -118,8 +117,11 @@ class MergeDraft:
     def publish(self, certificate: str) -> None:
         """Move the result to its final path.
 
-        The move is atomic, so readers see either the old result or the complete new result. The draft is removed last.
-        If the process is killed before the removal, a restarted merge publishes the same files again.
+        The move is atomic, so a reader sees either the old result or the complete new result. The draft is removed at
+        the end. If the process is killed before the removal, a restarted merge publishes the same files again.
+
+        Args:
+            certificate: the JSON text of the certificates.
         """
         self.commit(wait=True)
         files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
@@ -140,7 +142,7 @@ class MergeDraft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self, resume: bool) -> None:
-        """Open the files, create the missing ones, and read the records of completed steps."""
+        """Open the shards and the journal, create missing files, and read the records of completed steps."""
         if not resume:
             self._clear()
         path = self.folder / "journal"
@@ -162,7 +164,10 @@ class MergeDraft:
             self._lines = [_line(self.plan.fingerprint.encode())]
 
     def _clear(self) -> None:
-        """Remove the files of an earlier merge. The journal is removed first, because it describes the other files."""
+        """Remove the files of an earlier merge, beginning with the journal.
+
+        Without its journal, an incompletely removed draft cannot be mistaken for a valid one.
+        """
         for path in sorted(self.folder.iterdir(), key=lambda path: path.name != "journal"):
             if path.name != "lock":
                 path.unlink()
@@ -192,7 +197,11 @@ class MergeDraft:
         os.ftruncate(file, size)
 
     def _read_journal(self) -> str | None:
-        """Read the valid records, truncate the journal after them, and return the fingerprint of the plan."""
+        """Read the journal up to the first damaged record, and remove the rest.
+
+        Returns:
+            The fingerprint of the plan, or `None` if the journal is empty.
+        """
         end = 0
         fingerprint = None
         with open(os.dup(self._journal), "rb") as file:
@@ -234,7 +243,7 @@ def _line(text: bytes) -> bytes:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Create a hard link to a file. If the file system does not support hard links, move the file."""
+    """Create a hard link to a file, or move the file if the file system does not support hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -28,7 +28,7 @@ Write = Callable[[str, int, Tensor], None]
 
 
 class Buffers:
-    """The memory of the steps, which is allocated once."""
+    """Memory that all steps reuse, so that it is allocated only once."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -41,7 +41,7 @@ class Buffers:
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
-    """Compute the inner products of the used models over a range of entries. `InnerProducts` defines the basis.
+    """Compute the inner products of the used models over a range of entries, in the basis of `InnerProducts`.
 
     Raises:
         StateDictError: if an entry is not finite. The message names the file and the tensor.
@@ -105,9 +105,10 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
 
 
 def _write_copied(part: Part, write: Write, start: int, stop: int) -> None:
-    """Write a range of integers.
+    """Write a range of an integer or boolean tensor.
 
-    A counter gets its largest value. Other integers are copied from the model with the largest weight.
+    A batch counter gets the largest value of all models. Other tensors are copied from the model with the largest
+    weight. If they are not single numbers, they must be equal in all models.
     """
     name = part.names[0]
     column = part.tensors[0]
@@ -141,7 +142,10 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
 
 
 def _space_of_range(space: Manifold | None, size: int) -> Manifold:
-    """Return the space of a range of entries. For a power of a manifold, this is a power with fewer copies."""
+    """Return the space of a range of `size` entries of a tensor.
+
+    If the space of the tensor is a power of a manifold, a range contains only some of the copies of the manifold.
+    """
     assert space is not None
     if not isinstance(space, Power):
         return space
@@ -149,7 +153,7 @@ def _space_of_range(space: Manifold | None, size: int) -> Manifold:
 
 
 def _write_factors(part: Part, mean: Mean, write: Write) -> float:
-    """Write the factors of the mean of products, and return the squared norm of their error."""
+    """Write the LoRA factors of the mean, and return the squared norm of the truncation and rounding errors."""
     pair = FactorPair(*part.names)
     states = [_factors(part, i) for i in part.used]
     c = mean.coefficients[part.used]
@@ -182,7 +186,10 @@ def _rows(part: Part, start: int, stop: int) -> list[Tensor]:
 
 
 def _raise_invalid(part: Part, start: int, stop: int) -> None:
-    """Raise an error that names the first tensor that is not finite. If all are finite, the mean overflowed."""
+    """Raise an error that names the first tensor that is not finite.
+
+    If all tensors are finite, the mean has overflowed, and the error states this.
+    """
     for name, column in zip(part.names, part.tensors, strict=True):
         for i in part.used:
             whole = part.kind == "factors"

@@ -1,4 +1,4 @@
-"""The plan of a merge, with the parts of the model, the steps, and the files of the result."""
+"""The plan of a merge, which determines the parts of the model, the steps, and the files of the result."""
 
 import json
 import math
@@ -101,7 +101,7 @@ class Part:
 
     @property
     def has_gram_step(self) -> bool:
-        """Whether inner products are computed before the mean is written."""
+        """Whether a separate step computes the inner products of the models before the mean is written."""
         return self.has_products and self.method.needs_gram
 
     @property
@@ -134,7 +134,7 @@ class Part:
         return (stop - start) * self.first.entry.dtype.itemsize
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Request that the operating system reads a range of entries of all models."""
+        """Ask the operating system to read a range of entries of all models, without waiting for it."""
         for column in self.tensors:
             for i in self.method.used:
                 column[i].prefetch(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
@@ -147,7 +147,10 @@ class Part:
 
 
 class Step(NamedTuple):
-    """One step of a merge, which computes inner products or writes the mean for a range of one part."""
+    """One step of a merge, which processes the entries from `start` to `stop` of one part.
+
+    If `is_write` is `True`, the step writes the mean. Otherwise, it computes the inner products of the models.
+    """
 
     part: int
     is_write: bool
@@ -188,7 +191,11 @@ class MergePlan:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """All steps in order. With the scope `"model"`, all inner products are computed before the first write."""
+        """The steps in the order of their execution.
+
+        With `scope="model"`, the coefficients depend on all tensors. All inner products are therefore computed before
+        the first tensor is written.
+        """
         grams: list[Step] = []
         steps: list[Step] = []
         for i, part in enumerate(self.parts):
@@ -200,7 +207,7 @@ class MergePlan:
 
     @cached_property
     def bytes_read(self) -> int:
-        """The number of bytes that all steps read. Bytes that two steps read count twice."""
+        """The number of bytes that all steps read together, so that a tensor read by two steps counts twice."""
         return sum(self.parts[step.part].num_bytes(step.start, step.stop) for step in self.steps)
 
     @cached_property
@@ -219,11 +226,11 @@ class MergePlan:
 
     @property
     def certificate_path(self) -> Path:
-        """The path of the JSON file with the certificates, next to the file or in the folder of the result."""
+        """The path of the certificates, a JSON file in the folder of the result or next to a single file."""
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the contents of the index and of the copied configuration files in the folder of the result."""
+        """Return the contents of the index and of the copied configurations by file name, for a result in a folder."""
         if not self.is_folder:
             return {}
         found = {}
@@ -301,9 +308,9 @@ def plan_merge(
     manifolds: Assignment | None = None,
     shard_size: int | None = None,
 ) -> MergePlan:
-    """Read and compare the headers of the checkpoints, and plan the merge. Tensors in files are not read.
+    """Plan a merge: read and compare the headers of the checkpoints, but not the tensors in the files.
 
-    The arguments and errors are the same as in [`merge`][manifoldagg.averaging.merge].
+    The arguments and errors are the same as those of [`merge`][manifoldagg.averaging.merge].
     """
     given = len(models) if isinstance(models, Sequence) and not isinstance(models, str | bytes) else short_repr(models)
     if not isinstance(given, int) or not MIN_MODELS <= given <= MAX_MODELS:
@@ -393,7 +400,10 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
 
 
 def result_entries(part: Part) -> Iterator[TensorEntry]:
-    """Yield the entries of a part of the result. The rank of factors is the largest rank of the models."""
+    """Yield the names, dtypes and shapes of the tensors that a part has in the result.
+
+    The rank of LoRA factors is the largest rank of the models.
+    """
     rank = max(x.entry.shape[0] for x in part.tensors[0]) if part.kind == "factors" else 0
     for axis, column in enumerate(part.tensors):
         entry = column[0].entry

@@ -75,7 +75,7 @@ def _stem(first: CheckpointFiles) -> str:
 
 
 def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
-    """Fill each shard up to the given number of bytes. A larger tensor gets its own shard."""
+    """Group tensors into shards of at most `shard_size` bytes. A larger tensor gets a shard of its own."""
     groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Subspaces (curves, simplices or tunnels) that are fitted to the models of a run."""
+"""Subspaces of the parameter space (curves, simplices or tunnels) that are fitted to the models of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,14 +36,17 @@ r"""The rounding error of an entry of $\log_x x$, which is 0 in exact arithmetic
 class Subspace:
     r"""A subspace $\iota_\xi(\mathcal{S})$ that was fitted to points, such as the models of a run.
 
+    The embedding $\iota$ maps coordinates in its domain $\mathcal{S}$ to points of the space. It depends on the control
+    points $\xi$.
+
     Attributes:
-        embedding: $\iota$.
-        phi: $\xi$ (size, *shape), in the dtype of the points.
+        embedding: $\iota$, a curve, a simplex or a tunnel.
+        phi: the control points $\xi$ (size, *shape), in the dtype of the points.
         coordinates: $x_j$ (m, *domain): for each point, the coordinates of the nearest point of the subspace.
         residuals: $d(\Theta_j, \iota_\xi(x_j))$ (m,), before $\xi$ was rounded to the dtype of the points.
-        steps: the number of steps of the descent.
-        converged: whether the descent converged.
-        view: the plane of the plot, spanned by the two longest axes of the points.
+        steps: the number of steps of the fit.
+        converged: whether the fit converged.
+        view: the plane of the plot, spanned by the two directions in which the points vary most.
         projected_points: the points in this plane (m, 2).
     """
 
@@ -67,10 +70,11 @@ class Subspace:
         return float(self.residuals.sum())
 
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
-        r"""Compute the mean of the points in the coordinates of the subspace, $\iota_\xi(\sum_j w_j x_j)$.
+        r"""Compute the point of the subspace at the mean of the coordinates, $\iota_\xi(\sum_j w_j x_j)$.
 
-        The coordinates are the parameter of a curve, the barycentric coordinates of a simplex, or $(t, \xi)$ of a
-        tunnel. They form a convex set. For a tunnel in ambient form, $\xi$ is made normal to the curve afterwards.
+        In contrast to the mean of the points, this mean is always a point of the subspace, because the coordinates form
+        a convex set. They are the parameter of a curve, the barycentric coordinates of a simplex, or the parameter and
+        the offset of a tunnel. For a tunnel in ambient form, the mean offset is then made normal to the curve.
 
         Args:
             weights: the weights of the points, which are normalised. The default is equal weights.

@@ -37,7 +37,9 @@ CHUNK_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class _AverageState:
-    """The state of an average. Updates replace the whole state, so an interrupt never leaves a partial result.
+    """The state of an average.
+
+    The object is immutable. An update replaces it by a new object, so an interrupt never leaves a partial result.
 
     Attributes:
         last_version: the latest version.
@@ -59,8 +61,9 @@ class _AverageState:
 class SWA:
     r"""Stochastic weight averaging: the mean of every c-th version of a model, beginning with a given version.
 
-    Version $v$ has the index $\tau = v - \mathrm{offset}$. It is averaged if $\tau \ge$ `start` and
-    $\tau \equiv 0 \pmod{\mathrm{cycle}}$. A server or a custom loop calls `update` for each new version, in order.
+    The average of several models of a run is often more accurate than its last model. A server or a custom loop calls
+    `update` for each new version of the model, in order. Version $v$ has the index $\tau = v - \mathrm{offset}$. It is
+    averaged if $\tau \ge$ `start` and if $\tau$ is a multiple of `cycle`.
 
     There are two kinds of averages:
 
@@ -173,7 +176,7 @@ class SWA:
 
     @property
     def has_reset_points(self) -> bool:
-        """Whether `reset_point` can return a point, that is, whether `periodic` is given."""
+        """Whether `periodic` is given, so that `reset_point` can return a point."""
         return self.periodic is not None
 
     @property
@@ -190,7 +193,7 @@ class SWA:
     def average(self) -> Float[Tensor, "..."] | None:
         """A copy of the average in the dtype of the models; `None` if no version was selected.
 
-        Directly after a reset, it is the point that `reset_point` returned.
+        After a reset, the average is the point that `reset_point` returned, until the next version is selected.
         """
         mean = self.mean
         if mean is not None:
@@ -199,12 +202,12 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms of all parts that were truncated from low-rank leaves of a streaming mean."""
+        """The sum of the Frobenius norms of all parts that rank truncations removed from a streaming mean."""
         return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
-        """The average of an exact `SWA` with its certificate, as copies; `None` if no model is stored."""
+        """A copy of the Karcher mean of an exact `SWA`, with its residual; `None` if no model is stored."""
         models = self._state.models
         if not models:
             return None
@@ -344,9 +347,10 @@ class SWA:
         return {name: getattr(self, name) for name in names}
 
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
-        """Return the result of `read`, which must copy from the state, without waiting for a lock.
+        """Return the result of `read` for a consistent state, without waiting for a lock.
 
-        A concurrent update can replace the state and overwrite the mean. `read` is then called again.
+        The function `read` must copy what it returns. A concurrent update can overwrite the mean while `read` copies
+        it. The update also replaces the state, so the method detects this case and calls `read` again.
         """
         while True:
             state = self._state
@@ -389,7 +393,7 @@ class SWA:
         return mean
 
     def _running_mean(self, mean: Tensor, model: Tensor, count: int) -> Tensor:
-        """Return the mean of `count` models, the last of which is `model`."""
+        """Return the mean of `count` models, given the mean of the first models and the last model."""
         if self.space.flat:
             # The spare buffer is removed before it is written. Otherwise, an update in a signal handler could write to
             # the same buffer.
@@ -407,7 +411,7 @@ class SWA:
             ) from None
 
     def _to_float64(self, model: Tensor) -> Tensor:
-        """Return a float64 copy, projected onto the space to remove the rounding error of a narrower dtype."""
+        """Return a float64 copy of a model, projected onto the space to remove rounding errors of a narrower dtype."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
@@ -421,10 +425,11 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Compute the mean $m + (\Theta - m) / n$ including the n-th model, rounded in this order, into `out`.
+    r"""Compute the running mean $m + (\Theta - m) / n$, where $\Theta$ is the n-th model, and write it into `out`.
 
-    The quotient is rounded once, but a product with $1/n$ would be rounded twice. A single linear combination is
-    therefore not sufficient. The function works in chunks, without temporary memory of size P.
+    The operations are rounded in the order of the formula, as in `torch.optim.swa_utils.AveragedModel`. A single linear
+    combination would multiply by $1/n$ instead, which rounds twice. The function works in chunks, so it allocates no
+    temporary memory of size P.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)

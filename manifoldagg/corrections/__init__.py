@@ -1,6 +1,7 @@
-"""Corrections transform a stale update before the server adds it to the current model.
+"""Corrections of stale updates, which a server applies before it adds an update to its model.
 
-A correction computes its result from the inner products of the update and the drift of the server model.
+An update is stale if the server changed its model while the client trained. This change is called the drift. A
+correction computes the corrected update from the inner products of the update and the drift.
 """
 
 from manifoldagg.corrections.automatic import AutoThreshold

@@ -21,7 +21,9 @@ ALWAYS_PROJECT = OrthoDC(1.0)
 class AutoThreshold(Correction):
     r"""OrthoDC with the threshold $\vartheta \in \{-1, 0, 1\}$ that best predicts a fresh update.
 
-    The correction solves two least-squares problems for each update. It needs no additional work from the clients.
+    The threshold decides whether the component of an update along the drift is removed. The best choice depends on the
+    loss and on the training of the clients, so the correction estimates it from the updates. For each update, it solves
+    two least-squares problems. The clients do no additional work.
 
     **1. Estimate how the displacement depends on the starting point.** A client that trains from $\Theta$ returns
     approximately $v(\Theta) \approx a - \beta\,\Theta$. On a quadratic loss, this is exact, and $\beta$ is the fraction
@@ -38,13 +40,15 @@ class AutoThreshold(Correction):
 
     $$\vartheta_\tau = \operatorname{arg\,min}_{\vartheta \in \{-1, 0, 1\}} \|\pi_\vartheta v - v^*\|^2.$$
 
-    Let $s = \langle v, g\rangle / \langle g, g\rangle$. The squared error along the drift is $\hat\beta^2 \|g\|^2$
+    Here $\pi_\vartheta v$ is the result of OrthoDC with the threshold $\vartheta$. Let
+    $s = \langle v, g\rangle / \langle g, g\rangle$. The squared error along the drift is $\hat\beta^2 \|g\|^2$
     without the projection, and $(s - \hat\beta)^2 \|g\|^2$ with the projection. Hence $\vartheta_\tau = 1$ if
-    $0 \le s \le 2 \hat\beta$, and $\vartheta_\tau = -1$ otherwise. The result of $\vartheta = 0$ always equals one of
-    them.
+    $0 \le s \le 2 \hat\beta$, and $\vartheta_\tau = -1$ otherwise. The threshold 0 needs no separate comparison,
+    because its result always equals the result of 1 or of -1.
 
-    On a curve, the last displacement (the end point) determines the threshold of all control points. If all clients
-    share one isotropic quadratic loss, $\hat\beta$ is exact. No fixed threshold is then nearer to $v^*$ for any update.
+    If the update is a curve, its last displacement (the end point) determines the threshold for all control points. If
+    all clients share one isotropic quadratic loss, $\hat\beta$ is exact. In that case, no fixed threshold brings any
+    update nearer to $v^*$.
 
     The effect on a whole run is **measured, not proved**. The benchmark `examples/corrections.py` has two quadratic
     clients in the plane and 50 updates. The regret is the additional distance to the joint optimum compared with the
@@ -58,8 +62,8 @@ class AutoThreshold(Correction):
     The correction does not balance the clients. In random order and at small delays, always projecting can be better,
     because it also damps the noise.
 
-    The state stores two vectors (the means of $v$ and of the starting points) and a few numbers. The correction adds
-    two rows to the frame. One pass reads all rows.
+    The state consists of two vectors, which are the weighted means of $v$ and of the starting points, and of a few
+    numbers. The correction adds two rows to the frame, and one pass reads all rows.
 
     Args:
         decay: the factor by which the weights decrease per update.
@@ -109,13 +113,13 @@ class AutoThreshold(Correction):
             state = {}
         else:
             gain = 1 - self.decay
-            # West's update of a weighted covariance: the new observation enters by its differences from the old means.
-            # `moved` is the difference of the base from its mean, and the mean of v is subtracted here.
+            # West's update of a weighted covariance adds the product of the differences of the new observation from
+            # the old means. The row `moved` already is such a difference. For v, the old mean is subtracted here.
             covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
             variance = self.decay * (state["variance"] + gain * inner[moved, moved])
         beta = regression_slope(covariance, variance)
         threshold = -1
-        # The squared errors with and without the projection are compared without their common factor.
+        # Project if (s - β)² ≤ β², that is, if 0 ≤ s ≤ 2 β. Both squared errors have the same factor |g|².
         if inner[n, n] != 0 and 0 <= inner[end, n] / inner[n, n] <= 2 * beta:
             matrix, _ = ALWAYS_PROJECT.coefficients(gram)
             threshold = 1
@@ -127,6 +131,7 @@ class AutoThreshold(Correction):
         if n == 0:
             return state
         frame = frame.detach()
+        # The means have at least float32, because a small gain would be rounded away in half precision.
         wide = torch.promote_types(frame.dtype, torch.float32)
         seen = {"displacement": frame.row(n - 1), "base": as_float64(frame.base)}
         if "base" not in state:
@@ -138,7 +143,9 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Compute the slope $-\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1], or 1 if the variance is 0.
+    r"""Compute the slope $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1].
+
+    If the variance is 0, the observations do not determine a slope, and the result is 1.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

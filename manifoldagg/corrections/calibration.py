@@ -1,4 +1,4 @@
-"""OrthoFL's calibration, which adds the progress of the other clients to the start of a client's next task."""
+"""Calibration of the model from which a client starts its next task, as in OrthoFL."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -32,19 +32,19 @@ def calibrate(
 ) -> Model:
     r"""Compute the model from which a client starts its next task (OrthoFL's calibration).
 
-    While the client trained, its own model changed by $\Delta_m$, and the global model changed by $\Delta$ because of
-    the other clients. The next start is the client's model $W_m$ plus the component of $\Delta$ orthogonal to
-    $\Delta_m$:
+    A client continues from its own model, so it has to receive the progress of the other clients. While the client
+    trained, its model changed by $\Delta_m$ to $W_m$, and the other clients changed the global model by $\Delta$. To
+    avoid a conflict with the client's own progress, only the component of $\Delta$ orthogonal to $\Delta_m$ is added:
 
     $$W_m + \Delta - \operatorname{proj}_{\Delta_m} \Delta, \qquad
     \operatorname{proj}_{\Delta_m} \Delta = \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}
     \,\Delta_m$$
 
-    The formula applies to each named tensor. The added vector is the nearest one to $\Delta$ that is orthogonal to
-    $\Delta_m$. If $\Delta_m$ is zero, $\Delta$ is added unchanged.
+    By default, the formula applies to each named tensor separately. The added vector is the vector nearest to $\Delta$
+    that is orthogonal to $\Delta_m$. If $\Delta_m$ is zero, $\Delta$ is added unchanged.
 
-    With `other_updates` $o_1, \dots$, the function computes the pairwise ablation of the paper instead:
-    $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
+    If `other_updates` $o_1, \dots$ are given, the function computes the pairwise variant from the ablation study of the
+    paper instead: $W_m + \Delta - \operatorname{proj}_{\operatorname{span}(o_1, \dots)} \Delta_m$.
 
     Args:
         start: $W_m$, the client's model as the server received it: a point, or a mapping from names to tensors.
@@ -84,6 +84,7 @@ def calibrate(
     given |= {f"other_updates[{i}]": other for i, other in enumerate(() if other_updates is None else other_updates)}
     split = _split_state_dicts if isinstance(start, Mapping) else _split_points
     pieces, joined = split(given, space)
+    # One Gram matrix per tensor serves both granularities, because that of the model is their sum.
     inner = [gram(rows)[0] for _, *rows in pieces]
     for i, numbers in enumerate(inner):
         check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
@@ -102,15 +103,16 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a model without materialising the shifts, which are rows of a frame.
+    r"""Calibrate a model, given the two shifts as rows of a frame.
 
-    The displacement of the frame is $\Delta$, and its drift is $\Delta_m$.
+    The displacement of the frame is the global shift $\Delta$, and its drift is the client's shift $\Delta_m$. A frame
+    stores only the end points of a shift, so the shifts need no memory of their own.
 
     Args:
         shifts: the frame, with `segments` if the model has named tensors.
-        start: $W_m$.
-        granularity: as in `calibrate`.
-        other_updates: as in `calibrate`.
+        start: $W_m$, the client's model.
+        granularity: `"tensor"` or `"model"`, with the same meaning as in `calibrate`.
+        other_updates: the most recent updates of the other clients, for the pairwise form of `calibrate`.
 
     Returns:
         A new point.
@@ -123,7 +125,7 @@ def calibrate_frame(
 
 
 def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
-    """Return one Gram matrix per tensor. With `granularity="model"`, all are the matrix of the whole model."""
+    """Return one Gram matrix per tensor. With `granularity="model"`, repeat the matrix of the whole model."""
     if not inner:
         return []
     every = Gram.of(torch.stack(inner), extra=extra)
@@ -153,6 +155,7 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
         check_shape("start", start, *space.axes)
     for name, row in models.items():
         check_finite(name, check_shape(name, row, *shape))
+    # Without a space, a point has no named tensors, so all its entries form one tensor.
     parts = [slice(None)] if space is None else [leaf.part for leaf in space.leaves(start)]
     pieces = [[row.flatten()[part] for row in models.values()] for part in parts]
     return pieces, lambda moved: torch.cat(moved).view(shape) if moved else start.clone()
@@ -178,6 +181,7 @@ def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
 
     def joined(moved: list[Tensor]) -> dict[str, Tensor]:
         new = {leaf.name: value.view(leaf.shape) for leaf, value in zip(layout.leaves, moved, strict=True)}
+        # A tied parameter has several names but is computed once, so that all its names share the result.
         new |= {alias: new[name] for alias, name in layout.aliases}
         return {name: new[name] if name in new else start[name].clone() for name in start}
 

@@ -1,4 +1,4 @@
-"""Deferred linear combinations, which a server computes only after all checks of a step have passed."""
+"""Deferred linear combinations of the rows of a frame."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ STATE_NOT_FINITE = "rule's state would not be finite"
 class Combination:
     r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a frame.
 
-    A rule returns its new model and the sums in its state in this form. The server computes them after all checks have
-    passed, so a rejected update does not write to memory.
+    A rule returns its new model, and the sums in its new state, as objects of this class. The server first checks the
+    update and then computes the combinations. A rejected update therefore changes neither the model nor the state.
 
     Attributes:
         frame: the frame of the rows.
@@ -40,10 +40,13 @@ class Combination:
     from_current: bool
 
     def compute(self, out: Row | None = None) -> Any:
-        """Compute the combination, rounded once. If `out` is given, the result is written there.
+        """Compute the combination and round each entry once.
+
+        Args:
+            out: the row to which the result is written. By default, a new row is allocated.
 
         Returns:
-            `out`, or a new row: like the current model for a new model, else a vector (P,).
+            `out`, or the new row. A new model has the form of the current model, and a sum is a vector (P,).
         """
         if self.from_current:
             # The rows of a pseudo-gradient frame are minus the tangents.
@@ -65,7 +68,7 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Return the combination in the form that `combine_many` computes together with other combinations."""
+        """Return the combination as an input of `combine_many`, which computes several combinations in one pass."""
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
         line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
@@ -74,17 +77,20 @@ class Combination:
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries of the result are finite.
 
-        The check first uses the norms of the rows. If these do not suffice and `computed` is not given, the method
-        computes the result tensor by tensor in temporary memory.
+        The norms of the rows give an upper bound on the entries. If this bound excludes an overflow, the method does
+        not read the entries. Otherwise, it checks `computed`. If `computed` is not given, the method computes the
+        result tensor by tensor in temporary memory.
 
         Args:
-            dtypes: the dtype of each tensor of a sum; a new model has the dtypes of the current one.
-            computed: the result of `compute`, if it is known.
+            dtypes: the dtype of each tensor of a sum. Omit it for a new model, which has the dtypes of the current
+                model.
+            computed: the result of `compute`, if it has been computed already.
 
         Raises:
             ArgumentError: if an entry is not finite.
         """
         if dtypes is not None:
+            # The factor 1/2 leaves room for the rounding errors of the bound and of the sum.
             largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
             if self.frame.norm_bound(self.coefficients) <= largest / 2:
                 return
@@ -100,5 +106,4 @@ class Combination:
 
 
 def tensors_of(row: Row) -> tuple[Tensor, ...]:
-    """Return the tensors of a row."""
     return row if isinstance(row, tuple) else (row,)

@@ -36,9 +36,10 @@ class Corrected:
         gram: the Gram matrix of the rows of `frame`.
         coefficients: $C$, (n, k), or (S, n, k) with one matrix for each segment.
         state: the next state of a stateful correction.
-        original_gram: the Gram matrix of the original displacements. It differs from `gram` if a composition
-            materialised intermediate rows.
-        auxiliary: inner products (S, k + 1) of the auxiliary vector with the rows and with itself.
+        original_gram: the Gram matrix of the original displacements. It differs from `gram` only if a composition
+            computed intermediate displacements.
+        auxiliary: the inner products (S, k + 1) of the auxiliary vector of `Correction.apply` with the rows and with
+            itself; `None` without such a vector.
     """
 
     frame: Frame
@@ -73,8 +74,8 @@ class Corrected:
     def inner_products(self) -> list[list[float]]:
         r"""Compute the inner products (n, n) of the corrected displacements.
 
-        The method uses $C G C^\top$. If cancellation leaves only rounding errors, it uses the corrected displacements
-        instead.
+        The products are $C G C^\top$, where $G$ is the Gram matrix and $C$ are the coefficients. If cancellation leaves
+        only rounding errors in this product, the method computes the corrected displacements and multiplies them.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -89,7 +90,7 @@ class Corrected:
         return inner
 
     def lost_to_cancellation(self) -> bool:
-        """Return whether a corrected displacement is as small as rounding errors, in any segment."""
+        """Return whether rounding errors dominate the Gram matrix of the corrected displacements, in any segment."""
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
@@ -104,8 +105,9 @@ class Corrected:
     def rows(self) -> list[Row]:
         """Compute the corrected displacements, each rounded once to the frame's dtype.
 
-        On low-rank leaves, the result is exact.
+        Displacements of low-rank leaves are not truncated, so they can have a higher rank than the leaf.
         """
+        # `materialize` would truncate the rank of a low-rank leaf, and a projection then need not remain orthogonal.
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
         rows = [form(self.coefficients[..., i, :]) for i in range(self.coefficients.shape[-2])]
         for row in rows:
@@ -129,16 +131,19 @@ class Corrected:
 
 
 class Correction(abc.ABC):
-    r"""Base class of corrections: maps $\pi$ from the displacements of a stale update to tangents at the current model.
+    r"""Base class of corrections, which adapt a stale update to the current model of the server.
 
-    A client started from the base model $\Theta^t$, and the current model is $\Theta^\tau$. A correction maps each
-    control point of the client's update separately. A curve therefore still starts at $\Theta^\tau$.
+    A client started from the base model $\Theta^t$, but the server has moved to the current model $\Theta^\tau$. The
+    update consists of displacements $v_1, \dots, v_n$ from the base, one for each control point. A correction is a map
+    $\pi$ from these displacements to tangents at the current model. The new displacements are linear combinations of
+    the $v_i$, of the drift $g$ (the change from $\Theta^t$ to $\Theta^\tau$), and of rows that the correction adds.
 
     A subclass implements up to three methods, which return new values and never modify their inputs:
 
-    - `coefficients` computes the coefficient matrix from the Gram matrix. Every subclass must implement it.
-    - `extend` adds rows to the frame. It is needed if the correction uses vectors other than $v$ and $g$.
-    - `update_state` computes the tensors of the state. It is needed if the correction is stateful.
+    - `coefficients` computes the coefficients of these combinations from the inner products of the rows. Every
+      subclass must implement it.
+    - `extend` adds rows to the frame. A subclass overrides it to use vectors other than $v$ and $g$.
+    - `update_state` computes the tensors of the next state. A stateful subclass overrides it.
 
     Attributes:
         granularity: `"tensor"` if the correction reads the Gram matrices of segments, such as `gram["head.weight"]`.
@@ -168,7 +173,10 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""Return the matrix $C$ and the next state. Corrected displacement i is $\sum_j C_{ij} r_j$.
+        r"""Return the coefficient matrix $C$ and the next state.
+
+        The corrected displacement i is $\sum_j C_{ij} r_j$, where $r_1, \dots, r_k$ are the rows of the frame: the
+        displacements, the drift and the rows that `extend` added.
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$ and of the rows that `extend` added.
@@ -188,7 +196,7 @@ class Correction(abc.ABC):
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether the correction adds rows to `frame`, which is the case if the class overrides `extend`."""
+        """Return whether `extend` adds rows to `frame`. By default, this is assumed if the class overrides `extend`."""
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -199,7 +207,8 @@ class Correction(abc.ABC):
         Args:
             frame: the frame of displacements and the drift.
             state: the state that the last call returned, for a stateful correction. It is not modified.
-            granularity: overrides the granularity of the correction, if a later step needs segments.
+            granularity: the granularity of the Gram matrix. It overrides the attribute of the correction if a later
+                step needs segments.
             auxiliary: the name, the minuend and the subtrahend of an additional vector of a flat space. The same pass
                 computes the inner products of this vector with the rows. The vector itself is not corrected.
 
@@ -269,14 +278,17 @@ class Correction(abc.ABC):
 class Composition(Correction):
     r"""A sequence of corrections, each applied to the result of the previous correction.
 
-    The coefficients of $a$ followed by $b$ are $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$. Here $G$ is the Gram
-    matrix, and $\bar C_a$ is $C_a$ with an additional row for the unchanged drift.
+    The operator `a >> b` builds a composition. Let $C_a$ be the coefficients of the correction $a$, and let
+    $\bar C_a$ be $C_a$ with an additional row for the unchanged drift. If $G$ is the Gram matrix of the original rows,
+    then $\bar C_a G \bar C_a^\top$ is the Gram matrix after $a$. The coefficients of the composition are therefore
+    $C = C_b(\bar C_a G \bar C_a^\top)\, \bar C_a$.
 
-    The composition usually needs only one pass over the rows. Another pass is needed to compute intermediate rows if:
+    For this reason, a composition usually reads the rows only once. It computes the displacements after $a$, which
+    costs another pass, in three cases:
 
-    - the next correction adds rows to the frame;
-    - the next correction is stateful;
-    - so little of a displacement is left that rounding errors dominate $\bar C_a G \bar C_a^\top$.
+    - The correction $b$ adds rows to the frame.
+    - The correction $b$ is stateful.
+    - The displacements after $a$ are so small that rounding errors dominate $\bar C_a G \bar C_a^\top$.
 
     Attributes:
         parts: the corrections, from the first to the last.
@@ -300,18 +312,21 @@ class Composition(Correction):
         matrix, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
             after, states[i] = part.coefficients(gram.corrected(matrix), states[i])
+            # `after` refers to the displacements after the previous parts, so the coefficient matrices are multiplied.
             matrix = after @ gram.with_drift(matrix)
         return matrix, tuple(states) if self.keeps_state else None
 
     def apply(
         self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
+        # All parts use the finest granularity. The Gram matrix of the model is the sum of those of its segments.
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)
         states[0] = done.state
         for i, part in enumerate(self.parts[1:], 1):
-            # In these cases, the intermediate rows are formed. Otherwise, their Gram matrix follows from the first one.
+            # Added rows and states need the intermediate displacements themselves, and cancellation makes their Gram
+            # matrix inaccurate. In all other cases, the Gram matrix follows from that of the original rows.
             if part.keeps_state or part.adds_rows(done.frame) or done.lost_to_cancellation():
                 moved = done.frame.with_displacements(done.rows())
                 formed = part.apply(moved, states[i], granularity=finest, auxiliary=auxiliary)
@@ -331,7 +346,7 @@ Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
 
 def by_granularity(coefficients: Rule) -> Rule:
-    """Decorate `coefficients` to treat each segment separately if `granularity` is `"tensor"`."""
+    """Decorate a method `coefficients` so that `granularity="tensor"` applies it to each segment separately."""
 
     @wraps(coefficients)
     def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:

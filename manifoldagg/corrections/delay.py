@@ -1,4 +1,4 @@
-"""Tangent and position readings of a stale update, and delay compensation with an estimate of the Hessian."""
+"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,9 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Tangent(Correction):
-    r"""The tangent reading: the displacement is applied unchanged, $\pi v = v$ (ASGD).
+    r"""The identity correction $\pi v = v$: the server adds the displacement unchanged, as in ASGD.
+
+    An update is thus interpreted as a tangent, that is, as a step that is valid from any model.
 
     Source: Manifold (AsyncTan).
     """
@@ -35,13 +37,16 @@ class Tangent(Correction):
 
 @dataclass(frozen=True)
 class Position(Correction):
-    r"""The position reading: the displacement from the current model to the client's model (FedAsync).
+    r"""Replace the displacement by the vector from the current model to the client's model, as in FedAsync.
 
-    $$\pi v = v - g$$
+    An update is thus interpreted as a position, that is, as the model that the client has reached. The drift $g$ is the
+    change of the server's model since the client started, so the corrected displacement is
 
-    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. It differs from $v - g$ with the
-    transported $v$ by terms of third order. The frame therefore gets these tangent vectors as additional rows. If
-    another correction was applied before, $v$ is first transported back to the base.
+    $$\pi v = v - g.$$
+
+    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. This vector differs from the transported
+    $v$ minus $g$ by terms of third order, so the frame gets it as an additional row. If another correction was applied
+    before, $v$ is first transported back to the base.
 
     Source: Manifold (AsyncPos).
 
@@ -83,9 +88,10 @@ class Position(Correction):
 class DelayCompensated(Correction):
     r"""First-order correction of a stale gradient, with the outer product of the gradient in place of the Hessian.
 
-    The gradient is $e = -v$. For the log-likelihood, the mean of the outer product $e e^\top$ is the mean of the
-    Hessian $H$. The gradient at the current model is about $e + H g$, so the correction with a factor $\lambda$ is
-    $\pi v = -(e + \lambda\, e e^\top g)$. This is the form `"outer"`:
+    The displacement $v$ is minus a gradient $e$, which the client computed at an old model. If $H$ is the Hessian and
+    $g$ the drift, the gradient at the current model is about $e + H g$. The Hessian is too large to compute. For the
+    negative log-likelihood, however, the mean of the outer product $e e^\top$ equals the mean of $H$. The correction
+    therefore replaces $H$ by $\lambda\, e e^\top$, with a factor $\lambda$. This is the form `"outer"`:
 
     $$\pi v = v - \lambda\, \langle v, g \rangle\, v.$$
 
@@ -93,14 +99,17 @@ class DelayCompensated(Correction):
 
     $$\pi v = v - \lambda\; v \odot v \odot g.$$
 
+    The two forms differ in their requirements:
+
     - The outer form needs only inner products. It does not depend on coordinates, and works on every space. On a curved
       space, $v$ and $g$ are tangent vectors at $\Theta^\tau$. The outer form multiplies $v$ by a number, which is
       negative if $\lambda \langle v, g \rangle > 1$.
-    - The diagonal form is used in DC-ASGD. It requires flat leaves. The elementwise products are additional rows of the
-      frame in float64, one for each displacement.
+    - The diagonal form, which DC-ASGD uses, requires flat leaves, because elementwise products depend on coordinates.
+      The products are additional rows of the frame in float64, one for each displacement.
 
     With `adaptive` (DC-ASGD-a), $\lambda$ is $\lambda_0 / \sqrt{m + 10^{-7}}$ elementwise. The state is the running
-    mean square $m \leftarrow \rho\, m + (1 - \rho)\, v \odot v$, where $v$ is the displacement of the end point.
+    mean square $m$ of the displacements. Each update changes it to $m \leftarrow \rho\, m + (1 - \rho)\, v \odot v$,
+    where $v$ is the displacement of the end point.
 
     Args:
         strength: $\lambda \ge 0$. With `adaptive`, $\lambda_0 \ge 0$.
@@ -110,7 +119,7 @@ class DelayCompensated(Correction):
 
     Raises:
         ArgumentError: if an option is out of range (the message names it), or if a mean square overflows. In the
-            diagonal form, also if the space is curved, because an elementwise product depends on coordinates.
+            diagonal form, also if the space is curved.
 
     Source: Zheng et al. 2017, DC-ASGD-c and -a; Report (12). Manifold §2.2 describes the outer form in words.
 
@@ -152,6 +161,7 @@ class DelayCompensated(Correction):
         if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _row_tensors(row)]):
             rows = self._products(frame, state)
         else:
+            # The products are formed chunk by chunk, so that the float64 copies of v and g stay in the cache.
             rows = [frame.empty_vector(torch.float64) for _ in range(n)]
             for part, known, targets in _frame_chunks(frame, state if self.adaptive else None, rows):
                 for target, product in zip(targets, self._products(part, known), strict=True):
@@ -173,8 +183,10 @@ class DelayCompensated(Correction):
     def update_state(self, frame: Frame, coefficients: Matrix, state: Any) -> Any:
         if not (self.adaptive and frame.num_displacements):
             return state
+        # The squares of a half-precision gradient would underflow, so the state has at least float32.
         wide = torch.promote_types(frame.dtype, torch.float32)
         square = frame.empty_vector(wide)
+        # A state must not retain the autograd graph of earlier updates, so the rows are detached.
         for part, known, (target,) in _frame_chunks(frame.detach(), state, [square]):
             target.copy_(self._mean_square(part, known))
         if not is_finite(square):
@@ -184,6 +196,7 @@ class DelayCompensated(Correction):
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
         r"""Compute $v_i \odot v_i \odot g$ for each i. With `adaptive`, divide by the root of the mean square."""
         n = frame.num_displacements
+        # DC-ASGD-a includes the current gradient in the mean square by which the same gradient is divided.
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
         found = []
@@ -208,7 +221,10 @@ def _product_name(i: int) -> str:
 def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
-    """Yield chunks of the frame, of the mean square in the state, and of other vectors. Each tensor is one chunk."""
+    """Yield matching chunks of the frame, of the mean square in the state, and of other vectors.
+
+    A chunk never extends over two tensors of the model, because the rows of a frame can be lists of tensors.
+    """
     known = []
     if state is not None:
         known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
@@ -219,6 +235,7 @@ def _frame_chunks(
         start = here.stop
         rows = [_row_part(row, j, here) for row in frame.rows]
         less = [_row_part(row, j, here) for row in frame.minus if row is not None]
+        # Missing subtrahends are skipped here, and are inserted again as `None` below.
         for parts in chunks(*rows, *less, *(vector[here] for vector in (*known, *others))):
             taken = iter(parts[k:])
             minus = tuple(None if row is None else next(taken) for row in frame.minus)

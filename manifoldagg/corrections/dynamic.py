@@ -24,31 +24,32 @@ PHASES = ("gradient", "tangent", "position")
 class OrthoDyn(Correction):
     r"""A correction in three phases: OrthoGrad first, then `Tangent`, and finally OrthoPos near a minimum.
 
-    By default, the straightness of the server's path selects the phase. Let $u$ be the corrected displacement of the
-    end point. Then
+    Early in a run, the server's model moves in one direction. Near a minimum, it moves back and forth. By default, the
+    correction detects this change from the straightness of the path. Let $u$ be the corrected displacement of the end
+    point of an update, and let EMA denote an exponential moving average over the updates. The straightness
 
     $$r = \|\operatorname{EMA}(u)\| \,/\, \operatorname{EMA}(\|u\|) \in [0, 1]$$
 
-    is 1 on a straight path and small on a circular path. A run begins with OrthoGrad. `Tangent` begins when $r$ falls
-    below `upper - hysteresis`, and OrthoPos begins when $r$ falls below `lower - hysteresis`. The correction never
-    returns to an earlier phase.
+    is 1 on a straight path and small on a circular path. A run begins with OrthoGrad. When $r$ falls below
+    `upper - hysteresis`, the correction changes to `Tangent`. When $r$ falls below `lower - hysteresis`, it changes to
+    OrthoPos. The correction never returns to an earlier phase.
 
-    The state consists of the mean vector, the mean length, the phase and the number of updates. The mean vector is an
-    additional row of the frame.
+    The state consists of the mean vector $\operatorname{EMA}(u)$, the mean length $\operatorname{EMA}(\|u\|)$, the
+    phase and the number of updates. The mean vector is an additional row of the frame.
 
     Args:
         schedule: a function from the number of updates $\tau = 0, 1, \dots$ to `"gradient"`, `"tangent"` or
-            `"position"`. It replaces $r$.
+            `"position"`. If it is given, it selects the phase instead of $r$.
         upper: the threshold at which OrthoGrad ends.
         lower: the threshold at which OrthoPos begins.
         hysteresis: the margin below a threshold at which the phase changes.
-        decay: the decay of the means.
+        decay: the factor by which each update multiplies the weights of all earlier updates in the two averages.
         clip: whether to use the continuous form of OrthoPos.
         granularity: the granularity of the projections. $r$ always refers to the whole model.
 
     Raises:
-        ArgumentError: if an option is out of range, or on a curved space without a schedule. Steps in the tangent
-            spaces of different points have no mean.
+        ArgumentError: if an option is out of range, or if the space is curved and no schedule is given. Steps in
+            the tangent spaces of different points have no mean.
 
     Source: Report (16). The criterion $r$ is specific to this library.
 
@@ -81,6 +82,7 @@ class OrthoDyn(Correction):
             return frame
         frame.require_flat("OrthoDyn without a schedule, the mean of steps from different points,", sums_only=True)
         if state is None or "mean" not in state:
+            # Before the first update, the mean is 0. A row minus itself is 0 and needs no memory.
             return frame.with_row("mean step", frame.current, frame.current)
         if not frame.ambient.leaves:
             check_shape("state['mean']", state["mean"], frame.size)
@@ -93,6 +95,7 @@ class OrthoDyn(Correction):
         length = state["length"]
         if self.schedule is not None:
             phase = check_choice(f"schedule({version})", self.schedule(version), PHASES)
+        # Without a schedule, the current phase corrects this update, and its result decides the next phase.
         matrix, _ = self.correction_for(phase).coefficients(gram)
         if self.schedule is None and gram.num_displacements:
             length, phase = self._update_phase(gram, matrix[..., -1, :], length, phase)
@@ -114,7 +117,10 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """Return the coefficients of the updated mean step. The last row of the frame is the current mean step."""
+        """Return the coefficients of the next mean step, given the coefficients of the current step.
+
+        The last row of the frame is the previous mean step.
+        """
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after
@@ -125,6 +131,7 @@ class OrthoDyn(Correction):
         mean = gram.squared_norm(self._next_mean(coefficients))
         # Rounding can make a square slightly negative. `0 * step` preserves the type of symbolic numbers.
         length = self.decay * length + (1 - self.decay) * max(step, 0 * step) ** 0.5
+        # As long as no update has moved the model, the path has no direction.
         if length == 0:
             return length, phase
         straight = max(mean, 0 * mean) ** 0.5 / length

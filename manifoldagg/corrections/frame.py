@@ -1,4 +1,4 @@
-"""Frames: the vectors that a correction needs, which are the displacements of an update and the drift of the server."""
+"""Frames, which store the displacements of an update and the drift of the server as the input of a correction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ __all__ = ["GRANULARITIES", "Frame", "detach", "overflow_headroom", "require_fla
 class Frame(FrameRows):
     r"""The displacements of an update and the drift of the server, as tangents at the current model $\Theta^\tau$.
 
-    The rows of a frame are the displacements $v_1, \dots, v_n$, the drift $g$, and any rows that a correction adds.
-    Their form depends on the space:
+    A frame is the input of a correction. It has k rows: the displacements $v_1, \dots, v_n$ of the update, the drift
+    $g$ of the server, and any rows that the correction adds. The form of the rows depends on the space:
 
     - On a flat space, $v_i$ is a displacement from the base $\Theta^t$, and $g = \Theta^\tau - \Theta^t$. The rows are
       differences of stored tensors and are never materialised.
@@ -44,7 +44,7 @@ class Frame(FrameRows):
         rows_are_points: whether each $v_i$ is a point minus the base, like the drift.
         transporter: the transport from the base of a curved space; `None` on a flat space.
         base_displacements: the displacements (n, *shape) at the base, if they are known.
-        ambient: the space that computes inner products and sums of rows that are not tangent to a curved leaf.
+        ambient: the space in which inner products and sums of the rows are computed, except on a curved space.
         is_pseudo_gradient: whether every row has the opposite sign, as in a pseudo-gradient. The sign does not change
             inner products.
         unmeasured: the indices of the rows that `gram` does not read, with upper bounds on their norms.
@@ -93,7 +93,8 @@ class Frame(FrameRows):
     ) -> "Frame":
         r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space.
 
-        The rows are $-v_i$ and $-g$.
+        A pseudo-gradient is the negative displacement $-v_i$ to a control point $\varphi_i$. For a common sign, the
+        frame stores the negative drift $-g$ too.
 
         Example:
             >>> import torch
@@ -175,7 +176,7 @@ class Frame(FrameRows):
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return $\sum_j c_j\, r_j$, a linear combination of the rows, for the state of a rule.
+        r"""Return the linear combination $\sum_j c_j\, r_j$ of the rows, to be stored in the state of a rule.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
@@ -190,13 +191,13 @@ class Frame(FrameRows):
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
 
-        An entry changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$. If this bound is below a quarter of the spacing of the
-        two largest numbers of each dtype, the model stays finite. Otherwise, the method computes and checks the sum
-        tensor by tensor, in temporary memory.
+        The check usually reads no tensor. An entry changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the
+        Gram matrix. If this bound is below a quarter of the spacing of the two largest numbers of each dtype, no entry
+        can overflow. Otherwise, the method computes and checks the sum tensor by tensor, in temporary memory.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
-            coefficients: one for each row, or (S, k) with one row for each segment.
+            coefficients: $c$, one for each row, or (S, k) with one row for each segment.
 
         Returns:
             A `Combination` that the server computes at the end of the step. If the space has low-rank leaves, a new
@@ -207,6 +208,7 @@ class Frame(FrameRows):
         """
         line = np.asarray(coefficients, dtype=object)
         new = Combination(self, line, from_current=True)
+        # The truncation of a low-rank leaf is not linear, so the bound on the norm does not apply to its result.
         if self.ambient.leaves:
             formed = new.compute()
             if not is_finite(*tensors_of(formed)):

@@ -1,4 +1,4 @@
-"""Gram matrices with named rows. Most corrections read nothing else."""
+"""Gram matrices with named rows, from which most corrections compute their coefficients."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,10 @@ Matrix = np.ndarray[Any, np.dtype[np.object_]]
 """An array of Python floats, torch numbers or sympy expressions. The same code computes with all three types."""
 
 CANCELLATION_TOLERANCE = 1e-6
-"""The relative size of a squared norm below which a correction has lost the norm to cancellation.
+"""The threshold for cancellation, relative to the squared norm before the correction.
 
-Above this bound, at least ten digits of the square are correct, or five digits of the norm.
+If a squared norm after the correction is above this fraction, at least ten of its digits are correct. If it is below,
+rounding errors may dominate it.
 """
 
 
@@ -134,16 +135,17 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k rows. All rows after them must be additional rows."""
+        """Return the Gram matrix of the first k rows. Only additional rows can be dropped in this way."""
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
 
     def identity(self) -> Matrix:
-        """Return the coefficients that leave the displacements unchanged: (n, k)."""
+        """Return the coefficients (n, k) that leave the displacements unchanged."""
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Append a row for the unchanged drift to the coefficients $C$: $\bar C$, (n + 1, k) or (S, n + 1, k)."""
+        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): the coefficients $C$ and a row for the unchanged drift."""
+        # A 1 in the column of the drift. The same row serves all segments.
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
 
@@ -186,7 +188,7 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Return whether rounding errors dominate the inner products of a corrected displacement.
+    """Return whether cancellation made the inner products of a corrected displacement inaccurate.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.

@@ -19,16 +19,17 @@ __all__ = ["KrylovDC"]
 class KrylovDC(Correction):
     r"""Subtract the part of the displacement that the drift already covers, estimated from the client's training path.
 
-    The displacements $v_j = \theta_j - \Theta^t$ are points of the training path, with an equal number of local steps
-    between them. Their differences $w_j = v_j - v_{j-1}$ are the steps of the path.
+    The client reports n points $\theta_j$ of its training path, with an equal number of local steps between them. The
+    displacements are $v_j = \theta_j - \Theta^t$, and the steps of the path are $w_j = v_j - v_{j-1}$ with $v_0 = 0$.
 
     On a quadratic loss, gradient descent maps each step to the next step by one symmetric matrix $B$, so that
     $w_{j+1} = B\, w_j$. If no local step overshoots the minimum, the eigenvalues of $B$ are in [0, 1]. Suppose that the
     client had started from the current model $\Theta^\tau = \Theta^t + g$. Its displacements would then have been
     $v_j + (B^j - I)\, g$.
 
-    The steps form a Krylov sequence of $B$. The Rayleigh-Ritz method gives the best approximation of $B$ on the span of
-    $w_1, \dots, w_{n-1}$: values $\beta_i$, clipped to [0, 1], and orthonormal vectors $q_i$. The correction is
+    The matrix $B$ is unknown, but the steps determine its action on their span, because they form a Krylov sequence of
+    $B$. The Rayleigh-Ritz method therefore approximates $B$ on the span of $w_1, \dots, w_{n-1}$. It returns
+    approximate eigenvalues $\beta_i$, clipped to [0, 1], and orthonormal eigenvectors $q_i$. The correction is
 
     $$\pi v_j = v_j - \sum_i (1 - \beta_i^j)\, \langle q_i, g\rangle\, q_i.$$
 
@@ -41,8 +42,8 @@ class KrylovDC(Correction):
     - On a quadratic loss, the correction is exact for a drift within the span. This requires that $n - 1$ is the number
       of distinct eigenvalues that the first gradient excites.
 
-    A single point is not a path and is left unchanged. A client only has to report intermediate points of its training.
-    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n` reports them.
+    A single displacement has no earlier step to compare with, so it is left unchanged. The trainer
+    [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n` reports the n points of the path.
 
     Args:
         granularity: `"tensor"` for a separate span with n - 1 directions in each named tensor, or `"model"`.
@@ -99,9 +100,10 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    """Compute the Ritz values and Ritz vectors of the symmetric matrix that maps each step to the next step.
+    """Approximate the symmetric matrix that maps each step to the next step, on the span of the steps.
 
-    The values are clipped to [0, 1].
+    The Ritz values and Ritz vectors are approximate eigenvalues and eigenvectors of this matrix. The values are clipped
+    to [0, 1].
 
     Args:
         inner: (..., n, n) inner products of the steps.
@@ -117,6 +119,8 @@ def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
         (array([0.25]), array([[0.5]]))
     """
     squares, axes = np.linalg.eigh(inner[..., :-1, :-1])
+    # The eigenvectors of the Gram matrix, divided by the roots of the eigenvalues, express an orthonormal basis of the
+    # span in terms of the steps. Small eigenvalues are noise, so their directions are discarded.
     seen = squares > tolerance * squares[..., -1:]
     basis = axes * np.where(seen, 1 / np.sqrt(np.where(seen, squares, 1.0)), 0.0)[..., None, :]
     # For a symmetric map, these products are symmetric. Noise or a loss that is not quadratic makes them asymmetric.

@@ -1,4 +1,4 @@
-"""Orthogonal corrections: removal of the component of an update along the drift."""
+"""Orthogonal corrections, which remove the component of an update along the drift."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,11 @@ class OrthoDC(Correction):
     The drift $g$ is the change of the server model since the client started. The projection is the nearest vector to
     $v$ that is orthogonal to $g$. The threshold $\vartheta$ selects the displacements that are projected:
 
-    - $\vartheta = 1$: all displacements. The projection then removes the difference between `Position` and
-      `Tangent`.
-    - $\vartheta = 0$: displacements with a negative or zero inner product with $g$ (gradient surgery).
-    - $\vartheta = -1$: no displacement.
+    - With $\vartheta = 1$, all displacements are projected. `Position` and `Tangent` differ only along $g$, so both
+      have the same projection.
+    - With $\vartheta = 0$, the displacements with a negative or zero inner product with $g$ are projected (gradient
+      surgery).
+    - With $\vartheta = -1$, no displacement is projected.
 
     If $v$ or $g$ is zero, $v$ is returned unchanged.
 
@@ -67,19 +68,22 @@ class OrthoDC(Correction):
 class OrthoCorrect(Correction):
     r"""Project displacements that conflict with the drift, and subtract $\alpha$ times the drift from the others.
 
+    A displacement $v$ conflicts with the drift $g$ if the cosine of their angle is at most the threshold $\vartheta$:
+
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v - \alpha\, g & \text{otherwise} \end{cases}$$
 
     With $\alpha = 0$, this is [`OrthoDC`][manifoldagg.corrections.OrthoDC].
 
-    The published formula is discontinuous where $v$ begins to conflict, that is, where $v$ is almost orthogonal to $g$.
-    Rounding then decides the result. The option `clip` makes the correction continuous: it subtracts
+    The published formula with $\vartheta = 0$ is discontinuous: if $v$ is almost orthogonal to $g$, rounding errors
+    decide which case applies. The option `clip` makes the correction continuous. It subtracts
     $\min(\langle v, g\rangle / \langle g, g\rangle,\, \alpha)\, g$ from every displacement.
 
     If $v$ or $g$ is zero, the angle is undefined and $v$ is returned unchanged.
 
     Args:
-        alpha: $\alpha$.
+        alpha: $\alpha$, the multiple of the drift that is subtracted from a displacement without a conflict. The value
+            1 corresponds to `Position`, and 0 corresponds to `Tangent`.
         threshold: $\vartheta \in [-1, 1]$.
         clip: whether to use the continuous form. It requires $\vartheta = 0$ and $\alpha \ge 0$.
         granularity: `"model"` or `"tensor"`.
@@ -119,7 +123,8 @@ class OrthoCorrect(Correction):
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     r"""Return a correction that projects the displacement if it conflicts with the drift (gradient surgery).
 
-    This is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
+    A displacement conflicts with the drift if their inner product is negative or zero. Other displacements remain
+    unchanged. The correction is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
 
     Source: Report §3.
 
@@ -133,8 +138,9 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     r"""Return a correction that subtracts the drift, or projects the displacement if it conflicts with the drift.
 
-    This is `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, the result equals gradient surgery on
-    $v - g$. Without `clip`, the two differ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
+    A displacement $v$ conflicts with the drift $g$ if their inner product is negative or zero. The correction is
+    `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, it equals gradient surgery on $v - g$. Without
+    `clip`, it differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
 
     Source: Report §3.
 
@@ -146,9 +152,10 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that always projects the displacement orthogonally to the drift.
+    r"""Return a correction that projects every displacement orthogonally to the drift.
 
-    This is `OrthoCorrect` with $\vartheta = 1$, for which $\alpha$ has no effect.
+    The correction is `OrthoCorrect` with $\vartheta = 1$. Every displacement counts as a conflict, so $\alpha$ has no
+    effect.
 
     Source: Report §3.
 
@@ -177,9 +184,9 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Return whether the cosine of $v$ and $g$ is at most the threshold.
+    r"""Return whether a displacement $v$ conflicts with the drift $g$: its cosine with $g$ is at most the threshold.
 
-    The result is always false for the threshold -1, and always true for the threshold 1.
+    The threshold -1 selects no displacement, and the threshold 1 selects all displacements.
 
     Args:
         threshold: $\vartheta$.

@@ -14,12 +14,13 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["rotate_control", "rotation_coefficients"]
 
 NEARLY_OPPOSITE = 1e-3
-r"""If $1 + \cos$ is below this bound, the inner products do not determine the plane accurately.
+r"""The bound on $1 + \cos$ of two chords, below which the chords count as nearly opposite.
 
-The second direction is then materialised and its inner products are recomputed.
+The inner products of such chords do not determine their plane accurately. The rotation is then computed from the
+vectors themselves.
 """
 SMALL = 1e-280
-"""Squares below this bound have lost some or all of their digits to underflow."""
+"""The bound on the squared length of a chord, below which underflow has removed some or all of its digits."""
 
 
 def rotate_control(
@@ -33,7 +34,8 @@ def rotate_control(
 ) -> Float[Tensor, "..."]:
     r"""Rotate the middle control point of a curve so that its position relative to the corrected chord stays the same.
 
-    The chord of the curve is $\Theta_i - \Theta^t$, and the corrected chord is $\hat\Theta - \Theta^\tau$:
+    A correction moves both ends of a curve of degree 2, so its middle control point $\varphi$ must follow. The chord of
+    the curve is $\Theta_i - \Theta^t$, and the corrected chord is $\hat\Theta - \Theta^\tau$. The new control point is
 
     $$\hat\varphi = \tfrac12 (\Theta^\tau + \hat\Theta) + R\left(\varphi - \tfrac12 (\Theta^t + \Theta_i)\right)$$
 
@@ -45,8 +47,8 @@ def rotate_control(
     There are two special cases:
 
     - Opposite chords do not span a plane. $R$ then negates the component along $a$ and leaves the rest unchanged.
-      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$ of the dtype, the size of
-      rounding errors.
+      Chords count as opposite if the sine of their angle is below $\varepsilon^{3/4}$, where $\varepsilon$ is the
+      machine epsilon of the dtype. A smaller sine could result from rounding errors.
     - A chord of length 0 has no direction. $R$ is then the identity, as for parallel chords.
 
     Args:
@@ -101,8 +103,8 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
             $e = \hat\Theta - \Theta^\tau$.
 
     Returns:
-        The three coefficients, or `None` if inner products do not determine the rotation accurately. This is the case
-        if a chord is very short, or if the chords are nearly opposite.
+        The three coefficients. If a chord is very short, or if the chords are nearly opposite, the inner products do
+        not determine the rotation accurately. The result is then `None`.
     """
     pd = inner[0][1]
     pe = inner[0][2]
@@ -127,9 +129,10 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """Rotate the control point by vectors instead of inner products, for nearly opposite or tiny chords.
+    """Rotate the control point for nearly opposite or very short chords.
 
-    Gram-Schmidt with one re-orthogonalisation determines the plane.
+    The inner products of such chords are inaccurate. The function therefore computes an orthonormal basis of the plane
+    from the vectors, by the Gram-Schmidt method with one re-orthogonalisation.
     """
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())
@@ -143,7 +146,7 @@ def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, go
     middle = (now.double() + goal.double()) / 2
     if not (bool(e1.any()) and bool(unit.any())):
         return torch.add(middle, x).to(phi.dtype)
-    # Rounding errors would determine the second direction of the plane.
+    # For a smaller sine, rounding errors would determine the second direction of the plane.
     if bool(sine <= torch.finfo(phi.dtype).eps ** 0.75):
         turned = x if bool(cosine > 0) else x - 2 * (e1 @ x) * e1
         return torch.add(middle, turned).to(phi.dtype)

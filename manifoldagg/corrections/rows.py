@@ -94,7 +94,7 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs on a curved space, or the truncation errors on low-rank leaves."""
+        """The number of ladder rungs on a curved space, or truncation errors of low-rank leaves, for the receipt."""
         if self.transporter is None:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
@@ -137,8 +137,8 @@ class FrameRows:
             name: the name of the row.
             plus: the row, or its minuend.
             minus: the subtrahend of the row.
-            norm_only: whether only the norm of the row is needed. If `plus` is a tensor list with a `norm_bound`, it is
-                then not read, and its inner products are NaN.
+            norm_only: whether only the norm of the row is needed. If `plus` is a tensor list with a `norm_bound`, the
+                bound replaces the norm. `gram` then does not read the row, and the inner products of the row are NaN.
         """
         bound = plus.norm_bound if norm_only and minus is None and isinstance(plus, TensorList) else None
         unmeasured = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
@@ -150,7 +150,7 @@ class FrameRows:
 
     @property
     def has_norm_bounds(self) -> bool:
-        """Whether the norms of the rows, or upper bounds on them, are known."""
+        """Whether `gram` has already measured the norms of the rows, or upper bounds on them."""
         return "_norm_bounds" in self.__dict__
 
     def detach(self: Self) -> Self:
@@ -159,7 +159,11 @@ class FrameRows:
         return replace(self, rows=tuple([detach(row) for row in self.rows]), minus=minus)
 
     def with_displacements(self: Self, displacements: Float[Tensor, "n P"] | Sequence[Row]) -> Self:
-        """Return the frame with new tangents at the current point and without additional rows."""
+        """Return a frame with the same drift, the given displacements, and without additional rows.
+
+        Args:
+            displacements: tangents at the current point.
+        """
         n = self.num_displacements
         minus = (*(None for _ in displacements), self.minus[n])
         # Only the drift is still a difference. The displacements are tangents without a subtrahend.
@@ -211,6 +215,7 @@ class FrameRows:
                 inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
         else:
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
+            # A curved space always has one matrix per leaf, because each leaf has its own metric.
             inner = inner if per_segment else inner.sum(0, keepdim=True)
             measured = every
         parts = as_object_array(inner)
@@ -231,7 +236,7 @@ class FrameRows:
         return result
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
-        """Store bounds on the norms of the rows, given the diagonal of their Gram matrix."""
+        """Store the norms of the rows for later bounds, given the diagonal of the Gram matrix of the rows."""
         # Rounding can make the square of a zero row slightly negative.
         known = self.unmeasured
         self.__dict__["_norm_bounds"] = [
@@ -241,10 +246,12 @@ class FrameRows:
     def norm_bound(self, coefficients: Matrix) -> float:
         r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of a linear combination.
 
-        The method reads the rows only if `gram` has not been called yet.
+        Here $c_{Sj}$ is the coefficient of row $j$ in segment $S$, and $G$ is the Gram matrix. The norms come from an
+        earlier call of `gram`. If there was none, the method calls `gram`, which reads the rows.
         """
         if not self.has_norm_bounds:
             self.gram()
+        # Only the norm of a whole row is known, so the largest coefficient of all segments is used.
         most = np.abs(np.atleast_2d(coefficients)).max(axis=0).tolist()
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
@@ -290,12 +297,14 @@ class FrameRows:
         )
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once. Coefficients (S, k) have one row for each segment.
+        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once.
 
-        On a low-rank leaf, the result is the nearest matrix of the leaf's rank.
+        Coefficients of shape (S, k) have one row for each segment. On a low-rank leaf, the result is the nearest matrix
+        of the leaf's rank.
 
-        If the coefficients of the rows that start at $\Theta^t$ sum to 0, these rows are computed as differences from
-        $\Theta^\tau$ instead. The result for `Position` is therefore exactly $\varphi_i - \Theta^\tau$.
+        If the coefficients of the displacements and the drift sum to 0, their common subtrahend $\Theta^t$ cancels. The
+        method then subtracts $\Theta^\tau$ instead of $\Theta^t$ from their end points, so that the drift becomes 0.
+        The result of `Position` is therefore exactly $\varphi_i - \Theta^\tau$ for a control point $\varphi_i$.
 
         Raises:
             ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
@@ -309,7 +318,7 @@ class FrameRows:
         return combine(base, rows, numbers, segments=segments, out=out)
 
     def _operands_from_current(self) -> Operands:
-        """Return operands that are differences from the current model instead of differences from the base."""
+        """Return the operands with the current model, instead of the base, as the subtrahend."""
         rows = self.operands
         n = self.num_displacements
         return rows.with_minus((rows.plus[n],) * (n + 1) + rows.minus[n + 1 :])
@@ -317,7 +326,10 @@ class FrameRows:
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
     ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Return the coefficients as plain numbers, with the segments to which they apply and the subtrahends."""
+        """Return the coefficients as plain numbers, the lengths of their segments, and the subtrahends of the rows.
+
+        `combine` describes when the subtrahends change from the base to the current model.
+        """
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
         numbers = given.tolist() if apart else [given.tolist()]
@@ -352,14 +364,17 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return a deferred `combine`. Several deferred combinations can be computed in one pass."""
+        """Return the linear combination of `combine` without computing it, so that one pass can compute several."""
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
         rows = self.operands if minus is self.minus else self._operands_from_current()
         return LinearCombination.of(base, rows, numbers, None, out)
 
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
-        """Return whether the row norms imply that the new model is finite. The arguments are the same as in `move`."""
+        """Return whether the norms of the rows prove that the new model is finite.
+
+        The arguments are the same as those of [`Frame.move`][manifoldagg.corrections.Frame.move].
+        """
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
         return bound <= overflow_headroom(self.current)
@@ -375,7 +390,7 @@ def detach(row: Row) -> Row:
 
 
 def overflow_headroom(point: Row) -> float:
-    """Return an increment that even the largest number of each dtype absorbs without overflow."""
+    """Return an upper bound on increments that cannot make any finite entry of `point` overflow."""
     if isinstance(point, tuple):
         return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
     return _dtype_headroom(point.dtype)

@@ -17,9 +17,9 @@ from manifoldagg.manifolds import check_tangent
 __all__ = ["GradientSurgery", "Pairwise"]
 
 RANK_TOLERANCE = 1e-7
-"""The default rank tolerance.
+"""The default rank tolerance: the fraction of a row's norm that must be outside the span of the other rows.
 
-A row counts as linearly independent if at least this fraction of its norm is outside the span of the other rows.
+A row with a smaller fraction counts as linearly dependent.
 """
 
 
@@ -27,11 +27,12 @@ A row counts as linearly independent if at least this fraction of its norm is ou
 class GradientSurgery(Correction):
     r"""Gradient surgery (PCGrad) for the updates of several clients and the drift.
 
-    Each displacement $u = v_i$ is compared with the other original displacements and the drift, one after another. If
-    the inner product of $u$ with such a row $r$ is negative, the component of $u$ along $r$ is removed.
+    For each displacement $v_i$, the correction starts with $u = v_i$. It then compares $u$ with the other original
+    displacements and with the drift, one after another. If the inner product of $u$ with such a row $r$ is negative,
+    the correction removes the component of $u$ along $r$.
 
     Do not use this correction for the control points of a single curve, because it would deform the curve. For a single
-    displacement, it equals OrthoDC with $\vartheta = 0$.
+    displacement, the correction equals OrthoDC with the threshold 0.
 
     Args:
         order: the order in which the n + 1 rows are processed; the drift has index n. By default, the order of the
@@ -72,8 +73,10 @@ class GradientSurgery(Correction):
         matrix = gram.identity()
         for i, line in enumerate(matrix):
             for j in order:
+                # A zero row, such as the drift of a fresh update, has no direction to project along.
                 if j == i or inner[j, j] == 0:
                     continue
+                # The inner product of the row j with the displacement as it is now, after the projections so far.
                 along = line[: n + 1] @ inner[: n + 1, j]
                 if along < 0:
                     line[j] = line[j] - along / inner[j, j]
@@ -86,8 +89,10 @@ class Pairwise(Correction):
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
-    The coefficients $x_j$ come from a pivoted Cholesky factorisation of the float64 Gram matrix. An update counts as
-    linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the other updates.
+    Here $o_1, \dots, o_m$ are the updates of the other clients, so the result is orthogonal to all of them. The
+    coefficients $x_j$ come from a pivoted Cholesky factorisation of the Gram matrix in float64. If less than the
+    fraction `tolerance` of the norm of an update is outside the span of the others, the update counts as linearly
+    dependent and is ignored.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.
@@ -202,8 +207,10 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
     def solve(right: Any) -> list[Any]:
         x = [zero for _ in range(m)]
         y: list[Any] = []
+        # The forward substitution processes the pivots in the order of their elimination.
         for p in pivots:
             y.append(right[p] - sum(c[p] * z for c, z in zip(columns, y, strict=False)))
+        # The backward substitution. Dependent rows were no pivots, so their coefficients stay 0.
         for k in reversed(range(len(pivots))):
             p = pivots[k]
             x[p] = y[k] / left[p] - sum(columns[k][q] * x[q] for q in pivots[k + 1 :])

@@ -1,4 +1,4 @@
-"""Transport of tangents on curved spaces from the base to the current point."""
+"""Transport of tangent vectors on curved spaces, from the base of an update to the current point."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,10 @@ DEFAULT_RUNGS = 4
 class Transport(NamedTuple):
     """The transport method of a leaf.
 
-    `method` is `"none"` (for a flat leaf), `"parallel"`, `"projection"` or `"ladder"`. `rungs` is the number of rungs.
+    Attributes:
+        leaf: the name of the leaf.
+        method: `"none"` for a flat leaf, or `"parallel"`, `"projection"` or `"ladder"`.
+        rungs: the number of rungs of a ladder; 0 for the other methods.
     """
 
     leaf: str
@@ -38,17 +41,19 @@ class Transport(NamedTuple):
 class Transporter:
     r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current point $\Theta^\tau$.
 
+    Tangents at different points of a curved space cannot be added. A frame therefore transports the displacements of an
+    update, which are tangents at the base, to the current point. The constructor does not validate its arguments; call
+    `check` to validate them.
+
     Args:
         space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
         base: $\Theta^t$, of the space's shape.
         current: $\Theta^\tau$, of the space's shape.
-        transport: the transport method. `"parallel"` is parallel transport. `"projection"` is not an isometry.
-            `"ladder"` applies the pole ladder to the fraction 1 / `rungs` of the tangent, along `rungs` segments, and
-            multiplies the result by `rungs`. The default for each leaf is `"parallel"` if it has a closed form, and
-            `"ladder"` otherwise.
+        transport: the transport method. `"parallel"` is parallel transport in closed form. `"ladder"` approximates it
+            by the pole ladder: it transports the fraction 1 / `rungs` of the tangent along `rungs` segments, and
+            multiplies the result by `rungs`. `"projection"` projects the tangent orthogonally, which is not an
+            isometry. The default for each leaf is `"parallel"` if it has a closed form, and `"ladder"` otherwise.
         rungs: the number of rungs of a ladder.
-
-    The constructor trusts its arguments; `check` validates them.
     """
 
     space: Manifold
@@ -86,7 +91,7 @@ class Transporter:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The factors of the space, in storage order."""
+        """The leaves of the space, in storage order."""
         return self.space.leaves(self.base)
 
     @cached_property
@@ -95,14 +100,15 @@ class Transporter:
         found = []
         for leaf in self.leaves:
             method = self.transport or ("parallel" if "transport" in leaf.space.capabilities else "ladder")
+            # Tangents at different points of a flat leaf are the same vectors.
             method = "none" if leaf.space.flat else method
             found.append(Transport(leaf.name, method, self.rungs if method == "ladder" else 0))
         return tuple(found)
 
     @cached_property
     def drift(self) -> Tensor:
-        r"""$g = -\log_{\Theta^\tau} \Theta^t$."""
-        # The drift points from the base to the current model, but is a tangent at the current model.
+        r"""The drift $g = -\log_{\Theta^\tau} \Theta^t$, a tangent at the current point."""
+        # The drift leads from the base to the current point. The logarithm at the current point leads the other way.
         return -self.log(self.base, "base")
 
     def log(self, points: Tensor, name: str) -> Tensor:
@@ -114,7 +120,11 @@ class Transporter:
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$ for tangents $v$ at the base."""
+        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$, the tangents from the current point to the client's points.
+
+        Args:
+            displacements: $v$ (n, *shape), tangents at the base.
+        """
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
@@ -124,6 +134,7 @@ class Transporter:
 
     def gram(self, rows: Tensor) -> Tensor:
         """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
+        # Leaves are orthogonal to each other, so the matrix of the space is the sum of those of its leaves.
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -166,11 +177,12 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the inner products of tangents (k, *shape) at `x` in the metric of the space."""
+    """Compute the inner products (k, k) of tangents (k, *shape) at `x`, in the metric of the space."""
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)
     u = tangents.double()
     values = space._inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)
+    # The strictly lower triangle is mirrored, so the diagonal is counted once.
     lower = values.new_zeros(k, k).index_put((i, j), values)
     return lower + lower.tril(-1).mT

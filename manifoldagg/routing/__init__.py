@@ -1,6 +1,8 @@
-"""Routing of tasks to clients: closed queueing networks, convergence bounds, and routings that minimise the bounds.
+"""Routing of tasks to clients, which determines how often an asynchronous server selects each client.
 
-The package represents clients by their service rates and does not use models. It depends only on NumPy and SciPy.
+The package describes a server and its clients as a closed queueing network, in which each client has a service rate. It
+computes delays and convergence bounds as functions of the routing, and finds the routing with the smallest bound. It
+does not use models, and depends only on NumPy and SciPy.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

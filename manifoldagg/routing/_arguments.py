@@ -19,7 +19,9 @@ MAX_RATE = 1e300
 
 
 def rate_vector(values: Numbers) -> np.ndarray:
-    """Return rates in tasks per unit of time as a vector of positive numbers with finite inverses.
+    """Validate service rates (in tasks per unit of time), and return them as a vector.
+
+    The reciprocal of a rate is a mean service time, so very small and very large rates are rejected too.
 
     Raises:
         ArgumentError: if a rate is not between `MIN_RATE` and `MAX_RATE`.
@@ -31,7 +33,7 @@ def rate_vector(values: Numbers) -> np.ndarray:
 
 
 def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
-    """Return a vector of positive numbers, one for each client.
+    """Validate positive numbers, one for each client, and return them as a vector.
 
     Raises:
         ArgumentError: if the length differs from `clients`, or an entry is not positive.
@@ -41,7 +43,9 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
 
 
 def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> np.ndarray:
-    """Return a vector of nonnegative shares whose sum is 1 up to 1e-6. The shares are not rescaled.
+    """Validate the shares of a routing: nonnegative numbers, one for each client, whose sum is 1 up to 1e-6.
+
+    The shares are returned as a vector and are not rescaled.
 
     Raises:
         ArgumentError: if a share is negative, or the sum is not 1. The message contains the index of the share or the
@@ -71,9 +75,10 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 
 
 class ShortRepr:
-    """Base class of dataclasses with arrays. Their `repr` is one line, and shows the shapes of arrays.
+    """Base class of dataclasses with arrays, whose `repr` is one short line.
 
-    Fields with their default values are omitted. Subclasses must be dataclasses with `repr=False`.
+    The `repr` shows the shape of an array instead of its entries, and omits fields with default values. Subclasses must
+    be dataclasses with `repr=False`.
     """
 
     def __repr__(self) -> str:
@@ -84,7 +89,10 @@ class ShortRepr:
 
 
 class ContentEquality:
-    """Base class of frozen dataclasses with vectors. Instances are equal if their classes and contents are equal."""
+    """Base class of frozen dataclasses with vectors, which compares and hashes instances by their contents.
+
+    The equality that `dataclass` generates does not work for NumPy arrays.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._content() == other._content()

@@ -18,9 +18,13 @@ __all__ = ["AdaptiveRouting"]
 class AdaptiveRouting:
     r"""A routing that is re-optimised during a run, with estimates of the rates, the noise, the smoothness and the gap.
 
-    A client serves one task at a time, in the order of dispatch. The service of a task starts at its dispatch or at the
-    return of the previous task, whichever is later. Suppose that client i completed $c_i$ services. Let $s_i$ be the
-    total duration of these services and of the service in progress. The estimated rate is
+    The bounds of this package depend on constants that are unknown before a run. This class starts with guesses,
+    replaces them by estimates as the run proceeds, and updates the routing p when `reroute` is called.
+
+    The service rates are estimated from the times of tasks. A client serves one task at a time, in the order of
+    dispatch. The service of a task starts at its dispatch or at the return of the previous task, whichever is later.
+    Suppose that client i completed $c_i$ services. Let $s_i$ be the total duration of these services and of the service
+    in progress. The estimated rate is
 
     $$\hat \mu_i = \frac{w + c_i}{w / \mu_i + s_i},$$
 
@@ -111,30 +115,43 @@ class AdaptiveRouting:
             self._rounds += 1
 
     def on_dropout(self, client: int, time: float) -> None:
-        """Record the loss of a client's oldest task, which does not change the estimated rate."""
+        """Record that a client's oldest task was lost. A lost task does not change the estimated rate."""
         i = self._check_busy(client)
         time = _check_time(time, self._pending[i][0], "the time of its dispatch")
         self._pending[i].popleft()
         self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
-        """Record the loss of the server's model. The first recorded loss must belong to the initial model."""
+        """Record the value of the loss function at the server's model, from which the gap A is estimated.
+
+        The first recorded value must belong to the initial model.
+        """
         value = check_number("value", value)
         first, lowest = self._losses or (value, value)
         self._losses = first, min(lowest, value)
 
     def observe_noise(self, value: float) -> None:
-        """Record a sample of B, such as twice the squared distance of a client's gradient from the mean."""
+        """Record a sample of the noise B.
+
+        An example is twice the squared distance of a client's gradient from the mean gradient of all clients.
+        """
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
         self._noise = count + 1, mean + (value - mean) / (count + 1)
 
     def observe_smoothness(self, value: float) -> None:
-        """Record a lower bound on L: the distance of two gradients divided by the distance of their models."""
+        """Record a lower bound on the smoothness constant L.
+
+        Any two models give such a bound: the distance of their gradients divided by the distance of the models.
+        """
         self._smoothness = max(self._smoothness, check_number("value", value, above=0))
 
     def rates(self, now: float | None = None) -> np.ndarray:
-        """Return the estimated rates, (n,). If `now` is given, the estimates include the services in progress."""
+        """Return the estimated rates, (n,).
+
+        Args:
+            now: the current time. If it is given, the estimates include the services in progress.
+        """
         seconds = self._seconds.copy()
         if now is not None:
             now = check_number("now", now)
@@ -161,7 +178,10 @@ class AdaptiveRouting:
     def reroute(self, now: float | None = None) -> np.ndarray:
         """Move the shares towards the best routing for the estimated bound, and return the new p, (n,).
 
-        The attribute `last_optimum` contains the result of the optimiser, before `max_change` limits the move.
+        The option `max_change` limits the move. The attribute `last_optimum` contains the best routing itself.
+
+        Args:
+            now: the current time, as in `rates`.
         """
         self.last_optimum = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
         distance = 0.5 * float(np.abs(self.last_optimum.p - self._p).sum())

@@ -33,7 +33,9 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bound(ContentEquality, ShortRepr):
-    """Base class of bounds: the constants of a problem, and the bound as a function of the routing.
+    """Base class of bounds on the gradient norm, as functions of the routing.
+
+    An object stores the constants of a problem and is called with a routing.
 
     Args:
         rates: the service rates of the clients, (n,), in tasks per unit of time.
@@ -66,7 +68,10 @@ class Bound(ContentEquality, ShortRepr):
             raise ArgumentError("noise: expected a number > 0 if the gap is 0, got 0, so that the bound is 0")
 
     def __call__(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the bound at a positive routing p, (n,), whose sum is 1 up to 1e-6. The routing is not rescaled.
+        """Evaluate the bound at a routing.
+
+        Args:
+            p: positive shares, (n,), whose sum is 1 up to 1e-6. They are not rescaled.
 
         Raises:
             ArgumentError: if p is not a routing with positive shares.
@@ -75,9 +80,9 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the formula at any p > 0, (n,). The sum of p may differ from 1.
+        """Evaluate the formula of the bound at positive numbers p, (n,), whose sum may differ from 1.
 
-        `gradient` differentiates this function.
+        `gradient` computes the derivatives of this function.
 
         Raises:
             ArgumentError: if an entry is not positive.
@@ -86,9 +91,10 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""Compute the partial derivatives $\partial / \partial p_j$ of `unnormalised` at a routing, (n,).
+        r"""Compute the partial derivatives of `unnormalised` with respect to the shares $p_j$ at a routing, (n,).
 
-        The sum of a routing is constant, so only the differences of the entries matter.
+        A change of the routing preserves the sum of the shares. Therefore, only the differences between the derivatives
+        matter.
 
         Raises:
             ArgumentError: if p is not a routing with positive shares.
@@ -99,11 +105,14 @@ class Bound(ContentEquality, ShortRepr):
         return self.value_and_gradient(p)[1]
 
     def value_and_gradient(self, p: np.ndarray | Sequence[float]) -> tuple[float, np.ndarray]:
-        """Compute the value and the gradient at the cost of the gradient alone."""
+        """Compute the bound and its gradient together, at the cost of the gradient alone."""
         return self._value_and_slope(self._check_routing(p))
 
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""Compute the gradient at $p = \operatorname{softmax}(\theta)$: $p_j (g_j - \langle p, g \rangle)$, (n,).
+        r"""Compute the gradient of the bound with respect to logits $\theta$, (n,).
+
+        The routing is $p = \operatorname{softmax}(\theta)$, so an optimiser needs no constraints. If $g$ is the
+        gradient with respect to $p$, the result is $p_j (g_j - \langle p, g \rangle)$.
 
         Raises:
             ArgumentError: if theta does not have n finite entries, or if a share underflows to 0.
@@ -116,10 +125,12 @@ class Bound(ContentEquality, ShortRepr):
         return slope
 
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
-        r"""Yield pairs for m = 1, 2, 3, ...: the bound, and a lower bound for the concurrency m *and all larger* ones.
+        r"""Evaluate the bound at a routing for the concurrencies m = 1, 2, 3, ..., as an infinite iterator.
 
-        The iterator is infinite and needs O(n) operations per step. The lower bound holds because the means and the
-        throughput increase with m, and the throughput is always below $1 / \max_i \rho_i$.
+        Each step yields a pair. The first number is the bound for the concurrency m. The second number is a lower limit
+        of the bound for m *and all larger* concurrencies, so a search can stop when the limit exceeds the best value.
+        The limit holds because the mean queues and the throughput increase with m, and the throughput is always below
+        $1 / \max_i \rho_i$, where $\rho_i = p_i / \mu_i$ for the rates $\mu_i$. A step needs O(n) operations.
 
         Raises:
             ArgumentError: if `routing` is not a routing with positive shares.
@@ -168,17 +179,20 @@ class Bound(ContentEquality, ShortRepr):
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        """Compute the bound from λ, E[X] and E[ξ]."""
+        """Compute the bound from the throughput λ and the mean queues E[X] (`others`) and E[ξ] (`means`)."""
         raise NotImplementedError
 
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
     ) -> np.ndarray:
-        """Compute the gradient from E[X] and E[ξ]. Each mean comes with the product of its covariance and 1/p²."""
+        """Compute the gradient from the mean queues E[X] (`others`) and E[ξ] (`means`).
+
+        Each of the two arguments is a pair: the means, and the product of their covariance matrix with 1/p².
+        """
         raise NotImplementedError
 
     def _error_terms(self, p: np.ndarray, concurrency: int, delays: np.ndarray) -> float:
-        """Compute the sum of the two terms that all bounds share: gradient noise and staleness."""
+        """Compute the sum of the two terms that all bounds share, for the gradient noise and for the staleness."""
         with np.errstate(all="ignore"):
             noise, stale = self._factors(concurrency)
             value = noise * float((1 / p).sum()) + stale * float((delays / p / p).sum())
@@ -198,10 +212,14 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The bound G per update. It is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates.
+    r"""The bound G on the gradient norm per update.
+
+    G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run, where f is the loss:
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
+
+    `Bound` defines the constants. $E[X_i]$ is the mean number of other tasks at client i when a task is dispatched.
 
     Args:
         rates: the service rates. `Bound` describes this argument and the other constants.
@@ -236,9 +254,11 @@ class UpdateBound(Bound):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeBound(Bound):
-    r"""The bound H per unit of time.
+    r"""The bound H on the gradient norm per unit of time.
 
-    It is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$, multiplied by the mean duration of an update.
+    H is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$, multiplied by the mean duration of an update.
+    Minimise H if the duration of a run is limited, and `UpdateBound` if the number of updates is limited. `Bound`
+    defines the constants, $\lambda$ is the throughput, and $E[\xi_i]$ is the mean number of tasks at client i:
 
     $$H(p) = \frac{1}{\lambda} (\frac{\bar A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$

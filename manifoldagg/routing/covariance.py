@@ -30,7 +30,10 @@ __all__ = ["covariance", "variance"]
 
 
 def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""Compute $C_{ij} = \operatorname{Cov}[x_i, x_j]$ for $x \sim \pi_{n,m}$, (n, n): symmetric, with row sums 0.
+    r"""Compute the covariance matrix $C_{ij} = \operatorname{Cov}[x_i, x_j]$ of the queue lengths, (n, n).
+
+    The queue lengths have the stationary distribution $x \sim \pi_{n,m}$. The matrix is symmetric, and its rows sum to
+    0 because the number of tasks is constant.
 
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.
@@ -63,11 +66,12 @@ def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
 
 def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""Compute $\operatorname{Var}[x_i]$ for $x \sim \pi_{n,m}$, (n,), in O(nm) time and O(n) memory.
+    r"""Compute the variances of the queue lengths $x \sim \pi_{n,m}$, (n,), in O(nm) time and O(n) memory.
 
-    The variance is $E_m[x_i^2] - L_i^2$ with $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$. If the
-    busiest client has almost all tasks, this difference loses digits to cancellation. The variance of the busiest
-    client is therefore computed as the negative sum of its covariances.
+    The variance is $E_m[x_i^2] - L_i^2$, where $L_i$ is the mean of $x_i$. The second moments follow from the recursion
+    $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$ in the number k of tasks. If the busiest client
+    has almost all tasks, the difference loses digits to cancellation. The variance of the busiest client is therefore
+    computed as the negative sum of its covariances with the other clients.
 
     Example:
         >>> variance(np.ones(2), 1).tolist()
@@ -89,9 +93,14 @@ def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
 
 def _assemble(distinct: np.ndarray, place: np.ndarray, means: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """Compute the covariance of all clients from product moments.
+    """Compute the covariance of all clients from product moments E[xᵢ xⱼ].
 
-    `products` contains the product moments of clients with equal loads, and of neighbours in the order of the loads.
+    Args:
+        distinct: the u distinct loads in increasing order.
+        place: the index of each client's load in `distinct`.
+        means: the mean queue length for each distinct load.
+        products: the product moments of two clients with the same load (u entries), followed by those of two clients
+            with neighbouring loads (u - 1 entries).
     """
     u = len(distinct)
     gaps = np.diff(distinct)

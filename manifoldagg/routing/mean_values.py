@@ -1,4 +1,4 @@
-r"""Mean-value analysis of a closed network, by recursions in the number of tasks.
+r"""Mean-value analysis, which computes the throughput and the mean queues of a closed network.
 
 A closed Jackson network of n clients has the stationary distribution $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the
 states with k tasks, where $\rho_i = p_i / \mu_i$. Let $Z_k$ be its normalising constant, $\lambda_k = Z_{k-1} / Z_k$
@@ -6,8 +6,8 @@ the throughput and $L_i(k)$ the mean of $x_i$. Then
 
 $$a_i = \rho_i (1 + L_i(k-1)), \quad \lambda_k = k / \sum_i a_i, \quad L_i(k) = \lambda_k a_i .$$
 
-All terms are positive, so there is no cancellation. The normalising constants, which can overflow or underflow, are
-never computed.
+These equations are a recursion in the number k of tasks. All terms are positive, so there is no cancellation. The
+normalising constants, which can overflow or underflow, are not needed.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ __all__ = ["directional_mean_values", "mean_values"]
 
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    r"""Yield $(\lambda_k, L(k))$ for k = 1, 2, ... as an infinite iterator, in O(n) per step.
+    r"""Yield the throughput $\lambda_k$ and the mean queues $L(k)$ for k = 1, 2, ... tasks.
+
+    The iterator is infinite. Each step costs O(n).
 
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.
@@ -39,11 +41,11 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    r"""Yield $(\lambda_k, L(k), C(k) w)$ for k = 1, 2, ..., where C(k) is the covariance with k tasks.
+    r"""Yield the throughput $\lambda_k$, the mean queues $L(k)$ and the product $C(k)\, w$ for k = 1, 2, ... tasks.
 
-    The matrix $C_{ij} = \partial L_i / \partial \log \rho_j$ is symmetric. The vector-Jacobian product with w is
-    therefore equal to the directional derivative along $\dot{\log \rho} = w$, which one forward pass computes
-    in O(n) per step:
+    Here $C(k)$ is the covariance matrix of the queues and w a vector. The gradient of a bound needs this product. The
+    covariance is the Jacobian $C_{ij} = \partial L_i / \partial \log \rho_j$ and is symmetric. Its product with w is
+    therefore the derivative of L in the direction w of $\log \rho$, which one forward pass computes in O(n) per step:
 
     $$\dot a_i = w_i a_i + \rho_i \dot L_i(k-1), \quad
       \dot L_i = \lambda_k \dot a_i - L_i \sum_j \lambda_k \dot a_j / k .$$

@@ -1,4 +1,4 @@
-"""Closed queueing networks in the stationary state, with the delays and the throughput of a routing."""
+"""Closed queueing networks in the stationary state, which determine the delays and the throughput of a routing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ __all__ = ["ClosedNetwork"]
 class ClosedNetwork(ContentEquality, ShortRepr):
     r"""A closed network of n FIFO clients with service rates $\mu$, in which m tasks circulate.
 
-    A completed task is replaced by a new one, which is routed to client i with probability $p_i$. The stationary
-    distribution with k tasks is $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$ with $\rho_i = p_i / \mu_i$. The properties
-    describe two random states:
+    The network is a model of an asynchronous server. When a client completes a task, the server dispatches a new task,
+    which it routes to client i with probability $p_i$. Let $x_i$ be the number of tasks at client i. With k tasks, the
+    stationary distribution of the state x is $\pi_{n,k}(x) \propto \prod_i \rho_i^{x_i}$, where
+    $\rho_i = p_i / \mu_i$. The properties describe two random states:
 
     - At a random time, the state of all m tasks is $\xi \sim \pi_{n,m}$. It determines `throughput` $\lambda$,
       `mean_tasks` $E[\xi]$ and `distribution`.
@@ -72,26 +73,28 @@ class ClosedNetwork(ContentEquality, ShortRepr):
     def relative_delay(self) -> np.ndarray:
         r"""The mean delays $E[D_i] = E[X_i]$ in updates, (n,).
 
-        $D_i$ is the number of updates during a task if the task is at client i, and 0 if the task is at another client.
-        The sum of $E[D_i]$ over the clients is m - 1. The mean delay of the tasks of client i is $E[D_i] / p_i$.
+        The delay $D_i$ is the number of updates that the server receives during a task, if the task is at client i. For
+        a task at another client, $D_i$ is 0. The sum of $E[D_i]$ over the clients is m - 1. The mean delay of the tasks
+        of client i alone is $E[D_i] / p_i$.
         """
         return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""The mean numbers $E[\xi_i]$ of tasks at the clients, queued or in service, (n,). Their sum is m."""
+        r"""The mean number $E[\xi_i]$ of tasks at each client, queued or in service, (n,). The sum is m."""
         return self._mean_value_steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
-        r"""The fractions $P(\xi_i > 0) = \lambda \rho_i$ of the time in which the clients are busy, (n,)."""
+        r"""The fraction of the time in which each client is busy, $P(\xi_i > 0) = \lambda \rho_i$, (n,)."""
         return _read_only(self._throughputs[-1] * self._loads)
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        r"""The covariance $\operatorname{Cov}[X_i, X_j]$, (n, n).
+        r"""The covariance $\operatorname{Cov}[X_i, X_j]$ of the numbers of tasks at the dispatch of a task, (n, n).
 
-        It is equal to the derivative of $E[D_i]$ with respect to $\log p_j$.
+        The covariance equals the derivative of the mean delay $E[D_i]$ with respect to $\log p_j$. It shows how the
+        routing changes the delays.
 
         Source: Queue (7), with the corrected formula for E[X_i²].
         """
@@ -99,13 +102,13 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""The variances $\operatorname{Var}[X_i]$, (n,), computed in O(nm) without the matrix `covariance`."""
+        r"""The variances $\operatorname{Var}[X_i]$, (n,), computed in O(nm) without the covariance matrix."""
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""Return the distribution of the queue length of one client, $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
+        r"""Compute the distribution of the queue length of one client, $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
 
-        The probability is the product of two factors:
+        Each probability is the product of two factors:
 
         - $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$;
         - the probability that client i is idle in a network of m - k tasks, where
@@ -144,7 +147,7 @@ class ClosedNetwork(ContentEquality, ShortRepr):
     def simulate(
         self, num_updates: int, generator: np.random.Generator, start: Literal["cold", "stationary"] = "cold"
     ) -> Simulation:
-        """Simulate the network event by event, to check the exact values.
+        """Simulate the network event by event, as a check of the exact values.
 
         Args:
             num_updates: the number of completions.
@@ -182,7 +185,10 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The throughputs for 1 to m tasks with rescaled loads, and the means for m - 1 and m tasks."""
+        """The results of the mean-value analysis: throughputs for 1 to m tasks, and means for m - 1 and m tasks.
+
+        The throughputs belong to loads whose maximum is 1.
+        """
         rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)
         for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.concurrency)):

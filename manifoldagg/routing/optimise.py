@@ -1,4 +1,4 @@
-"""Optimisation of the routing and of the concurrency, which minimises a bound."""
+"""Minimisation of a bound over the routing or over the concurrency."""
 
 import math
 import operator
@@ -28,7 +28,7 @@ Objective = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routing(ShortRepr):
-    r"""The result of the minimisation of a bound over routings.
+    r"""The routing that minimises a bound, with the accuracy of the minimisation.
 
     Args:
         p: the shares, (n,), positive, with sum 1.
@@ -66,7 +66,9 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
 
 
 def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
-    r"""Return shares proportional to the rates, $p_i = \mu_i / \sum_j \mu_j$, which maximise the throughput.
+    r"""Return shares proportional to the rates of the clients, $p_i = \mu_i / \sum_j \mu_j$.
+
+    This routing maximises the throughput.
 
     Example:
         >>> balanced([1.0, 3.0]).tolist()
@@ -85,14 +87,15 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    r"""Minimise $bound(p)$ over routings $p \in \Delta$ from several starts, and return the lowest local minimum found.
+    r"""Find the routing with the smallest bound.
 
-    The bounds are not convex, so a lower minimum may exist. Clients with equal rates may get different shares. For
-    example, sending most tasks to one client can be better than sending a few tasks to each of several clients.
+    The function starts from several routings and returns the lowest local minimum that it finds. The bounds are not
+    convex, so a lower minimum may exist. Clients with equal rates may get different shares, because sending most tasks
+    to one client can be better than sending a few tasks to each of several clients.
 
-    The function minimises log bound(softmax(θ)) in two stages. SciPy's L-BFGS-B reduces the gradient norm to about
-    1e-8. Rounding errors in its line search prevent smaller norms. SciPy's Newton-Krylov method then reduces the
-    gradient norm further.
+    The function minimises log bound(softmax(θ)) over logits θ in two stages. First, SciPy's L-BFGS-B reduces the
+    gradient norm to about 1e-8. Rounding errors in its line search prevent smaller norms, so SciPy's Newton-Krylov
+    method then reduces the norm further.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
@@ -152,12 +155,11 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Compute the concurrency m* with the lowest bound at a routing.
+    """Find the concurrency with the smallest bound at a routing.
 
-    The result is the minimum over *all* concurrencies.
-
-    The search evaluates the bound for 1, 2, 3, ... tasks. It stops when a lower bound for all larger concurrencies
-    exceeds the best value found by more than rounding. The best concurrency of a single client is 1.
+    The search evaluates the bound for 1, 2, 3, ... tasks. For each number of tasks, it also knows a lower limit of the
+    bound for all larger numbers. The search stops when this limit exceeds the best value by more than rounding errors,
+    so the result is the minimum over *all* concurrencies. The best concurrency of a single client is 1.
 
     Args:
         bound: the bound. Its attribute `concurrency` is ignored.
@@ -195,7 +197,7 @@ def optimise_concurrency(
 
 
 def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
-    """Minimise from `theta` until the gradient norm is at most `tolerance`, or no further progress is possible."""
+    """Minimise the objective from `theta`, until the gradient norm is at most `tolerance` or no longer decreases."""
     from scipy.optimize import NoConvergence, minimize, newton_krylov
 
     if steps == 0:

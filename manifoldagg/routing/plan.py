@@ -1,4 +1,4 @@
-"""Routing plans, which compare routings by client and by group, for `manifoldagg route`."""
+"""Routing plans for the command `manifoldagg route`, which compare several routings of the same clients."""
 
 import csv
 from dataclasses import dataclass
@@ -23,20 +23,29 @@ COLUMNS = ("client", "group", "rate", "share", "mean_queue", "relative_delay", "
 
 @dataclass(frozen=True, repr=False)
 class Clients(ShortRepr):
-    """The names, rates and groups of clients. Each field has one entry for each client."""
+    """The names, rates and groups of n clients, with one entry per client in each field."""
 
     names: tuple[str, ...]
     rates: np.ndarray
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients in each group. The groups are in the order of first appearance."""
+        """Return the indices of the clients of each group, with the groups in the order of their first client."""
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """Means over the clients of a group. `queue` is the mean of E[ξ], and `delay` is the mean of E[D]."""
+    """The means of several metrics over the clients of a group.
+
+    Attributes:
+        name: the name of the group.
+        clients: the number of clients.
+        rate: the mean service rate.
+        share: the mean share of the tasks.
+        queue: the mean number of tasks at a client.
+        delay: the mean relative delay in updates.
+    """
 
     name: str
     clients: int
@@ -48,7 +57,7 @@ class Group(ShortRepr):
 
 @dataclass(frozen=True)
 class Plan:
-    """The best routing found, with the uniform and the balanced routing for comparison."""
+    """The best routing for a bound, and the uniform and the balanced routing for comparison."""
 
     clients: Clients
     bound: Bound
@@ -109,7 +118,7 @@ class Plan:
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
-    """Optimise the routing, and compute the metrics of the optimised, the uniform and the balanced routing.
+    """Optimise the routing for a bound, and compare the result with the uniform and the balanced routing.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -127,10 +136,10 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
 def group_clients(
     names: tuple[str, ...], rates: np.ndarray | list[float], groups: tuple[str, ...] | None = None
 ) -> Clients:
-    """Group clients by the given groups, or by their rates.
+    """Divide clients into groups, for a short table.
 
-    If there are at most six distinct rates, each rate is a group. Otherwise the distinct rates are split into
-    six groups of about equal size.
+    By default, the groups depend on the rates. If there are at most six distinct rates, each rate is a group.
+    Otherwise, the distinct rates are split into six groups of about equal size.
 
     Example:
         >>> group_clients(("a", "b", "c"), [2.0, 1.0, 2.0]).groups
@@ -203,7 +212,9 @@ def check_output_path(out: Path) -> None:
 
 
 def write_files(plan: Plan, out: Path) -> list[Path]:
-    """Write the CSV file and the plot into the same folder. Each file is written atomically.
+    """Write the table of a plan as CSV file, and its plot as PNG file into the same folder.
+
+    Each file is written atomically.
 
     Returns:
         The paths of both files.
@@ -224,7 +235,7 @@ def write_files(plan: Plan, out: Path) -> list[Path]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """Write a CSV file with one line for each client. Numbers have all their digits."""
+    """Write a CSV file with one line for each client, and with all digits of each number."""
     network = plan.networks["optimised"]
     columns = (
         plan.clients.names,
@@ -243,5 +254,5 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def _distinguishing_digits(values: np.ndarray, minimum: int) -> int:
-    """Return the smallest number of significant digits with which distinct values remain distinct."""
+    """Return how many significant digits are needed so that distinct values are printed differently."""
     return next(d for d in range(minimum, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))

@@ -16,7 +16,7 @@ BLOCK_SIZE = 4096
 
 @dataclass(frozen=True, repr=False)
 class Simulation(ShortRepr):
-    r"""Means over a simulation of the network. They estimate the exact values of `ClosedNetwork`.
+    r"""Means over a simulation of a network, which estimate the exact values of `ClosedNetwork`.
 
     Args:
         num_updates: the number of simulated completions.
@@ -47,14 +47,13 @@ def simulate(
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
-    r"""Simulate `num_updates` completions. The arguments are not checked.
+    r"""Simulate `num_updates` completions of tasks, without validating the arguments.
 
-    `ClosedNetwork.simulate` describes the other arguments.
+    [`ClosedNetwork.simulate`][manifoldagg.routing.ClosedNetwork.simulate] describes the other arguments.
 
     Args:
         utilisation: the utilisation of the clients in the network with m - 1 tasks, (n,), for a stationary start.
-            `None` selects a cold
-            start.
+            `None` selects a cold start.
 
     Source: Queue G.2, with updates, delays and states as in Queue (1)–(3).
 
@@ -117,11 +116,12 @@ def simulate(
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""Draw one state from $\pi_{n,k}$ exactly by rejection sampling, (n,) integers, where k is `concurrency`.
+    r"""Draw the queue lengths of all clients, (n,) integers, from the exact stationary distribution $\pi_{n,k}$.
 
-    The queue lengths of all clients except the busiest are drawn as in an open network: they are geometric with the
-    ratios $U_i = \lambda_k \rho_i$. The busiest client gets the remaining r of the k tasks. The state is accepted with
-    probability $U_{\max}^r$, and rejected if r is negative.
+    The function uses rejection sampling, where k is `concurrency` and $U_i$ is the utilisation of client i. The queue
+    lengths of all clients except the busiest are drawn as in an open network: they are geometric with the ratios
+    $U_i$. The busiest client gets the remaining r of the k tasks. The state is accepted with probability
+    $U_{\max}^r$, and rejected if r is negative.
     """
     state = np.zeros(len(utilisation), dtype=np.int64)
     busiest = int(utilisation.argmax())
@@ -141,7 +141,7 @@ def _exponentials(generator: np.random.Generator) -> Iterator[float]:
 
 
 def _choices(routing: np.ndarray, generator: np.random.Generator) -> Iterator[int]:
-    """Draw clients with the probabilities of the routing. A client with share 0 is never drawn."""
+    """Yield the indices of randomly drawn clients, with the probabilities of the routing."""
     edges = np.cumsum(routing)
     last = int(np.flatnonzero(routing)[-1])
     while True:

@@ -57,7 +57,7 @@ def mean_of(tensors, weights):
 
 
 @given(seeds, counts, shares)
-def test_it_is_the_mean_in_float64_rounded_once(seed, k, weights):
+def test_the_result_is_the_float64_mean_rounded_once(seed, k, weights):
     models = models_of(seed, k)
     kept = copy.deepcopy(models)
     found = average(models, weights[:k])
@@ -81,14 +81,14 @@ def test_it_is_the_mean_in_float64_rounded_once(seed, k, weights):
 
 
 @given(seeds, st.integers(1, 5))
-def test_the_mean_of_one_model_is_that_model_bit_for_bit(seed, k):
+def test_the_mean_of_one_model_is_bitwise_equal_to_it(seed, k):
     one = layered(seed % 1000)
     found = average([one] * k)
     assert all(torch.equal(found[name], one[name]) for name in one)
 
 
 @given(seeds)
-def test_it_does_not_depend_on_the_order_but_for_rounding(seed):
+def test_the_order_of_the_models_changes_only_rounding(seed):
     models = models_of(seed, 4)
     models = [{name: x.double() for name, x in model.items() if x.is_floating_point()} for model in models]
     there, back = average(models, [1, 2, 3, 4]), average(models[::-1], [4, 3, 2, 1])
@@ -232,7 +232,7 @@ def test_entries_on_manifolds_have_their_karcher_mean(seed, manifolds, dtype, gi
     )
 
 
-def test_matrices_of_low_rank_and_subspaces_have_theirs():
+def test_low_rank_and_grassmann_entries_have_their_karcher_mean():
     one, two = ({"w": draw(i, 4, 1) @ draw(i + 2, 1, 3)} for i in range(2))
     stacks = [{"w": torch.cat([draw(i, 4, 1), draw(i + 2, 3, 1)])} for i in range(2)]
     low = average(stacks, manifolds={"w": LowRank(4, 3, 1)})["w"]
@@ -244,7 +244,7 @@ def test_matrices_of_low_rank_and_subspaces_have_theirs():
     torch.testing.assert_close(found @ found.T, expected @ expected.T)
 
 
-def test_models_opposite_on_a_sphere_have_no_mean_and_leave_the_target_as_it_was():
+def test_antipodal_models_raise_and_leave_the_target_unchanged():
     models = [{"v": torch.tensor([x, 0.0, 0.0]), "b": torch.ones(2)} for x in (1.0, -1.0)]
     out = {"v": torch.zeros(3), "b": torch.zeros(2)}
     with pytest.raises(ArgumentError, match="models: v: expected points closer to one another on Sphere"):
@@ -252,7 +252,7 @@ def test_models_opposite_on_a_sphere_have_no_mean_and_leave_the_target_as_it_was
     assert not any(x.any() for x in out.values())
 
 
-def test_a_leaf_has_its_mean_whatever_is_beside_it():
+def test_the_mean_of_a_leaf_is_independent_of_other_leaves():
     """Not what is large, nor NaN in a flat entry of no weight, nor a leaf of another kind."""
     turn = torch.linalg.matrix_exp(torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double())
     one = {"far": torch.tensor([1.0, 1.0]).double(), "turn": torch.eye(2).double(), "low": torch.ones(4, 1).double()}
@@ -267,7 +267,7 @@ def test_a_leaf_has_its_mean_whatever_is_beside_it():
 
 
 @pytest.mark.parametrize("k", [2, 10])
-def test_each_model_is_read_once_and_nothing_but_the_result_is_made(k):
+def test_each_model_is_read_once_and_only_the_result_is_allocated(k):
     models = [{"a": draw(i, SIZE, dtype=torch.float32), "b": draw(i, 7, dtype=torch.float32)} for i in range(k)]
     with counted() as words:
         average(models)
@@ -278,7 +278,7 @@ def test_each_model_is_read_once_and_nothing_but_the_result_is_made(k):
     assert words.counts == (k + 2, 2, 1)  # and copied
 
 
-def test_spheres_are_read_twice_and_nothing_but_the_result_is_made():
+def test_spheres_are_read_twice_and_only_the_result_is_allocated():
     models = [{"a": nn.functional.normalize(1 + 0.1 * draw(i, SIZE, dtype=torch.float32), dim=0)} for i in range(4)]
     with counted() as words:
         average(models, manifolds={"a": Sphere(SIZE)})

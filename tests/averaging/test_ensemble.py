@@ -89,7 +89,7 @@ def test_the_ensemble_is_the_mean_of_probabilities():
         assert found.combined.nll <= sum(member.nll for member in found.members) / 4 + 1e-12
 
 
-def test_the_same_generator_draws_the_same_places():
+def test_equal_generators_draw_equal_coordinates():
     model = classifier()
     space = ParameterSpace.of(model)
     curve = Bezier(space)
@@ -150,7 +150,7 @@ class Sum(nn.Module):
         return self.layers(pair[0] + 10 * pair[1] if isinstance(pair, tuple) else pair)
 
 
-def test_inputs_that_are_tuples_reach_the_statistics_whole_and_no_buffer_is_written():
+def test_tuple_inputs_are_passed_whole_and_buffers_are_not_written():
     model = Sum().double()
     space = ParameterSpace.of(model)
     curve, single = Bezier(space), space.point(model)
@@ -164,7 +164,7 @@ def test_inputs_that_are_tuples_reach_the_statistics_whole_and_no_buffer_is_writ
     assert model.calls == 0
 
 
-def test_batches_by_name_reach_models_that_take_names_and_nothing_is_dropped():
+def test_mapping_batches_are_passed_as_keyword_arguments():
     model = Named().double()
     space = ParameterSpace.of(model)
     single = space.point(model)
@@ -239,7 +239,7 @@ def test_nan_logits_are_rejected(changes, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_model_that_fails_in_the_middle_keeps_its_modes():
+def test_a_failing_model_retains_its_training_modes():
     model = classifier()
     with pytest.raises(ArgumentError):
         call(model=model, batches=[*data(), (torch.zeros(2, 3).double(), torch.tensor([0, 9]))])

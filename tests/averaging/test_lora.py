@@ -53,7 +53,7 @@ def best(z, rank):
 
 
 @given(seeds, ranks, st.integers(1, 6))
-def test_it_is_the_best_adapter_of_the_rank(seed, sizes, rank):
+def test_the_result_is_the_best_adapter_of_the_rank(seed, sizes, rank):
     states = [adapter(seed + 2 * i, size) for i, size in enumerate(sizes)]
     weights, scalings = draw(seed, 2, len(states)).abs().add(0.1).tolist()
     mean = exact(states, weights, scalings)
@@ -79,7 +79,7 @@ def test_it_is_the_best_adapter_of_the_rank(seed, sizes, rank):
 
 
 @given(seeds, st.floats(0, 6).map(lambda e: 10.0**e))
-def test_nothing_depends_on_the_gauges(seed, condition):
+def test_the_result_is_independent_of_the_factorisation(seed, condition):
     # Orthonormal factors: what is lost is lost to the gauges.
     states = [adapter(seed + 2 * i, 2) for i in range(3)]
     states = [{A: torch.linalg.qr(x[A].mT).Q.mT, B: torch.linalg.qr(x[B]).Q} for x in states]
@@ -94,7 +94,7 @@ def test_nothing_depends_on_the_gauges(seed, condition):
     )
 
 
-def test_one_adapter_in_ten_gauges_is_itself_and_the_average_of_its_factors_is_not():
+def test_ten_factorisations_of_one_adapter_average_to_it():
     one = adapter(0, 4)
     states = [turned(one, i, 10.0) for i in range(10)]
     found, error = average_with_error(states, None, 4)
@@ -105,7 +105,7 @@ def test_one_adapter_in_ten_gauges_is_itself_and_the_average_of_its_factors_is_n
     assert (product(factors) - product(one)).norm() > 0.5 * size
 
 
-def test_in_single_precision_it_is_exact_to_the_rounding_of_its_factors():
+def test_single_precision_results_are_exact_up_to_rounding_of_the_factors():
     states = [adapter(2 * i, 4, m=60, n=80, dtype=torch.float32) for i in range(3)]
     found, error = average_with_error(states, [1, 1, 2], 12)
     mean = exact(states, [1, 1, 2], [1, 1, 1])
@@ -114,7 +114,7 @@ def test_in_single_precision_it_is_exact_to_the_rounding_of_its_factors():
     assert (product(found) - mean).norm() <= 2.0**-23 * mean.norm()
 
 
-def test_narrow_dtypes_come_back_and_nothing_that_came_in_changes():
+def test_narrow_dtypes_are_preserved_and_inputs_are_not_modified():
     states = [adapter(2 * i, 2, dtype=torch.bfloat16) for i in range(2)]
     before = [{name: x.clone() for name, x in state.items()} for state in states]
     found = average_adapters(states, None, 4)
@@ -189,7 +189,7 @@ def test_padding_of_the_rank_is_trainable():
     assert found[A].all()
 
 
-def test_a_start_of_a_fine_tuning_is_an_adapter_too():
+def test_an_initial_adapter_is_accepted():
     state = adapter(0, 2)
     start = state | {B: torch.zeros(8, 2).double()}
     found, error = average_with_error([start, state], [3, 1], 2)
@@ -242,14 +242,14 @@ def test_a_tie_at_the_truncation_warns():
         average_adapters([ties], None, 2)
 
 
-def test_weights_are_normalised_and_one_may_be_the_sum():
+def test_weights_are_normalised():
     one, two = adapter(0, 2), adapter(2, 2)
     found = average_adapters([one, two], [0, 5], 2)
     assert (product(found) - product(two)).norm() <= 100 * EPS * product(two).norm()
 
 
 @given(seeds, st.floats(0.1, 10))
-def test_the_residual_times_the_scaling_makes_the_weights_exact(seed, receiver):
+def test_the_scaled_residual_makes_the_weights_exact(seed, receiver):
     states = [adapter(seed, 1), adapter(seed + 2, 2), adapter(seed + 4, 3)]
     own = [8.0, 4.0, 8 / 3]  # lora_alpha / r
     weight = draw(seed + 6, 8, 10)
@@ -271,7 +271,7 @@ def test_factors_of_different_dtypes_are_not_rounded_to_each_other(a, b):
     assert (product(found) - mean).norm() <= 100 * EPS * mean.norm()
 
 
-def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
+def test_a_factor_outside_the_range_of_the_other_dtype_is_averaged():
     wide = {A: torch.full((1, 10), 1e5), B: torch.ones(8, 1, dtype=torch.float16)}
     found = average_adapters([adapter(0, 1), wide], None, 2)
     mean = exact([adapter(0, 1), wide], [1, 1], [1, 1])
@@ -279,7 +279,7 @@ def test_a_factor_that_the_dtype_of_the_other_does_not_hold_is_averaged():
 
 
 @pytest.mark.parametrize("size", [1e-100, 1e100])
-def test_the_error_is_that_of_any_size(size):
+def test_the_error_is_correct_for_any_scale(size):
     states = [adapter(2 * i, 2) for i in range(2)]
     grown = [{name: size * x for name, x in state.items()} for state in states]
     assert abs(average_with_error(grown, None, 2)[1] - average_with_error(states, None, 2)[1]) <= 100 * EPS
@@ -317,7 +317,7 @@ def test_other_kinds_of_adapters_are_rejected_by_name(name):
 
 
 @pytest.mark.parametrize("name", [A, B, BIAS, "head"])
-def test_memory_that_was_freed_is_named(name):
+def test_freed_memory_is_reported_by_name(name):
     whole = adapter(0, 2) | {BIAS: draw(0, 8), "head": draw(0, 3)}
     freed = whole | {name: whole[name].clone()}
     freed[name].untyped_storage().resize_(0)
@@ -331,7 +331,7 @@ def test_memory_that_was_freed_is_named(name):
         aggregate(FedAsync(0.5), None, whole, whole, freed, space=space)
 
 
-def test_nothing_has_the_size_of_a_weight():
+def test_no_matrix_of_the_size_of_a_weight_is_allocated():
     states = [adapter(2 * i, 2, m=3000, n=2000, dtype=torch.float32) for i in range(3)]
     with Largest() as seen:
         average_adapters(states, None, 2, return_info=True)

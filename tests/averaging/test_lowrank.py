@@ -26,7 +26,7 @@ def models(space, seed, *batch):
 
 
 @given(seeds, counts)
-def test_a_mean_is_the_matrix_of_the_rank_nearest_to_that_of_the_matrices(seed, k):
+def test_the_mean_is_the_nearest_matrix_of_the_rank(seed, k):
     points = models(MIXED, seed, k)
     weights = draw(seed, k).abs() + 0.1
     found = karcher_mean(MIXED, points, weights)
@@ -42,7 +42,7 @@ def test_a_mean_is_the_matrix_of_the_rank_nearest_to_that_of_the_matrices(seed, 
 
 
 @given(seeds, conditions)
-def test_a_mean_does_not_depend_on_the_gauges(seed, condition):
+def test_the_mean_is_independent_of_the_factorisation(seed, condition):
     points = models(SPACE, seed, 3)
     others = torch.stack([turned(SPACE, x, *gauge(seed + i, 2, condition)) for i, x in enumerate(points)])
     one, other = (karcher_mean(SPACE, x).point for x in (points, others))
@@ -53,7 +53,7 @@ def test_a_mean_does_not_depend_on_the_gauges(seed, condition):
     assert (SPACE.invariant(one) - SPACE.invariant(other)).norm() <= 100 * EPS * (1 + condition) * size * (1 + gap)
 
 
-def test_means_come_in_batches_and_one_model_with_all_the_weight_keeps_its_bits():
+def test_batched_means_and_a_single_weighted_model_are_exact():
     points = models(MIXED, 0, 4, 3)
     found = karcher_mean(MIXED, points, torch.tensor([1.0, 2.0, 3.0]))
     assert found.point.shape == (4, *MIXED.shape)
@@ -66,7 +66,7 @@ def test_means_come_in_batches_and_one_model_with_all_the_weight_keeps_its_bits(
 
 
 @given(seeds, st.integers(1, 4))
-def test_a_streaming_average_is_the_mean_of_the_matrices_while_its_rank_lasts(seed, k):
+def test_a_streaming_average_is_exact_up_to_its_rank(seed, k):
     points = models(MIXED, seed, k)
     streaming, exact = SWA(MIXED), SWA(MIXED, kind="exact")
     for version, x in enumerate(points):
@@ -109,7 +109,7 @@ def test_an_average_of_a_server_resumes_from_a_checkpoint(tmp_path):
     assert torch.equal(server.averaged(), other.averaged())
 
 
-def test_an_average_that_overwrites_begins_anew():
+def test_an_average_restarts_after_a_reset():
     swa = SWA(SPACE, periodic=2)
     points = models(SPACE, 0, 4)
     for version, x in enumerate(points):

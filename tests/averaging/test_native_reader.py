@@ -101,7 +101,7 @@ def test_equal_models_are_read_natively_and_each_tensor_once(monkeypatch):
     assert sorted(x for x in read if x in set(given)) == sorted(given)
 
 
-def test_a_result_is_a_new_state_dict():
+def test_the_result_is_a_new_state_dict():
     models = [{"w": draw(i, 3), "b": draw(i, 2)} for i in range(2)]
     before = [values(state) for state in models]
     found = average(models)
@@ -111,7 +111,7 @@ def test_a_result_is_a_new_state_dict():
     assert [values(state) for state in models] == before
 
 
-def test_entries_on_manifolds_are_the_same():
+def test_means_on_manifolds_are_the_same_with_the_native_reader():
     def work():
         models = [{"v": torch.nn.functional.normalize(draw(i, 3), dim=0), "w": draw(i, 2)} for i in range(2)]
         return values(average(models, manifolds={"v": Sphere(3)}))

@@ -33,7 +33,7 @@ def gap(found, planted):
 
 @given(seeds, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 @settings(max_examples=10)
-def test_a_planted_curve_is_found(seed, degree, power):
+def test_points_on_a_curve_recover_the_curve(seed, degree, power):
     curve = Bezier(SPACE, degree)
     phi = draw(seed, degree + 1, P) + 3 * torch.arange(degree + 1.0)[:, None]
     points = curve(phi, ordered(seed, 20))
@@ -47,7 +47,7 @@ def test_a_planted_curve_is_found(seed, degree, power):
 
 @given(seeds, st.sampled_from([1, 2, 4, 7]))
 @settings(max_examples=10)
-def test_a_planted_simplex_is_found(seed, vertices):
+def test_points_of_a_simplex_recover_the_simplex(seed, vertices):
     simplex = Simplex(SPACE, vertices)
     phi = draw(seed, vertices, P)
     inside = simplex.sample(12, generator=torch.Generator().manual_seed(seed))
@@ -59,7 +59,7 @@ def test_a_planted_simplex_is_found(seed, vertices):
     assert torch.allclose(simplex(found.phi, found.coordinates), points, atol=1e-12 * phi.norm())
 
 
-def test_a_simplex_whose_vertices_are_no_points_still_holds_all_points():
+def test_a_simplex_without_data_at_its_vertices_contains_all_points():
     simplex = Simplex(SPACE, 3)
     phi = draw(1, 3, P)
     points = simplex(phi, simplex.sample(12, generator=torch.Generator().manual_seed(2)))
@@ -71,7 +71,7 @@ def test_a_simplex_whose_vertices_are_no_points_still_holds_all_points():
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_a_planted_tunnel_is_found(form):
+def test_points_of_a_tunnel_recover_the_tunnel(form):
     tunnel = Tunnel(Bezier(SPACE, 2), 0.1, form)
     phi = draw(4, 3, P) + 4 * torch.arange(3.0)[:, None]
     places = tunnel.sample_in(phi, 15, generator=torch.Generator().manual_seed(0))
@@ -95,7 +95,7 @@ def test_a_planted_tunnel_is_found(form):
     ],
     ids=["line", "curve", "point", "triangle", "tunnel"],
 )
-def test_no_step_from_the_fit_brings_the_points_nearer(embedding, power):
+def test_the_fit_is_a_local_minimum(embedding, power):
     """A millionth is what the descent leaves at its tolerance; a slope of a thousandth of the sum would show."""
     points = Bezier(SPACE, 2)(draw(0, 3, P, scale=3.0), ordered(1, 14)) + draw(2, 14, P, scale=0.3)
     found = fit_subspace(points, embedding, power=power, tolerance=1e-8)
@@ -123,7 +123,7 @@ def test_a_point_by_squares_is_the_mean_and_by_distances_the_geometric_median():
     assert (median - points[:-1].mean(0)).norm() < 0.1 * (points.mean(0) - points[:-1].mean(0)).norm()
 
 
-def test_a_few_models_that_lie_apart_do_not_spoil_sums_of_distances():
+def test_sums_of_distances_are_robust_to_outliers():
     line = Bezier(SPACE, 1)
     phi = torch.stack([torch.zeros(P), torch.full((P,), 5.0)]).double()
     points = line(phi, torch.linspace(0, 1, 15, dtype=torch.float64))
@@ -134,7 +134,7 @@ def test_a_few_models_that_lie_apart_do_not_spoil_sums_of_distances():
     assert fit_subspace(points, line, power=2).residuals[0] > 1e-3 * found.residuals[7]
 
 
-def test_the_nearest_places_are_those_of_the_embedding():
+def test_nearest_coordinates_equal_those_of_the_embedding():
     for embedding in (Bezier(SPACE, 3), Simplex(SPACE, 4), Simplex(SPACE, 7), Tunnel(Bezier(SPACE, 2), 0.05)):
         points = draw(1, 12, P)
         found = fit_subspace(points, embedding, max_steps=3)
@@ -144,7 +144,7 @@ def test_the_nearest_places_are_those_of_the_embedding():
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 8))
-def test_looking_at_all_faces_is_as_walking_between_them(seed, size, k):
+def test_face_enumeration_equals_the_search_from_face_to_face(seed, size, k):
     corners, points = draw(seed, size, k), draw(seed + 1, 9, k, scale=2.0)
     places, distances = nearest_on_faces(corners, points)
     assert torch.allclose(distances, Simplex(Flat(k), size).nearest(corners, points)[1], atol=1e-9)
@@ -153,7 +153,7 @@ def test_looking_at_all_faces_is_as_walking_between_them(seed, size, k):
     assert torch.allclose(places.sum(-1), torch.ones(9, dtype=torch.float64), atol=1e-12)
 
 
-def test_the_slope_of_the_normal_equations_is_that_of_the_sum():
+def test_the_gradient_of_the_normal_equations_equals_that_of_the_sum():
     """Half the derivative of the sum of squares, with places that follow: by central differences."""
     points, h = draw(0, 9, 5), 1e-5
     for embedding in (
@@ -174,7 +174,7 @@ def test_the_slope_of_the_normal_equations_is_that_of_the_sum():
 @pytest.mark.parametrize(
     ("space", "kind"), [(Sphere(6), "curve"), (Sphere(6), "simplex"), (Power(Sphere(4), (3,)), "curve")], ids=str
 )
-def test_a_planted_subspace_on_a_curved_space_is_found(space, kind):
+def test_points_on_a_curved_space_recover_the_subspace(space, kind):
     generator = torch.Generator().manual_seed(3)
     x = space.random_point(generator=generator, dtype=torch.float64).expand(3, *space.shape)
     phi = space.exp(x, 0.15 * space.random_tangent(x, generator))
@@ -189,7 +189,7 @@ def test_a_planted_subspace_on_a_curved_space_is_found(space, kind):
     assert torch.allclose(distance(space, embedding(found.phi, found.coordinates), points), found.residuals, atol=1e-12)
 
 
-def test_on_a_curved_space_no_step_brings_the_points_nearer():
+def test_the_fit_on_a_curved_space_is_a_local_minimum():
     space = Sphere(5)
     generator = torch.Generator().manual_seed(0)
     x = space.random_point(generator=generator, dtype=torch.float64).expand(12, 5)
@@ -206,7 +206,7 @@ def test_on_a_curved_space_no_step_brings_the_points_nearer():
         assert curve.nearest(moved, points)[1].square().sum().item() >= least * (1 - 1e-4)
 
 
-def test_the_average_is_drawn_at_the_mean_place():
+def test_the_average_is_the_point_at_the_mean_coordinates():
     triangle = Simplex(SPACE, 3)
     phi = draw(0, 3, P)
     points = triangle(phi, torch.cat([torch.eye(3).double(), torch.full((2, 3), 1 / 3, dtype=torch.float64)]))
@@ -222,7 +222,7 @@ def test_the_average_is_drawn_at_the_mean_place():
         assert bool(tunnel.contains(inside.phi, inside.average()))
 
 
-def test_models_that_are_all_one_collapse_the_subspace():
+def test_equal_models_collapse_the_subspace():
     for space, x in ((SPACE, draw(0, P)), (Sphere(3), torch.eye(3, dtype=torch.float64)[0])):
         for embedding in (Bezier(space, 2), Simplex(space, 3)):
             found = fit_subspace(x.expand(4, *x.shape), embedding)
@@ -233,7 +233,7 @@ def test_models_that_are_all_one_collapse_the_subspace():
 
 @pytest.mark.parametrize("seed", [2, 3, 8])
 @pytest.mark.parametrize("space", [SpecialOrthogonal(4), Stiefel(5, 2)], ids=str)
-def test_models_that_are_all_one_but_for_the_rounding_of_logs_collapse_it_too(space, seed):
+def test_models_equal_up_to_rounding_collapse_the_subspace(space, seed):
     x = space.random_point(generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for embedding in (Bezier(space, 2), Simplex(space, 3)):
         found = fit_subspace(x.expand(6, *x.shape), embedding)
@@ -250,12 +250,12 @@ def test_a_fit_scales_with_its_points(embedding, size):
     assert torch.allclose(scaled.residuals / size, found.residuals, rtol=1e-9)
 
 
-def test_points_without_coordinates_are_all_one():
+def test_points_without_entries_are_equal():
     found = fit_subspace(torch.zeros(5, 0), Bezier(Flat(0), 1))
     assert (found.phi.shape, found.value, found.converged) == ((2, 0), 0.0, True)
 
 
-def test_inference_mode_changes_no_fit():
+def test_inference_mode_does_not_change_the_fit():
     with torch.inference_mode():
         points = torch.nn.functional.normalize(1 + 0.2 * draw(0, 7, 4), dim=-1)
         inside = fit_subspace(points, Simplex(Sphere(4), 2), power=2, max_steps=1)
@@ -263,7 +263,7 @@ def test_inference_mode_changes_no_fit():
     assert torch.equal(inside.phi, outside.phi)
 
 
-def test_a_start_is_begun_from_and_float32_models_make_float32_subspaces():
+def test_a_given_start_is_used_and_float32_models_give_float32_subspaces():
     curve = Bezier(SPACE, 2)
     phi = draw(0, 3, P)
     points = curve(phi, ordered(0, 9)).float()
@@ -275,7 +275,7 @@ def test_a_start_is_begun_from_and_float32_models_make_float32_subspaces():
     assert torch.equal(listed.phi, found.phi)
 
 
-def test_a_model_of_a_network_is_a_point_like_others():
+def test_models_of_a_network_are_accepted_as_points():
     model = torch.nn.Linear(4, 3)
     space = ParameterSpace.of(model, {"weight": Sphere(4)})
     generator = torch.Generator().manual_seed(0)
@@ -297,7 +297,7 @@ def test_a_model_of_a_network_is_a_point_like_others():
     ],
     ids=["curve", "simplex", "tunnel", "curved curve", "curved simplex"],
 )
-def test_a_picture_is_drawn(embedding, tmp_path):
+def test_a_subspace_is_plotted(embedding, tmp_path):
     space = embedding.space
     if space.flat:
         points = Bezier(SPACE, 2)(draw(0, 3, P), ordered(0, 9)) + draw(1, 9, P, scale=0.02)
@@ -315,7 +315,7 @@ def test_a_picture_is_drawn(embedding, tmp_path):
         assert (torch.cdist(found.projected_points, found.projected_points) <= apart + 1e-9).all()
 
 
-def test_a_result_cannot_be_written():
+def test_a_result_is_immutable():
     found = fit_subspace(draw(0, 5, P), Simplex(SPACE, 2))
     assert isinstance(found, Subspace)
     with pytest.raises(AttributeError):

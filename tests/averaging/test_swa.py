@@ -61,7 +61,7 @@ def around(space, seed, n, size):
 
 
 @given(seeds, counts, st.sampled_from([1, 7, 16385, (1 << 16) + 3]))
-def test_flat_streaming_is_torchs_averaged_model_bit_for_bit(seed, n, size):
+def test_flat_streaming_is_bitwise_equal_to_torch_averaged_model(seed, n, size):
     model = nn.Linear(size, 1, bias=False).double()
     space, theirs = ParameterSpace.of(model), AveragedModel(model)
     ours = SWA(space)
@@ -72,7 +72,7 @@ def test_flat_streaming_is_torchs_averaged_model_bit_for_bit(seed, n, size):
         assert torch.equal(ours.average, space.point(theirs.module))
 
 
-def test_flat_streaming_keeps_one_mean_and_the_last_whatever_the_number_of_versions():
+def test_flat_streaming_needs_memory_for_two_models():
     swa, memory = SWA(Flat(1000)), set()
     for version in range(1, 50):
         swa.update(version, draw(version, 1000))
@@ -130,7 +130,7 @@ def test_selected_versions(options, versions, kind):
         assert list(swa.versions) == list(versions)
 
 
-def test_the_reports_algorithm_1_by_hand():
+def test_algorithm_1_of_the_report_on_a_small_example():
     """Its loop as printed, the average of nothing being the last model."""
     total, start, cycle = 20, 8, 3
     models = dict(numbered(total))
@@ -145,7 +145,7 @@ def test_the_reports_algorithm_1_by_hand():
 
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_where_nothing_is_averaged_the_last_model_is_returned(kind):
+def test_without_a_selected_version_the_last_model_is_returned(kind):
     swa, last = SWA(Flat(2), start=100, kind=kind), torch.tensor([1.0, 2.0])
     swa.update(3, last)
     assert swa.average is None
@@ -158,7 +158,7 @@ def test_where_nothing_is_averaged_the_last_model_is_returned(kind):
 
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_periodic_overwriting_restarts_the_count(kind):
+def test_a_periodic_reset_restarts_the_count(kind):
     swa = SWA(Flat(1), start=2, cycle=2, kind=kind, periodic=6)
     model, written = torch.tensor([0.0], dtype=torch.float64), {}
     for version in range(1, 16):
@@ -173,7 +173,7 @@ def test_periodic_overwriting_restarts_the_count(kind):
 
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_after_an_overwriting_the_average_stays_until_the_next_chosen_version(kind):
+def test_after_a_reset_the_average_stays_until_the_next_selected_version(kind):
     swa = updated(SWA(Flat(1), cycle=2, kind=kind, periodic=4), numbered(4))
     assert swa.reset_point(4).item() == 3
     assert swa.reset_point(4) is None  # Once for a version.
@@ -184,7 +184,7 @@ def test_after_an_overwriting_the_average_stays_until_the_next_chosen_version(ki
     assert (swa.count, swa.average.item()) == (1, 9.0)
 
 
-def test_periodic_overwriting_one_version_later():
+def test_a_periodic_reset_with_an_offset():
     swa, points = SWA(Flat(1), cycle=2, offset=1, periodic=4), {}
     assert (swa.has_reset_points, SWA(Flat(1)).has_reset_points) == (True, False)
     for version, model in numbered(9):
@@ -237,7 +237,7 @@ def test_a_flat_karcher_mean_is_the_weighted_mean(seed, k):
 @pytest.mark.parametrize(
     "weights", [[1e308, 1e308], np.array([1.0, 1.0])[::-1], np.ones(2, ">f8"), np.broadcast_to(1.0, 2)]
 )
-def test_weights_may_be_huge_and_arrays_of_any_kind(weights):
+def test_huge_weights_and_any_kind_of_array_are_accepted(weights):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mean = karcher(Flat(2), torch.tensor([[0.0, 2.0], [4.0, 6.0]]), weights)
@@ -260,7 +260,7 @@ def test_a_karcher_mean_of_one_heavy_model_is_that_model():
     assert distance(space, karcher(space, models, [0.0, 1.0, 0.0]).point, models[1]) <= 1e-15
 
 
-def test_an_average_with_batch_norm_gets_statistics_of_its_own():
+def test_batch_norm_statistics_are_recomputed_for_the_average():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     space, inputs = ParameterSpace.of(model), draw(5, 40, 3)
     swa = updated(SWA(space), [(v, space.point(model) + draw(v, *space.shape, scale=0.1)) for v in range(1, 5)])
@@ -311,7 +311,7 @@ def test_arguments_and_results_share_no_memory():
         assert torch.equal(swa.average, torch.full((3,), 0.5))
 
 
-def test_no_average_is_torn_between_two_versions():
+def test_a_concurrent_read_is_consistent():
     swa, torn, done = SWA(Flat(200_000)), [], threading.Event()
 
     def read():
@@ -342,7 +342,7 @@ ONE, EAST = torch.ones(3), torch.eye(4, dtype=torch.float64)[:, :2]
     ],
     ids=str,
 )
-def test_a_model_out_of_reach_is_rejected_and_the_average_continues(space, near, far):
+def test_a_model_without_a_geodesic_is_rejected_and_the_average_continues(space, near, far):
     swa, other = updated(SWA(space), [(1, near)]), SWA(space)
     with pytest.raises(ArgumentError, match="model: expected"):
         swa.update(2, far)
@@ -516,7 +516,7 @@ def test_an_interrupted_update_is_atomic(space, kind):
     assert at > 10
 
 
-def test_an_average_that_is_read_during_an_update_is_the_one_before_it(monkeypatch):
+def test_a_read_during_an_update_returns_the_previous_average(monkeypatch):
     """As a handler of a signal reads it, in the same thread."""
     models = [(i, draw(i, 150_000)) for i in range(1, 5)]
     swa = updated(SWA(Flat(150_000)), models[:3])
@@ -532,7 +532,7 @@ def test_an_average_that_is_read_during_an_update_is_the_one_before_it(monkeypat
     assert all(torch.equal(average, before) for average in during)
 
 
-def test_the_latest_version_again_changes_nothing():
+def test_repeating_the_latest_version_changes_nothing():
     for kind in ("streaming", "exact"):
         swa = updated(SWA(Flat(3), kind=kind, cycle=2), [(2, ONE), (3, ONE), (4, 3 * ONE)])
         swa.update(4, 9 * ONE)

@@ -45,20 +45,20 @@ def tangent_is_the_displacement(kit):
 
 
 @law
-def position_is_the_way_to_the_model_that_was_reached(kit):
+def position_points_to_the_client_model(kit):
     base, current, _, v = setting()
     close(current + kit.Position()(SPACE, base, current, v), base + v)
 
 
 @law
-def what_is_projected_is_orthogonal_to_the_drift(kit):
+def projections_are_orthogonal_to_the_drift(kit):
     base, current, g, v = setting()
     out = kit.OrthoDC(1.0)(SPACE, base, current, v)
     assert (out @ g).abs().max() <= SMALL * g.norm() * v.norm()
 
 
 @law
-def what_is_removed_lies_along_the_drift(kit):
+def the_removed_component_is_parallel_to_the_drift(kit):
     base, current, g, v = setting()
     removed = v - kit.OrthoDC(1.0)(SPACE, base, current, v)
     close(removed, v - project(v, g))
@@ -72,7 +72,7 @@ def pythagoras(kit):
 
 
 @law
-def a_threshold_splits_by_the_cosine(kit):
+def the_threshold_selects_by_the_cosine(kit):
     base, current, g, _ = setting()
     e, f = g / g.norm(), project(draw(5, SIZE), g)
     f = f / f.norm()
@@ -84,7 +84,7 @@ def a_threshold_splits_by_the_cosine(kit):
 
 
 @law
-def the_ends_of_the_threshold_do_not_look_at_the_cosine(kit):
+def the_extreme_thresholds_ignore_the_cosine(kit):
     # A quarter of exactly parallel pairs compute a cosine above 1, and of antiparallel ones one below -1.
     for seed in range(20):
         base, current, g, _ = setting(seed)
@@ -102,7 +102,7 @@ def tangent_and_position_coincide_at_threshold_one(kit):
 
 
 @law
-def composition_is_one_after_the_other(kit):
+def composition_is_sequential(kit):
     base, current, _, v = setting()
     for a, b in ((kit.Position(), kit.OrthoDC(0.0)), (kit.OrthoDC(0.0), kit.Position())):
         once = a(SPACE, base, current, v)
@@ -110,7 +110,7 @@ def composition_is_one_after_the_other(kit):
 
 
 @law
-def zero_vectors_are_left_alone(kit):
+def zero_vectors_are_unchanged(kit):
     base, current, _, v = setting()
     for make in (lambda: kit.OrthoDC(0.3), kit.OrthoStrict, kit.OrthoPos, lambda: kit.OrthoCorrect(0.7, 0.3)):
         assert torch.equal(make()(SPACE, base, base, v), v)
@@ -118,13 +118,13 @@ def zero_vectors_are_left_alone(kit):
 
 
 @law
-def delay_compensation_is_its_formula(kit):
+def delay_compensation_equals_its_formula(kit):
     base, current, g, v = setting()
     close(kit.DelayCompensated(0.3)(SPACE, base, current, v), v - 0.3 * v * v * g)
 
 
 @law
-def delay_compensation_by_the_outer_product_is_its_formula(kit):
+def delay_compensation_by_the_outer_product_equals_its_formula(kit):
     base, current, g, v = setting()
     expected = torch.stack([row - 0.3 * torch.outer(row, row) @ g for row in v])
     close(kit.DelayCompensated(0.3, form="outer")(SPACE, base, current, v), expected)
@@ -165,7 +165,7 @@ def delay_compensation_vanishes_to_first_order_on_quartics(kit):
 
 
 @law
-def ortho_correct_is_its_formula(kit):
+def ortho_correct_equals_its_formula(kit):
     base, current, g, v = setting(n=40)
     for alpha, threshold in ((0.0, 0.3), (1.0, 0.0), (0.7, -0.2), (-0.4, 0.1)):
         cosine = v @ g / (v.norm(dim=1) * g.norm())
@@ -174,7 +174,7 @@ def ortho_correct_is_its_formula(kit):
 
 
 @law
-def the_named_members_are_their_parameters(kit):
+def named_corrections_equal_their_parameters(kit):
     base, current, _, v = setting(n=20)
     for make, alpha, threshold in ((kit.OrthoGrad, 0.0, 0.0), (kit.OrthoPos, 1.0, 0.0), (kit.OrthoStrict, 5.0, 1.0)):
         expected = KIT["OrthoCorrect"](alpha, threshold)(SPACE, base, current, v)
@@ -192,7 +192,7 @@ def the_clipped_position_is_surgery_on_the_position(kit):
 
 
 @law
-def surgery_goes_through_the_rows_in_turn(kit):
+def surgery_processes_the_rows_in_order(kit):
     base, current, g, v = setting(n=10)
     rows, found = [*v, g], kit.GradientSurgery()(SPACE, base, current, v)
     for i in range(10):
@@ -213,7 +213,7 @@ def pairwise_is_orthogonal_to_every_other(kit):
 
 
 @law
-def tensors_are_corrected_one_by_one(kit):
+def tensors_are_corrected_separately(kit):
     base, current, g, v = setting()
     out = kit.OrthoDC(1.0, "tensor")(PARTS, base, current, v)
     expected = torch.cat([project(v[:, :5], g[:5]), project(v[:, 5:], g[5:])], 1)
@@ -222,7 +222,7 @@ def tensors_are_corrected_one_by_one(kit):
 
 
 @law
-def everything_turns_with_space(kit):
+def corrections_are_rotation_equivariant(kit):
     base, current, _, v = setting()
     q, others = rotation(3, SIZE), draw(4, 2, SIZE)
     for make in (kit.Position, lambda: kit.OrthoDC(0.3), kit.OrthoPos, kit.GradientSurgery):
@@ -233,7 +233,7 @@ def everything_turns_with_space(kit):
 
 
 @law
-def dynamic_correction_changes_with_the_way(kit):
+def the_dynamic_correction_changes_with_the_straightness(kit):
     """Straight steps, then circles: OrthoGrad, tangent, OrthoPos, and never back."""
     plane, correction, state, x = Flat(2), kit.OrthoDyn(), None, torch.zeros(2).double()
     drift, phases = torch.tensor([1.0, 0.0]).double(), []
@@ -277,7 +277,7 @@ def the_chosen_threshold_is_nearest_to_the_fresh_update(kit):
 
 
 @law
-def a_rotated_control_keeps_its_place_beside_the_chord(kit):
+def a_rotated_control_point_keeps_its_position_relative_to_the_chord(kit):
     base, end, current, goal, phi = draw(11, 5, SIZE)
     out = kit.rotate_control(phi, base, end, current, goal)
     x, y = phi - (base + end) / 2, out - (current + goal) / 2
@@ -290,7 +290,7 @@ def a_rotated_control_keeps_its_place_beside_the_chord(kit):
 
 
 @law
-def opposite_chords_flip_only_what_lies_along_them(kit):
+def opposite_chords_negate_only_the_component_along_the_chord(kit):
     base, end, current, phi = draw(12, 4, SIZE)
     a = end - base
     out = kit.rotate_control(phi, base, end, current, current - 2 * a)
@@ -299,13 +299,13 @@ def opposite_chords_flip_only_what_lies_along_them(kit):
 
 
 @law
-def parallel_chords_turn_nothing(kit):
+def parallel_chords_do_not_rotate(kit):
     base, end, current, phi = draw(12, 4, SIZE)
     close(kit.rotate_control(phi, base, end, current, current + end - base), phi + current - base, 1e-14)
 
 
 @law
-def calibration_adds_what_is_orthogonal_to_the_own_update(kit):
+def calibration_adds_the_orthogonal_component_of_the_shift(kit):
     start, shift, own = draw(13, 3, SIZE)
     out = kit.calibrate(start, shift, own, space=PARTS)
     expected = torch.cat([project(shift[None, :5], own[:5])[0], project(shift[None, 5:], own[5:])[0]])
@@ -314,7 +314,7 @@ def calibration_adds_what_is_orthogonal_to_the_own_update(kit):
 
 
 @law
-def calibration_against_others_projects_the_own_update(kit):
+def pairwise_calibration_projects_the_client_shift(kit):
     start, shift, own, *others = draw(14, 5, SIZE)
     basis = torch.stack(others)
     lost = own @ torch.linalg.pinv(basis) @ basis
@@ -322,7 +322,7 @@ def calibration_against_others_projects_the_own_update(kit):
 
 
 @law
-def a_standing_client_takes_the_whole_shift(kit):
+def a_zero_client_shift_adds_the_whole_shift(kit):
     start, shift = draw(15, 2, SIZE)
     own = torch.cat([torch.zeros(5), torch.ones(7)]).double()
     out = kit.calibrate(start, shift, own, space=PARTS)
@@ -330,7 +330,7 @@ def a_standing_client_takes_the_whole_shift(kit):
 
 
 @law
-def position_on_a_sphere_is_the_way_to_the_model_that_was_reached(kit):
+def position_on_a_sphere_points_to_the_client_model(kit):
     space, generator = Sphere(4), torch.Generator().manual_seed(0)
     base = space.random_point(generator=generator, dtype=torch.float64)
     current = space.exp(base, 0.3 * space.random_tangent(base, generator))

@@ -39,7 +39,7 @@ class TangentBackwards(Tangent):
         return -lines, state
 
 
-@caught_by("Position", "position_is_the_way_to_the_model_that_was_reached")
+@caught_by("Position", "position_points_to_the_client_model")
 class PositionWithTheWrongSignOfDrift(Position):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -47,13 +47,13 @@ class PositionWithTheWrongSignOfDrift(Position):
         return lines, state
 
 
-@caught_by("Position", "position_on_a_sphere_is_the_way_to_the_model_that_was_reached")
+@caught_by("Position", "position_on_a_sphere_points_to_the_client_model")
 class PositionIsTheDifferenceOfRowsEverywhere(Position):
     def extend(self, frame, state=None):
         return frame
 
 
-@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
+@caught_by("OrthoDC", "projections_are_orthogonal_to_the_drift", "pythagoras")
 class OrthoDCWithTheWrongSignOfDrift(OrthoDC):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -61,7 +61,7 @@ class OrthoDCWithTheWrongSignOfDrift(OrthoDC):
         return lines, state
 
 
-@caught_by("OrthoDC", "what_is_removed_lies_along_the_drift", "what_is_projected_is_orthogonal_to_the_drift")
+@caught_by("OrthoDC", "the_removed_component_is_parallel_to_the_drift", "projections_are_orthogonal_to_the_drift")
 class OrthoDCDividesByTheDisplacement(OrthoDC):
     """Projects the other vector."""
 
@@ -72,7 +72,7 @@ class OrthoDCDividesByTheDisplacement(OrthoDC):
         return lines, state
 
 
-@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift", "pythagoras")
+@caught_by("OrthoDC", "projections_are_orthogonal_to_the_drift", "pythagoras")
 class OrthoDCProjectsTwiceAsFar(OrthoDC):
     """A reflection."""
 
@@ -97,30 +97,30 @@ class Comparing(OrthoDC):
         return lines, state
 
 
-@caught_by("OrthoDC", "the_ends_of_the_threshold_do_not_look_at_the_cosine")
+@caught_by("OrthoDC", "the_extreme_thresholds_ignore_the_cosine")
 class OrthoDCWithoutTheClipOfTheCosine(Comparing):
     pass
 
 
-@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+@caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
 class OrthoDCComparesTheOtherWay(Comparing):
     def far(self, cosine):
         return abs(self.threshold) < 1 and cosine < self.threshold
 
 
-@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+@caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
 class OrthoDCComparesTheAbsoluteCosine(Comparing):
     def far(self, cosine):
         return abs(cosine) > self.threshold
 
 
-@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+@caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
 class OrthoDCComparesTheSquare(Comparing):
     def far(self, cosine):
         return cosine * abs(cosine) > self.threshold
 
 
-@caught_by("OrthoDC", "a_threshold_splits_by_the_cosine")
+@caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
 class OrthoDCComparesTheInnerProduct(OrthoDC):
     def coefficients(self, gram, state=None):
         n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
@@ -130,13 +130,13 @@ class OrthoDCComparesTheInnerProduct(OrthoDC):
         return lines, state
 
 
-@caught_by("OrthoDC", "tensors_are_corrected_one_by_one")
+@caught_by("OrthoDC", "tensors_are_corrected_separately")
 class OrthoDCOfTheWholeModel(OrthoDC):
     def coefficients(self, gram, state=None):
         return OrthoDC(self.threshold).coefficients(gram, state)
 
 
-@caught_by("OrthoDC", "zero_vectors_are_left_alone")
+@caught_by("OrthoDC", "zero_vectors_are_unchanged")
 class OrthoDCDividesByZero(OrthoDC):
     def coefficients(self, gram, state=None):
         n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
@@ -145,7 +145,7 @@ class OrthoDCDividesByZero(OrthoDC):
         return lines, state
 
 
-@caught_by("OrthoDC", "what_is_projected_is_orthogonal_to_the_drift")
+@caught_by("OrthoDC", "projections_are_orthogonal_to_the_drift")
 class OrthoDCWithAnEpsilonInTheDenominator(OrthoDC):
     def coefficients(self, gram, state=None):
         inner = gram.matrix.copy()
@@ -153,14 +153,16 @@ class OrthoDCWithAnEpsilonInTheDenominator(OrthoDC):
         return super().coefficients(Gram.of(inner), state)
 
 
-@caught_by("OrthoDC", "composition_is_one_after_the_other")
+@caught_by("OrthoDC", "composition_is_sequential")
 class CompositionInTheWrongOrder(OrthoDC):
     def __rshift__(self, other):
         return Composition((other, self))
 
 
 @caught_by(
-    "DelayCompensated", "delay_compensation_is_its_formula", "delay_compensation_vanishes_to_first_order_on_quartics"
+    "DelayCompensated",
+    "delay_compensation_equals_its_formula",
+    "delay_compensation_vanishes_to_first_order_on_quartics",
 )
 class DelayCompensatedWithTheWrongSign(DelayCompensated):
     def coefficients(self, gram, state=None):
@@ -169,7 +171,7 @@ class DelayCompensatedWithTheWrongSign(DelayCompensated):
         return lines, state
 
 
-@caught_by("DelayCompensated", "delay_compensation_is_its_formula")
+@caught_by("DelayCompensated", "delay_compensation_equals_its_formula")
 class DelayCompensatedWithoutTheSquare(DelayCompensated):
     def extend(self, frame, state=None):
         n = frame.num_displacements
@@ -180,7 +182,7 @@ class DelayCompensatedWithoutTheSquare(DelayCompensated):
 
 @caught_by(
     "DelayCompensated",
-    "delay_compensation_by_the_outer_product_is_its_formula",
+    "delay_compensation_by_the_outer_product_equals_its_formula",
     "delay_compensation_by_the_outer_product_is_coordinate_free",
 )
 class OuterProductOfTheWrongSign(DelayCompensated):
@@ -191,7 +193,7 @@ class OuterProductOfTheWrongSign(DelayCompensated):
 
 @caught_by(
     "DelayCompensated",
-    "delay_compensation_by_the_outer_product_is_its_formula",
+    "delay_compensation_by_the_outer_product_equals_its_formula",
     "delay_compensation_by_the_outer_product_is_coordinate_free",
 )
 class OuterProductOfTheEndAlone(DelayCompensated):
@@ -219,7 +221,7 @@ class MeanSquareForgetsAll(DelayCompensated):
         return super()._mean_square(frame, None)
 
 
-@caught_by("OrthoCorrect", "ortho_correct_is_its_formula")
+@caught_by("OrthoCorrect", "ortho_correct_equals_its_formula")
 class OrthoCorrectAddsTheDrift(OrthoCorrect):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -227,7 +229,7 @@ class OrthoCorrectAddsTheDrift(OrthoCorrect):
         return lines, state
 
 
-@caught_by("OrthoCorrect", "zero_vectors_are_left_alone")
+@caught_by("OrthoCorrect", "zero_vectors_are_unchanged")
 class OrthoCorrectMovesWhatStands(OrthoCorrect):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -236,7 +238,7 @@ class OrthoCorrectMovesWhatStands(OrthoCorrect):
         return lines, state
 
 
-@caught_by("OrthoPos", "the_named_members_are_their_parameters")
+@caught_by("OrthoPos", "named_corrections_equal_their_parameters")
 def ortho_pos_with_half_the_drift(**options):
     return OrthoCorrect(0.5, 0.0, **options)
 
@@ -246,17 +248,17 @@ def ortho_pos_never_clips(clip=False, **options):
     return OrthoCorrect(1.0, 0.0, **options)
 
 
-@caught_by("OrthoGrad", "the_named_members_are_their_parameters")
+@caught_by("OrthoGrad", "named_corrections_equal_their_parameters")
 def ortho_grad_with_the_drift(**options):
     return OrthoCorrect(1.0, 0.0, **options)
 
 
-@caught_by("OrthoStrict", "the_named_members_are_their_parameters", "zero_vectors_are_left_alone")
+@caught_by("OrthoStrict", "named_corrections_equal_their_parameters", "zero_vectors_are_unchanged")
 def ortho_strict_does_what_it_likes(**options):
     return Position()
 
 
-@caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
+@caught_by("GradientSurgery", "surgery_processes_the_rows_in_order")
 class SurgeryAtOnce(GradientSurgery):
     """All conflicts are judged by the row as it came in."""
 
@@ -269,7 +271,7 @@ class SurgeryAtOnce(GradientSurgery):
         return lines, state
 
 
-@caught_by("GradientSurgery", "surgery_goes_through_the_rows_in_turn")
+@caught_by("GradientSurgery", "surgery_processes_the_rows_in_order")
 class SurgeryWithoutTheDrift(GradientSurgery):
     def coefficients(self, gram, state=None):
         inner = gram.matrix.copy()
@@ -297,13 +299,13 @@ class PairwiseForgetsTheLast(Pairwise):
         return lines, state
 
 
-@caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
+@caught_by("OrthoDyn", "the_dynamic_correction_changes_with_the_straightness")
 class OrthoDynGoesBack(OrthoDyn):
     def _update_phase(self, gram, coefficients, length, phase):
         return super()._update_phase(gram, coefficients, length, "gradient")
 
 
-@caught_by("OrthoDyn", "dynamic_correction_changes_with_the_way")
+@caught_by("OrthoDyn", "the_dynamic_correction_changes_with_the_straightness")
 class OrthoDynWithoutHysteresis(OrthoDyn):
     hysteresis: float = field(default=0.0, kw_only=True)
 
@@ -327,22 +329,26 @@ class AutoThresholdComparesWithCurrent(AutoThreshold):
         return {**moved, "base": moved["base"] + frame.row(frame.num_displacements)}
 
 
-@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord", "parallel_chords_turn_nothing")
+@caught_by(
+    "rotate_control",
+    "a_rotated_control_point_keeps_its_position_relative_to_the_chord",
+    "parallel_chords_do_not_rotate",
+)
 def rotation_about_the_start(control, base, end, current, corrected_end):
     return rotate_control(control, base, end, current, corrected_end) + (corrected_end - current) / 2
 
 
-@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord")
+@caught_by("rotate_control", "a_rotated_control_point_keeps_its_position_relative_to_the_chord")
 def rotation_backwards(control, base, end, current, corrected_end):
     return rotate_control(control, base, corrected_end - current + base, current, current + end - base)
 
 
-@caught_by("rotate_control", "a_rotated_control_keeps_its_place_beside_the_chord")
+@caught_by("rotate_control", "a_rotated_control_point_keeps_its_position_relative_to_the_chord")
 def no_rotation(control, base, end, current, corrected_end):
     return control - (base + end) / 2 + (current + corrected_end) / 2
 
 
-@caught_by("rotate_control", "opposite_chords_flip_only_what_lies_along_them")
+@caught_by("rotate_control", "opposite_chords_negate_only_the_component_along_the_chord")
 def half_a_turn_of_everything(control, base, end, current, corrected_end):
     a, b = end - base, corrected_end - current
     if a @ b <= -0.999999 * a.norm() * b.norm():
@@ -350,19 +356,19 @@ def half_a_turn_of_everything(control, base, end, current, corrected_end):
     return rotate_control(control, base, end, current, corrected_end)
 
 
-@caught_by("calibrate", "calibration_adds_what_is_orthogonal_to_the_own_update")
+@caught_by("calibrate", "calibration_adds_the_orthogonal_component_of_the_shift")
 def calibration_projects_the_other_vector(start, global_shift, client_shift, *args, **kwargs):
     return calibrate(start, client_shift, global_shift, *args, **kwargs)
 
 
-@caught_by("calibrate", "calibration_adds_what_is_orthogonal_to_the_own_update")
+@caught_by("calibrate", "calibration_adds_the_orthogonal_component_of_the_shift")
 def calibration_of_the_whole_model(
     start, global_shift, client_shift, granularity="tensor", other_updates=None, **kwargs
 ):
     return calibrate(start, global_shift, client_shift, "model", other_updates, **kwargs)
 
 
-@caught_by("calibrate", "calibration_against_others_projects_the_own_update")
+@caught_by("calibrate", "pairwise_calibration_projects_the_client_shift")
 def calibration_ignores_the_others(
     start, global_shift, client_shift, granularity="tensor", other_updates=None, **kwargs
 ):

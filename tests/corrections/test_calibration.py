@@ -23,7 +23,7 @@ def states(seed, count, dtype=torch.float64):
 
 
 @given(seeds)
-def test_it_is_equations_6_and_7(seed):
+def test_calibration_equals_equations_6_and_7(seed):
     start, shift, own = draw(seed, 3, SIZE)
     by_layer = torch.cat([project(a, b) for a, b in zip(shift.split(CUTS), own.split(CUTS), strict=True)])
     assert relative(calibrate(start, shift, own, space=PARTS), start + by_layer) <= 1e-13
@@ -49,7 +49,7 @@ def test_points_and_state_dicts_agree_bit_for_bit(seed, granularity):
 
 
 @given(seeds)
-def test_both_protocols_hand_out_the_same_start(seed):
+def test_both_protocols_send_the_same_start(seed):
     """Server and client know the global model before aggregation, the one handed out, and the client's two."""
     now, then, model, began = (row.float() for row in draw(seed, 4, SIZE))
     server = calibrate(model, now - then, model - began, space=PARTS)
@@ -57,7 +57,7 @@ def test_both_protocols_hand_out_the_same_start(seed):
     assert torch.equal(server, client)
 
 
-def test_where_the_client_stood_still_it_takes_the_whole_shift():
+def test_a_zero_client_shift_adds_the_whole_global_shift():
     start, shift, own = states(3, 3)
     own["w"] = torch.zeros_like(own["w"])
     out = calibrate(start, shift, own)
@@ -65,7 +65,7 @@ def test_where_the_client_stood_still_it_takes_the_whole_shift():
     assert relative(out["b"], start["b"] + project(shift["b"], own["b"])) <= 1e-14
 
 
-def test_the_pairwise_form_removes_the_span_of_the_others_from_the_own_update():
+def test_the_pairwise_form_subtracts_the_projection_of_the_client_shift():
     start, shift, own, *others = draw(3, 6, SIZE)
     basis = torch.stack(others)
     expected = start + shift - own @ torch.linalg.pinv(basis) @ basis
@@ -104,7 +104,7 @@ def test_narrow_dtypes_are_rounded_once(dtype):
         assert ((tensor.double() - exact[name]).abs() <= 0.51 * torch.finfo(dtype).eps * exact[name].abs()).all()
 
 
-def test_inputs_are_untouched():
+def test_inputs_are_not_modified():
     rows = draw(3, 3, SIZE)
     copy = rows.clone()
     calibrate(*rows, space=PARTS).zero_()
@@ -132,7 +132,7 @@ def test_invalid_input_is_rejected_by_name(call, words):
         call()
 
 
-def test_derivatives_are_those_of_the_map():
+def test_derivatives_equal_those_of_the_formula():
     start, shift, own = draw(0, 3, 4).requires_grad_()
     assert torch.autograd.gradcheck(lambda *points: calibrate(*points), (start, shift, own))
 

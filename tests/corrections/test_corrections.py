@@ -27,14 +27,14 @@ def symbolic(n=2):
     return Gram.of([[sympy.Symbol(f"G{min(i, j)}{max(i, j)}", real=True) for j in range(n + 1)] for i in range(n + 1)])
 
 
-def test_proof_that_at_threshold_one_the_result_is_orthogonal_to_the_drift():
+def test_threshold_one_gives_orthogonality_to_the_drift_symbolically():
     inner = symbolic()
     lines, _ = OrthoDC(1.0).coefficients(inner)
     for line in lines:
         assert sympy.simplify(line @ inner.matrix[:, 2]) == 0
 
 
-def test_proof_that_at_threshold_one_tangent_and_position_coincide():
+def test_threshold_one_gives_equal_tangent_and_position_symbolically():
     inner = symbolic()
     after_position, _ = (Position() >> OrthoDC(1.0)).coefficients(inner)
     after_tangent, _ = (Tangent() >> OrthoDC(1.0)).coefficients(inner)
@@ -45,7 +45,7 @@ def test_proof_that_at_threshold_one_tangent_and_position_coincide():
             assert sympy.simplify(after_tangent[i, j] - alone[i, j]) == 0
 
 
-def test_proof_of_pythagoras_and_idempotence():
+def test_pythagoras_and_idempotence_symbolically():
     inner = symbolic(1)
     lines, _ = OrthoDC(1.0).coefficients(inner)
     left = inner.corrected(lines).matrix[0, 0]
@@ -56,14 +56,14 @@ def test_proof_of_pythagoras_and_idempotence():
 
 
 @given(seeds)
-def test_the_readings_are_displacement_and_difference(seed):
+def test_tangent_and_position_equal_their_formulas(seed):
     space, base, current, v = setting(seed)
     assert torch.equal(Tangent()(space, base, current, v), v)
     assert relative(Position()(space, base, current, v), v - (current - base)) <= 1e-15
 
 
 @given(seeds, thresholds, scales)
-def test_a_displacement_is_projected_exactly_where_it_conflicts(seed, threshold, scale):
+def test_only_conflicting_displacements_are_projected(seed, threshold, scale):
     space, base, current, v = setting(seed)
     v = scale * v
     g = current - base
@@ -76,7 +76,7 @@ def test_a_displacement_is_projected_exactly_where_it_conflicts(seed, threshold,
 
 
 @given(seeds, thresholds)
-def test_it_is_idempotent_homogeneous_and_turns_with_space(seed, threshold):
+def test_the_projection_is_idempotent_homogeneous_and_rotation_equivariant(seed, threshold):
     space, base, current, v = setting(seed)
     correct = OrthoDC(threshold)
     once, q = correct(space, base, current, v), rotation(seed + 2, 12)
@@ -113,14 +113,14 @@ def test_the_projection_is_the_nearest_orthogonal_vector(seed, other):
 
 
 @given(seeds, thresholds)
-def test_zero_displacements_and_zero_drifts_are_left_alone(seed, threshold):
+def test_zero_displacements_and_zero_drifts_change_nothing(seed, threshold):
     space, base, current, v = setting(seed)
     assert torch.equal(OrthoDC(threshold)(space, base, base, v), v)
     assert not OrthoDC(threshold)(space, base, current, 0 * v).any()
 
 
 @given(seeds, st.floats(0.01, 100), st.sampled_from([-1, 1]))
-def test_displacements_parallel_to_the_drift(seed, factor, sign):
+def test_the_threshold_decides_for_displacements_parallel_to_the_drift(seed, factor, sign):
     space, base, current, _ = setting(seed)
     v = sign * factor * (current - base)[None]
     assert OrthoDC(1.0)(space, base, current, v).norm() <= 1e-14 * v.norm()
@@ -130,7 +130,7 @@ def test_displacements_parallel_to_the_drift(seed, factor, sign):
 
 
 @given(seeds, st.floats(-6, -2))
-def test_nearly_parallel_float32_vectors_come_out_orthogonal(seed, exponent):
+def test_the_projection_of_nearly_parallel_float32_vectors_is_orthogonal(seed, exponent):
     space, base, current, noise = setting(seed, size=1000, k=1, dtype=torch.float32)
     g = current.double() - base.double()
     v = (g + 10**exponent * g.norm() / noise.norm() * noise).float()
@@ -139,7 +139,7 @@ def test_nearly_parallel_float32_vectors_come_out_orthogonal(seed, exponent):
 
 
 @given(seeds)
-def test_each_control_point_is_corrected_by_itself(seed):
+def test_each_control_point_is_corrected_separately(seed):
     space, base, current, v = setting(seed)
     joint = OrthoDC(0.0)(space, base, current, v)
     alone = torch.cat([OrthoDC(0.0)(space, base, current, row[None]) for row in v])
@@ -147,7 +147,7 @@ def test_each_control_point_is_corrected_by_itself(seed):
 
 
 @given(seeds)
-def test_gradient_surgery_is_two_corrections(seed):
+def test_gradient_surgery_is_the_sum_of_two_corrections(seed):
     """PCGrad([v, g]) = OrthoDC₀(v; g) + OrthoDC₀(g; v)."""
     space, zero, _, (v, g, _) = setting(seed)
     zero = 0 * zero
@@ -160,7 +160,7 @@ def test_gradient_surgery_is_two_corrections(seed):
 
 
 @given(seeds, st.floats(-30, 30))
-def test_units_do_not_matter(seed, exponent):
+def test_scaling_all_inputs_scales_the_result(seed, exponent):
     space, base, current, v = setting(seed)
     unit = 10.0**exponent
     found = OrthoDC(0.3)(space, unit * base, unit * current, unit * v)
@@ -174,7 +174,7 @@ def test_displacements_cancelled_to_rounding_do_not_conflict():
     assert out.norm() <= 1e-14 * v.norm()
 
 
-def test_the_projection_is_linear_at_zero_too():
+def test_the_projection_is_linear_at_zero():
     space, base, current, v = setting(0, k=1)
     _, slope = torch.func.jvp(lambda d: OrthoDC(1.0)(space, base, current, d), (0 * v,), (v,))
     assert relative(slope, OrthoDC(1.0)(space, base, current, v)) <= 1e-14
@@ -188,7 +188,7 @@ def test_overflow_of_float64_is_rejected():
         )
 
 
-def test_the_same_lines_run_on_torch_numbers_and_are_differentiable():
+def test_coefficients_of_torch_numbers_are_differentiable():
     space, base, current, v = setting(0)
     inputs = [t.clone().requires_grad_() for t in (base, current, v)]
     for correction in (Tangent(), Position(), OrthoDC(1.0), OrthoDC(0.3), Position() >> OrthoDC(0.0)):
@@ -196,7 +196,7 @@ def test_the_same_lines_run_on_torch_numbers_and_are_differentiable():
         assert relative(correction(space, *inputs).detach(), correction(space, base, current, v)) <= 1e-14
 
 
-def test_a_frame_of_points_is_the_frame_of_their_displacements():
+def test_a_frame_of_points_equals_the_frame_of_displacements():
     space, base, current, v = setting(3)
     points = base + v
     a, b = Frame.of_points(points, base, current), Frame.of_displacements(points - base, base, current)
@@ -221,7 +221,7 @@ def test_invalid_input_is_rejected_by_name(call, words):
         call()
 
 
-def test_a_state_is_not_the_tensors_that_were_handed_in():
+def test_a_state_shares_no_memory_with_the_inputs():
     base, current = draw(0, 2, 4)
     state = AutoThreshold().apply(Frame.of(Flat(4), base, current, draw(1, 2, 4))).state
     kept = state["base"].clone()
@@ -229,7 +229,7 @@ def test_a_state_is_not_the_tensors_that_were_handed_in():
     assert torch.equal(state["base"], kept)
 
 
-def test_states_carry_no_derivatives():
+def test_states_are_detached_from_autograd():
     base, current = draw(0, 2, 4)
     v = draw(1, 2, 4).requires_grad_()
     for correct in (AutoThreshold(), OrthoDyn(), DelayCompensated(0.3, adaptive=True)):
@@ -246,7 +246,7 @@ def test_frames_with_additional_rows_are_rejected():
         Position().apply(frame)
 
 
-def test_a_forced_curved_frame_reads_differences_too():
+def test_a_curved_frame_of_a_flat_space_gives_the_same_result():
     state, other = None, None
     for seed in range(4):
         base, current = draw(seed, 2, 4)
@@ -279,7 +279,7 @@ def test_overflow_is_rejected():
         )
 
 
-def test_no_combination_is_longer_than_its_reach():
+def test_the_norm_bound_bounds_every_combination():
     rows = draw(3, 4, 12)
     gram = Frame.of(Flat(12), rows[0], rows[1], rows[2:]).gram()
     for seed in range(20):

@@ -74,7 +74,7 @@ def isometry(space, seed):
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @settings(max_examples=8)
 @given(seeds)
-def test_an_isometry_goes_through(space, correction, seed):
+def test_corrections_are_equivariant_under_isometries(space, correction, seed):
     base, current, v = setting(space, seed)
     point, tangent = isometry(space, seed + 1)
     moved = correction(space, point(base), point(current), tangent(v))
@@ -83,7 +83,7 @@ def test_an_isometry_goes_through(space, correction, seed):
 
 @settings(max_examples=3)
 @given(seeds, st.sampled_from([-0.7, 0.4]))
-def test_a_translation_of_the_ball_goes_through(seed, shift):
+def test_corrections_are_equivariant_under_translations_of_the_ball(seed, shift):
     """Möbius translations are the isometries that move the origin."""
     space = PoincareBall(3)
     base, current, v = setting(space, seed)
@@ -146,7 +146,7 @@ def test_flat_and_curved_paths_agree_where_the_space_is_flat(correction, seed):
 
 
 @pytest.mark.parametrize("correction", [AutoThreshold(), OrthoDyn(), DelayCompensated(0.3, adaptive=True)], ids=str)
-def test_states_agree_too(correction):
+def test_flat_and_curved_states_agree(correction):
     states = [None, None]
     for seed in range(6):
         base, current, *v = draw(seed, 4, 12)
@@ -158,7 +158,7 @@ def test_states_agree_too(correction):
         assert relative(done[0].displacements(), done[1].displacements()) <= 1e-13
 
 
-def test_a_model_with_a_curved_leaf_is_the_sum_of_its_leaves():
+def test_the_gram_matrices_of_a_product_are_those_of_its_leaves():
     model = torch.nn.Linear(3, 2).double()
     torch.nn.init.orthogonal_(model.weight)
     space = ParameterSpace.of(model, {"weight": Sphere(3)})
@@ -190,7 +190,7 @@ def test_a_space_without_transport_uses_a_ladder_and_reports_it():
     assert relative(projected.rows[0].view(5, 2), space.project_tangent(current, v[0])) <= 1e-14
 
 
-def test_a_ladder_on_a_symmetric_space_is_the_transport():
+def test_a_ladder_on_a_symmetric_space_equals_parallel_transport():
     for space in SPACES:
         base, current, v = setting(space, 4)
         ladder = Tangent()(space, base, current, v, transport="ladder", rungs=1)
@@ -200,12 +200,12 @@ def test_a_ladder_on_a_symmetric_space_is_the_transport():
 @pytest.mark.parametrize("space", [Sphere(4), SymmetricPositiveDefinite(3), Grassmann(4, 2)], ids=str)
 @settings(max_examples=8)
 @given(seeds)
-def test_position_after_another_correction_starts_from_the_base_again(space, seed):
+def test_position_after_another_correction_transports_back_to_the_base(space, seed):
     base, current, v = setting(space, seed)
     assert relative((Tangent() >> Position())(space, base, current, v), Position()(space, base, current, v)) <= 1e-10
 
 
-def test_derivatives_go_through_on_curved_spaces():
+def test_corrections_on_curved_spaces_are_differentiable():
     base, current, v = setting(Sphere(3), 3)
     v = v.requires_grad_()
     assert torch.autograd.gradcheck(
@@ -213,7 +213,7 @@ def test_derivatives_go_through_on_curved_spaces():
     )
 
 
-def test_pairwise_takes_tangents_at_the_current_point():
+def test_pairwise_accepts_tangents_at_the_current_point():
     space = Sphere(4)
     base, current, v = setting(space, 3)
     others = space.random_tangent(current.expand(2, 4), torch.Generator().manual_seed(1))
@@ -259,6 +259,6 @@ def test_invalid_input_is_rejected_by_name(call, words):
         call()
 
 
-def test_a_validated_space_is_its_own_leaves():
+def test_a_validated_space_gives_the_same_result():
     space, base, current, v = mixed()
     assert relative(OrthoStrict()(Validated(space), base, current, v), OrthoStrict()(space, base, current, v)) == 0

@@ -22,7 +22,7 @@ def example():
     del sys.modules[spec.name]
 
 
-def test_the_joint_optimum_is_where_the_losses_balance(example):
+def test_the_gradients_sum_to_zero_at_the_joint_optimum(example):
     task = example.problem(0)
     x = task.optimum.clone().requires_grad_()
     (task.loss(x, 0) + task.loss(x, 1)).backward()
@@ -44,7 +44,7 @@ def test_the_median_regret_over_twenty_seeds(example, delay):
     assert (middle[9] + middle[10]) / 2 < 0.05
 
 
-def test_a_delay_of_ten_is_too_much_for_asgd_only(example):
+def test_a_delay_of_ten_makes_only_asgd_diverge(example):
     task = example.problem(0)
     found = example.distances(0, 10)
     found["OrthoFL"] = example.distance(task, example.run_orthofl(task, 10))
@@ -59,7 +59,7 @@ def test_without_delay_nothing_is_corrected(example):
     assert all(torch.equal(runs[0], other) for other in runs)
 
 
-def test_it_prints_and_draws(example, tmp_path, monkeypatch, capsys):
+def test_the_example_prints_and_plots(example, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["corrections.py", "--seeds", "1", "--out", str(path)])

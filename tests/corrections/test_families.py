@@ -53,7 +53,7 @@ def setting(seed, n=3, size=SIZE, dtype=torch.float64):
 
 @pytest.mark.parametrize("correction", STATELESS, ids=str)
 @given(seeds, exponents)
-def test_units_do_not_matter(correction, seed, exponent):
+def test_scaling_all_inputs_scales_the_result(correction, seed, exponent):
     (base, current, v), unit = setting(seed), 10.0**exponent
     found = correction(SPACE, unit * base, unit * current, unit * v)
     assert relative(found, unit * correction(SPACE, base, current, v)) <= 1e-11
@@ -63,7 +63,7 @@ def test_units_do_not_matter(correction, seed, exponent):
     "correction", [*(c for c in STATELESS if not isinstance(c, Pairwise)), COMPENSATED[1]], ids=str
 )
 @given(seeds)
-def test_an_isometry_goes_through(correction, seed):
+def test_corrections_are_equivariant_under_isometries(correction, seed):
     (base, current, v), q = setting(seed), rotation(seed + 2, SIZE)
     turned = correction(SPACE, base @ q, current @ q, v @ q)
     assert relative(turned, correction(SPACE, base, current, v) @ q) <= 1e-11
@@ -72,7 +72,7 @@ def test_an_isometry_goes_through(correction, seed):
 
 @pytest.mark.parametrize("correction", [c for c in STATELESS if not isinstance(c, GradientSurgery)], ids=str)
 @given(seeds)
-def test_each_control_point_is_corrected_by_itself(correction, seed):
+def test_each_control_point_is_corrected_separately(correction, seed):
     base, current, v = setting(seed)
     alone = torch.cat([correction(SPACE, base, current, row[None]) for row in v])
     assert torch.equal(correction(SPACE, base, current, v), alone)
@@ -90,7 +90,7 @@ def test_narrow_dtypes_are_rounded_once(correction, dtype):
 
 
 @pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
-def test_no_input_is_changed_and_no_output_shares_memory(correction):
+def test_inputs_are_not_modified_and_outputs_share_no_memory(correction):
     base, current, v = setting(3)
     copies = [t.clone() for t in (base, current, v)]
     out = correction(SPACE, base, current, v)
@@ -101,7 +101,7 @@ def test_no_input_is_changed_and_no_output_shares_memory(correction):
 
 @pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
 @pytest.mark.parametrize("scale", [1e-45, 1e-38])
-def test_float32_denormals_are_numbers_like_others(correction, scale):
+def test_float32_denormals_are_not_treated_as_zero(correction, scale):
     base, current, v = (torch.full_like(x, scale) * x.sign() for x in setting(3, dtype=torch.float32))
     out = correction(SPACE, base, current, v).double()
     exact = correction(SPACE, base.double(), current.double(), v.double())
@@ -118,7 +118,7 @@ def test_float64_denormals_count_as_zero():
 
 
 @given(seeds, st.floats(-6, -2), st.sampled_from([OrthoStrict(), OrthoGrad()]), st.sampled_from([-1, 1]))
-def test_nearly_parallel_and_antiparallel_float32_vectors_come_out_orthogonal(seed, exponent, correction, sign):
+def test_projections_of_nearly_parallel_float32_vectors_are_orthogonal(seed, exponent, correction, sign):
     base, current, noise = setting(seed, n=1, size=1000, dtype=torch.float32)
     g = current.double() - base.double()
     v = (sign * g + 10**exponent * g.norm() / noise.norm() * noise).float()
@@ -130,7 +130,7 @@ def test_nearly_parallel_and_antiparallel_float32_vectors_come_out_orthogonal(se
 
 
 @given(seeds, st.floats(-6, -2))
-def test_nearly_dependent_updates_of_others_leave_an_orthogonal_rest(seed, exponent):
+def test_nearly_dependent_updates_give_an_orthogonal_result(seed, exponent):
     base, current, v = setting(seed, n=1, size=1000, dtype=torch.float32)
     others = draw(seed + 3, 3, 1000, dtype=torch.float32)
     others[2] = (others[0] - others[1] + 10**exponent * others[2]).float()
@@ -150,14 +150,14 @@ def test_span_coefficients_are_the_least_squares_solution(seed, rank):
     assert relative(v - torch.tensor(x).double() @ rows, expected) <= 1e-6
 
 
-def test_others_that_stand_still_or_are_absent_take_nothing():
+def test_zero_or_missing_updates_of_others_change_nothing():
     base, current, v = setting(3)
     assert torch.equal(Pairwise(torch.zeros(2, SIZE).double())(SPACE, base, current, v), v)
     assert torch.equal(Pairwise([])(SPACE, base, current, v), v)
 
 
 @given(seeds)
-def test_surgery_of_two_updates_is_that_of_torchjd(seed):
+def test_surgery_of_two_updates_equals_torchjd(seed):
     zero, (v, g) = torch.zeros(SIZE).double(), draw(seed, 2, SIZE)
     reference = torchjd.aggregation.PCGrad()(torch.stack([v, g]))
     assert relative(GradientSurgery()(SPACE, zero, zero, torch.stack([v, g])).sum(0), reference) <= 1e-12
@@ -165,7 +165,7 @@ def test_surgery_of_two_updates_is_that_of_torchjd(seed):
     assert relative(one_by_one[0], reference) <= 1e-12
 
 
-def test_surgery_in_another_order_is_another_surgery():
+def test_the_order_of_surgery_changes_the_result():
     zero, v = torch.zeros(SIZE).double(), draw(8, 4, SIZE)
     forward, backward = GradientSurgery(), GradientSurgery((3, 2, 1, 0, 4))
     flipped = forward(SPACE, zero, zero, v.flip(0)).flip(0)
@@ -174,7 +174,7 @@ def test_surgery_in_another_order_is_another_surgery():
 
 
 @given(seeds)
-def test_parts_that_are_orthogonal_one_by_one_are_so_as_a_whole(seed):
+def test_orthogonality_by_tensor_implies_orthogonality_of_the_model(seed):
     space = Product({"a": Flat(3), "b": Flat(4), "c": Flat(5)})
     base, current, v = setting(seed)
     for correction in (OrthoStrict(granularity="tensor"), OrthoDC(1.0, "tensor")):
@@ -185,7 +185,7 @@ def test_parts_that_are_orthogonal_one_by_one_are_so_as_a_whole(seed):
             assert (out[:, a:b] @ g[a:b]).abs().max() <= 1e-13 * out.norm() * g.norm()
 
 
-def test_the_tensors_of_a_model_are_its_segments():
+def test_segments_are_the_tensors_of_a_model():
     model = torch.nn.Linear(3, 3).double()
     space = ParameterSpace.of(model)
     base, current, v = setting(3)
@@ -197,7 +197,7 @@ def test_the_tensors_of_a_model_are_its_segments():
     assert relative(by_tensor[:, :9], OrthoDC(1.0)(Flat(9), base[:9], current[:9], v[:, :9])) <= 1e-14
 
 
-def test_a_mix_of_granularities_is_each_in_turn():
+def test_mixed_granularities_compose_sequentially():
     space = Product({"a": Flat(5), "b": Flat(7)})
     base, current, v = setting(3)
     fine, coarse = OrthoDC(0.2, "tensor"), OrthoPos()
@@ -208,7 +208,7 @@ def test_a_mix_of_granularities_is_each_in_turn():
 
 @pytest.mark.parametrize("before", [*STATELESS, *COMPENSATED], ids=str)
 @pytest.mark.parametrize("after", [*STATELESS, *COMPENSATED], ids=str)
-def test_any_two_compose(before, after):
+def test_any_two_corrections_compose(before, after):
     if after == OrthoPos() and before not in (Tangent(), Position()):
         after = OrthoCorrect(1.0, 0.05)  # the printed form jumps at 0, where a projection puts its result
     base, current, v = setting(3)
@@ -218,7 +218,7 @@ def test_any_two_compose(before, after):
     assert relative(((before >> after) >> Tangent())(SPACE, base, current, v), expected) <= 1e-12
 
 
-def test_stateful_ones_compose_and_keep_their_states():
+def test_stateful_corrections_compose_with_separate_states():
     base, current, v = setting(3)
     parts, state, states = (DelayCompensated(0.1, adaptive=True), OrthoDyn(), AutoThreshold()), None, [None] * 3
     chain = parts[0] >> parts[1] >> parts[2]
@@ -231,7 +231,7 @@ def test_stateful_ones_compose_and_keep_their_states():
         assert relative(done.displacements(), u) <= 1e-12
 
 
-def test_a_state_is_a_value():
+def test_states_are_immutable_values():
     base, current, v = setting(3)
     for correction in (DelayCompensated(0.1, adaptive=True), OrthoDyn(), AutoThreshold()):
         frame = Frame.of(SPACE, base, current, v)
@@ -267,7 +267,7 @@ def test_a_schedule_selects_the_phase():
         assert torch.equal(done.displacements(), expected(SPACE, base, current, v))
 
 
-def test_bf16_runs_remember_in_float32():
+def test_states_of_bfloat16_runs_are_float32():
     base, current, v = setting(3, dtype=torch.bfloat16)
     for correction in (DelayCompensated(0.1, adaptive=True), OrthoDyn(), AutoThreshold()):
         state = correction.apply(Frame.of(SPACE, base, current, v)).state
@@ -275,12 +275,12 @@ def test_bf16_runs_remember_in_float32():
 
 
 @pytest.mark.parametrize("correction", [*STATELESS, *COMPENSATED], ids=str)
-def test_derivatives_go_through(correction):
+def test_corrections_are_differentiable(correction):
     inputs = [t.requires_grad_() for t in setting(3, n=2)]
     assert torch.autograd.gradcheck(lambda b, c, d: correction(SPACE, b, c, d), inputs)
 
 
-def test_points_of_any_shape_and_no_displacement_at_all():
+def test_any_point_shape_and_zero_displacements_are_accepted():
     space = Power(Flat(3), (2,))
     base, current, v = draw(1, 2, 3), draw(2, 2, 3), draw(3, 4, 2, 3)
     flat = OrthoDC(1.0)(Flat(6), base.flatten(), current.flatten(), v.flatten(1))

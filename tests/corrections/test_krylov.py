@@ -125,7 +125,7 @@ class KrylovDCOfTheWholeModel(KrylovDC):
 
 
 @given(seeds, st.integers(1, 6))
-def test_no_more_is_taken_off_than_the_drift_is_long(seed, n):
+def test_the_correction_is_at_most_as_long_as_the_drift(seed, n):
     base, current, *v = draw(seed, n + 2, SIZE)
     v = torch.stack(v)
     out = KrylovDC("model")(SPACE, base, current, v)
@@ -133,7 +133,7 @@ def test_no_more_is_taken_off_than_the_drift_is_long(seed, n):
 
 
 @given(seeds, scales)
-def test_lengths_and_turns_change_nothing(seed, scale):
+def test_the_correction_is_equivariant_under_scaling_and_rotation(seed, scale):
     base, current, *v = draw(seed, 6, SIZE)
     v, turn = torch.stack(v), rotation(seed, SIZE)
     out = KrylovDC("model")(SPACE, base, current, v)
@@ -159,14 +159,14 @@ def test_two_points_have_one_direction():
     assert relative(out, torch.tensor([[1.5, 0.0], [2.25, 1.0]]).double()) <= 1e-15
 
 
-def test_a_client_that_stops_after_its_first_step_gets_the_position_reading():
+def test_a_path_that_stops_after_one_step_gives_position():
     base, current = torch.zeros(2).double(), torch.tensor([5.0, 1.0]).double()
     v = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]).double()
     out = KrylovDC("model")(Flat(2), base, current, v)
     assert relative(out, torch.tensor([[-3.0, 0.0]] * 3).double()) <= 1e-15
 
 
-def test_ritz_values_are_those_of_the_map():
+def test_ritz_values_equal_the_eigenvalues_of_the_map():
     """Of five legs that a symmetric matrix with four eigenvalues has made; of ever longer ones, 1."""
     values = np.array([0.9, 0.5, 0.2, 0.0])
     legs = np.array([values**j for j in range(5)])
@@ -179,7 +179,7 @@ def test_ritz_values_are_those_of_the_map():
     assert vectors[:, 0] == pytest.approx([0.0, 0.0])
 
 
-def test_directions_that_are_hardly_there_are_left_out():
+def test_directions_below_the_tolerance_are_discarded():
     """A path along one axis, with noise of a thousandth across: there the drift is kept."""
     v = torch.tensor([[1.0, 0.0], [2.0, 1e-3], [3.0, 0.0]]).double()
     base, current = torch.zeros(2).double(), torch.tensor([0.0, 1.0]).double()
@@ -188,7 +188,7 @@ def test_directions_that_are_hardly_there_are_left_out():
 
 
 @pytest.mark.parametrize("tolerance", [1e-9, 0.1, 0.9, 1.0])
-def test_tensors_of_different_ranks_do_not_meet(tolerance):
+def test_tensors_of_different_ranks_are_independent(tolerance):
     """Of tensors side by side each is what it is alone, whatever is left out of the others."""
     parts = Product({"a": Flat(1), "b": Flat(5), "c": Flat(1)})
     base, current, *v = draw(3, 6, SIZE)
@@ -203,7 +203,7 @@ def test_tensors_of_different_ranks_do_not_meet(tolerance):
 
 
 @pytest.mark.parametrize("space", [Sphere(4), Product({"a": Sphere(3), "b": Flat(3)})], ids=["sphere", "product"])
-def test_on_a_curved_space_it_is_the_same_algebra_of_tangents(space):
+def test_on_a_curved_space_the_algebra_of_tangents_is_the_same(space):
     generator = torch.Generator().manual_seed(0)
     base, current = space.random_point(2, generator=generator, dtype=torch.float64)
     v = 0.1 * space.random_tangent(base.expand(4, -1), generator)

@@ -40,7 +40,7 @@ def test_there_are_enough_mutants():
     assert {law for _, laws in MUTANTS.values() for law in laws} <= set(LAWS)
 
 
-def test_whatever_is_exported_has_a_law_that_catches_a_wrong_one():
+def test_every_export_has_a_law_that_catches_a_mutant():
     values = {"Composition", "Corrected", "Correction", "Frame", "Gram", "Transport"}
     caught = {name for changes, _ in MUTANTS.values() for name in changes}
     offered = {name for name, value in exported(corrections).items() if issubclass_of(value, corrections.Correction)}

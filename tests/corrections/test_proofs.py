@@ -99,7 +99,7 @@ def test_the_projection_is_linear_and_self_adjoint():
     assert sympy.simplify(along(pu, inner, 1) - along(pv, inner, 0)) == 0
 
 
-def test_it_does_not_know_the_scale_of_the_drift_and_is_homogeneous():
+def test_the_projection_ignores_the_scale_of_the_drift_and_is_homogeneous():
     inner, t = symbols(2), sympy.Symbol("t", positive=True)
     line = lines_of(STRICT, inner)[0]
     longer_drift = lines_of(STRICT, congruence([[1, 0], [0, t]], inner))[0]
@@ -140,7 +140,7 @@ def test_among_orthogonal_vectors_the_projection_is_nearest_in_angle():
 
 
 @pytest.mark.parametrize("sign", [-1, 0, 1])
-def test_surgery_is_two_corrections(sign):
+def test_gradient_surgery_is_the_sum_of_two_corrections(sign):
     """PCGrad([v, g]) = OrthoDC₀(v; g) + OrthoDC₀(g; v)."""
     a, b, c = sympy.symbols("a b c", positive=True)
     inner = [[a, sign * c], [sign * c, b]]
@@ -158,7 +158,7 @@ def test_ortho_dc_is_ortho_correct_without_alpha(threshold, negative):
     assert same(lines_of(OrthoDC(threshold), inner), lines_of(OrthoCorrect(0, threshold), inner))
 
 
-def test_the_named_members():
+def test_named_corrections_are_special_cases():
     inner, drift = symbols(2, [(0, 1)]), [[5, 2], [2, 3]]
     projected = [1, -inner[0][1] / inner[1][1]]
     assert same([projected], lines_of(OrthoGrad(), inner))
@@ -180,7 +180,7 @@ def test_the_printed_position_differs_from_surgery_between_zero_and_one(share, p
     assert same(surgery, [[1, sympy.Rational(clipped)]])
 
 
-def test_orthogonal_parts_make_an_orthogonal_whole():
+def test_orthogonality_by_tensor_implies_orthogonality_of_the_model():
     parts = [symbols(2), [[sympy.Symbol(f"H{i}{j}", positive=i == j, real=True) for j in range(2)] for i in range(2)]]
     parts[1][1][0] = parts[1][0][1]
     lines, _ = OrthoDC(1.0, "tensor").coefficients(Gram.of(parts))
@@ -221,7 +221,7 @@ def test_the_complement_of_a_span_is_orthogonal_to_it():
     assert line[:2] == [1, 0]
 
 
-def test_a_span_of_one_is_the_projection():
+def test_a_span_of_one_vector_gives_the_projection():
     a, b = sympy.symbols("a b", positive=True)
     assert sympy.simplify(span_coefficients([[a]], [b])[0] - b / a) == 0
 

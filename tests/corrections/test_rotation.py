@@ -15,7 +15,7 @@ SIZE = 12
 
 
 @given(seeds, st.floats(-8, 0), st.sampled_from([False, True]))
-def test_it_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
+def test_the_map_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
     """A chord turned by a known angle in a known plane: nearly parallel, and nearly opposite."""
     base, current, phi, a, e = draw(seed, 5, SIZE)
     e = e - (e @ a) / (a @ a) * a
@@ -34,7 +34,7 @@ def test_it_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
 
 
 @given(seeds)
-def test_lengths_and_angles_to_the_chord_stay(seed):
+def test_lengths_and_angles_to_the_chord_are_preserved(seed):
     base, end, current, goal, phi = draw(seed, 5, SIZE)
     out = rotate_control(phi, base, end, current, goal)
     x, y, a, b = phi - (base + end) / 2, out - (current + goal) / 2, end - base, goal - current
@@ -43,26 +43,26 @@ def test_lengths_and_angles_to_the_chord_stay(seed):
 
 
 @given(seeds)
-def test_it_is_undone_by_the_way_back(seed):
+def test_the_reverse_rotation_is_the_inverse(seed):
     base, end, current, goal, phi = draw(seed, 5, SIZE)
     out = rotate_control(phi, base, end, current, goal)
     assert relative(rotate_control(out, current, goal, base, end), phi) <= 1e-11
 
 
 @given(seeds)
-def test_an_isometry_goes_through(seed):
+def test_the_rotation_is_equivariant_under_isometries(seed):
     points, q, shift = draw(seed, 5, SIZE), rotation(seed, SIZE), draw(seed + 1, SIZE)
     assert relative(rotate_control(*(points @ q + shift)), rotate_control(*points) @ q + shift) <= 1e-11
 
 
 @given(seeds)
-def test_it_is_the_identity_for_the_tangent_correction(seed):
+def test_the_tangent_correction_gives_a_translation(seed):
     space, (base, current, phi, end) = Flat(SIZE), draw(seed, 4, SIZE)
     goal = current + Tangent()(space, base, current, (end - base)[None])[0]
     assert relative(rotate_control(phi, base, end, current, goal), phi + current - base) <= 1e-13
 
 
-def test_control_points_on_the_chord_stay_there():
+def test_control_points_on_the_chord_remain_on_the_chord():
     space, (base, current, end) = Flat(SIZE), draw(4, 3, SIZE)
     for correction in (Position(), OrthoDC(1.0)):
         goal = current + correction(space, base, current, (end - base)[None])[0]
@@ -70,7 +70,7 @@ def test_control_points_on_the_chord_stay_there():
         assert relative(middle, (current + goal) / 2) <= 1e-13
 
 
-def test_opposite_chords_flip_the_first_component_only():
+def test_opposite_chords_negate_only_the_component_along_the_chord():
     a = draw(3, SIZE)
     base, current, phi = draw(5, 3, SIZE)
     for dtype in (torch.float32, torch.float64):
@@ -81,7 +81,7 @@ def test_opposite_chords_flip_the_first_component_only():
         assert relative(out, flipped) <= 16 * torch.finfo(dtype).eps
 
 
-def test_chords_without_length_turn_nothing():
+def test_chords_of_length_zero_give_a_translation():
     base, end, current, phi = draw(3, 4, SIZE)
     assert relative(rotate_control(phi, base, base, current, end), phi - base + (current + end) / 2) <= 1e-15
     still = rotate_control(phi, base, end, current, current)
@@ -89,20 +89,20 @@ def test_chords_without_length_turn_nothing():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-100, 1e-150, 1e-155, 1e-200])
-def test_parallel_chords_of_any_length_leave_the_control_point(scale):
+def test_parallel_chords_do_not_rotate_the_control_point(scale):
     control, chord, zero = torch.tensor([[1.5, 1.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64) * scale
     assert torch.equal(rotate_control(control, zero, chord, zero, chord), control)
 
 
 @pytest.mark.parametrize("unit", [1e-30, 1e-10, 1e30])
-def test_units_do_not_matter(unit):
+def test_scaling_all_inputs_scales_the_result(unit):
     points = draw(3, 5, SIZE)
     assert relative(rotate_control(*(unit * points)), unit * rotate_control(*points)) <= 1e-12
     narrow = rotate_control(*(unit * points).float())
     assert relative(narrow, unit * rotate_control(*points)) <= 1e-6
 
 
-def test_it_agrees_with_forty_digits():
+def test_the_result_agrees_with_forty_digit_arithmetic():
     with mpmath.workdps(40):
         points = [mpmath.matrix(row.tolist()) for row in draw(6, 5, 3)]
         phi, base, end, current, goal = points
@@ -118,11 +118,11 @@ def test_it_agrees_with_forty_digits():
     assert relative(rotate_control(*draw(6, 5, 3)), exact) <= 1e-15
 
 
-def test_derivatives_go_through():
+def test_the_rotation_is_differentiable():
     assert torch.autograd.gradcheck(rotate_control, [p.requires_grad_() for p in draw(3, 5, 4).unbind()])
 
 
-def test_shapes_and_dtypes_come_back():
+def test_the_result_has_the_shape_and_dtype_of_the_input():
     points = draw(3, 5, 2, 3).bfloat16()
     space = Power(Flat(3), (2,))
     out = rotate_control(*points, space=space)
@@ -148,7 +148,7 @@ def test_invalid_input_is_rejected_by_name(call, words):
         call()
 
 
-def test_any_scale_turns_alike():
+def test_any_scale_gives_the_same_rotation():
     """Inner products of the chords under- and overflow long before the points do."""
     zero = torch.zeros(2, dtype=torch.float64)
     control, right, up = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_any_scale_turns_alike():
         rotate_control(1e155 * control, zero, 1e155 * right, zero, 1e155 * up)
 
 
-def test_a_batch_is_not_one_point():
+def test_a_batch_is_rejected():
     points = draw(0, 5, 3, 4)
     with pytest.raises(ArgumentError, match="control: expected shape"):
         rotate_control(*points)
@@ -167,7 +167,7 @@ def test_a_batch_is_not_one_point():
         rotate_control(*points, space=Flat(4))
 
 
-def test_a_narrow_current_does_not_narrow_the_result():
+def test_a_narrow_dtype_of_the_current_model_does_not_round_the_result():
     zero, control, end, goal = torch.zeros(2), torch.tensor([1.001, 1.003]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])  # fmt: skip
     narrow = rotate_control(control, zero, end, torch.ones(2, dtype=torch.bfloat16), goal)
     assert torch.equal(narrow, rotate_control(control, zero, end, torch.ones(2), goal))

@@ -36,7 +36,7 @@ def serve(adaptive, rates, tasks, seed, completions, every=None):
     return now, moved
 
 
-def test_rates_are_found_through_queues():
+def test_rates_are_estimated_despite_queues():
     rates = np.array([0.5, 1.0, 4.0])
     adaptive = AdaptiveRouting(TimeBound(np.ones(3), 8, **CONSTANTS))
     now, _ = serve(adaptive, rates, 8, 0, 2500)
@@ -65,7 +65,7 @@ def test_the_rate_of_a_silent_client_decreases_gradually():
     assert adaptive.rates(100.0).tolist() == [1.0, 1.0]
 
 
-def test_a_service_starts_when_the_one_before_is_back():
+def test_a_service_starts_when_the_previous_task_returns():
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
     for time in (0.0, 1.0, 9.0):
         adaptive.on_dispatch(0, time)
@@ -75,7 +75,7 @@ def test_a_service_starts_when_the_one_before_is_back():
     assert adaptive.rates()[0] == 4 / 10
 
 
-def test_memory_forgets_old_services():
+def test_a_horizon_decreases_the_weight_of_old_services():
     forgetful = AdaptiveRouting(TimeBound([1.0], 1, **CONSTANTS), horizon=10.0)
     for k in range(200):
         forgetful.on_dispatch(0, float(k))
@@ -85,7 +85,7 @@ def test_memory_forgets_old_services():
     assert forgetful.rates()[0] == pytest.approx((1 + total) / (1 + 0.1 * total), rel=1e-3)
 
 
-def test_constants_come_from_the_history():
+def test_constants_are_estimated_from_observations():
     guess = UpdateBound([1.0, 2.0], 4, **CONSTANTS, num_updates=10)
     adaptive = AdaptiveRouting(guess)
     assert adaptive.bound() == guess
@@ -99,7 +99,7 @@ def test_constants_come_from_the_history():
     assert (bound.gap, bound.noise, bound.smoothness, bound.num_updates) == (2.0, 6.0, 0.5, 10)
 
 
-def test_a_history_without_noise_or_end_leaves_a_bound():
+def test_observations_without_noise_or_gap_give_a_valid_bound():
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **(CONSTANTS | {"gap": 0.0})))
     adaptive.observe_noise(0.0)
     assert adaptive.bound().noise == CONSTANTS["noise"]
@@ -139,7 +139,7 @@ def test_rejected_arguments_change_nothing(as_shipped):
         AdaptiveRouting(adaptive.bound(), [0.4, 0.5])
 
 
-def test_h_gets_the_mean_decrease_of_the_loss_per_update():
+def test_the_time_bound_uses_the_mean_decrease_per_update():
     """Queue, Appendix D: the A of H is the mean decrease of a round, not the whole gap."""
     adaptive = AdaptiveRouting(TimeBound([1.0, 1.0], 4, **CONSTANTS))
     adaptive.observe_loss(9.0)

@@ -39,7 +39,7 @@ def normalised(case):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(networks())
-def test_bounds_are_their_formulas_over_all_states(kind, case):
+def test_bounds_equal_their_formulas_summed_over_all_states(kind, case):
     p, rates, m = case
     n, (eta, smooth, noise, gap) = len(p), CONSTANTS.values()
     all_tasks, others = Enumerated(p, rates, m), Enumerated(p, rates, m - 1)
@@ -53,7 +53,7 @@ def test_bounds_are_their_formulas_over_all_states(kind, case):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seeds)
-def test_gradients_are_free_partial_derivatives(kind, seed):
+def test_gradients_are_unconstrained_partial_derivatives(kind, seed):
     p, rates, m = draw(seed)
     bound = make(kind, rates, m)
     p = p / p.sum()
@@ -71,7 +71,7 @@ def test_gradients_are_free_partial_derivatives(kind, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seeds)
-def test_gradients_are_written_with_covariances(kind, seed):
+def test_gradients_equal_their_formulas_with_covariances(kind, seed):
     p, rates, m = normalised(draw(seed))
     n, (eta, smooth, noise, _) = len(p), CONSTANTS.values()
     bound, network = make(kind, rates, m), ClosedNetwork(p, rates, m)
@@ -150,7 +150,7 @@ def test_uniform_and_balanced_routings_have_closed_forms(seed):
 
 
 @given(seeds)
-def test_bounds_know_no_names_and_one_unit_of_time(seed):
+def test_bounds_are_invariant_under_permutations_and_units_of_time(seed):
     p, rates, m = normalised(draw(seed))
     order = np.random.default_rng(seed).permutation(len(p))
     for kind in KINDS:
@@ -161,7 +161,7 @@ def test_bounds_know_no_names_and_one_unit_of_time(seed):
 
 
 @given(seeds)
-def test_update_bounds_grow_with_the_tasks(seed):
+def test_update_bounds_increase_with_the_concurrency(seed):
     p, rates, m = normalised(draw(seed))
     assert make("update", rates, m)(p) < make("update", rates, m + 1)(p)
     assert optimise_concurrency(make("update", rates, m), p) == 1
@@ -169,7 +169,7 @@ def test_update_bounds_grow_with_the_tasks(seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seeds)
-def test_the_bound_by_tasks_is_the_bound(kind, seed):
+def test_over_concurrency_yields_the_bound(kind, seed):
     p, rates, m = normalised(draw(seed))
     pairs = [pair for pair, _ in zip(make(kind, rates, 1).over_concurrency(p), range(m + 5), strict=False)]
     assert pairs[m - 1][0] == make(kind, rates, m)(p)
@@ -179,7 +179,7 @@ def test_the_bound_by_tasks_is_the_bound(kind, seed):
 
 
 @given(seeds)
-def test_the_best_concurrency_is_the_best_of_all(seed):
+def test_the_best_concurrency_is_the_global_minimum(seed):
     p, rates, _ = normalised(draw(seed))
     bound = make("time", rates, 1, noise=200.0)
     best = optimise_concurrency(bound, p)
@@ -206,7 +206,7 @@ def test_figure_2_holds_for_a_narrow_range_of_gap_over_noise():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bounds_are_values(kind):
+def test_bounds_are_immutable_values(kind):
     bound = make(kind, [1.0, 2.0], 3)
     assert bound == make(kind, (1, 2), 3) == copy.deepcopy(bound)
     assert len({bound, make(kind, [1.0, 2.0], 3)}) == 1
@@ -253,7 +253,7 @@ def test_invalid_routings_are_rejected(kind, as_shipped):
         UpdateBound([1.0], 1, 0.1, 1.0, 1.0, 1.0, -1)
 
 
-def test_without_noise_more_tasks_are_always_better(monkeypatch):
+def test_without_noise_the_bound_decreases_with_the_concurrency(monkeypatch):
     monkeypatch.setattr("manifoldagg.routing.optimise.MAX_CONCURRENCY", 500)
     bound = make("time", [1.0, 2.0], 3, noise=0)
     with pytest.raises(

@@ -36,7 +36,7 @@ def draw_network(seed, clients=12, tasks=60):
 
 
 @given(networks())
-def test_means_and_throughput_are_those_of_all_states(case):
+def test_means_and_throughput_equal_sums_over_all_states(case):
     p, rates, m = case
     network = ClosedNetwork(p, rates, m)
     all_tasks, others = Enumerated(p, rates, m), Enumerated(p, rates, m - 1)
@@ -48,7 +48,7 @@ def test_means_and_throughput_are_those_of_all_states(case):
 
 
 @given(networks())
-def test_covariance_is_that_of_all_states(case):
+def test_covariance_equals_the_sum_over_all_states(case):
     p, rates, m = case
     network = ClosedNetwork(p, rates, m)
     exact = floats(Enumerated(p, rates, m - 1).covariance()).reshape(len(p), len(p))
@@ -58,7 +58,7 @@ def test_covariance_is_that_of_all_states(case):
 
 
 @given(networks(), st.integers(0, 3))
-def test_distribution_is_that_of_all_states(case, client):
+def test_distribution_equals_the_sum_over_all_states(case, client):
     p, rates, m = case
     network, client = ClosedNetwork(p, rates, m), client % len(p)
     exact = floats(Enumerated(p, rates, m).distribution(client))
@@ -76,7 +76,7 @@ def test_relative_delay_is_the_mean_number_of_rounds_of_a_tagged_task(p, rates, 
     np.testing.assert_allclose(ClosedNetwork(p, rates, m).relative_delay, tagged_delay(p, rates, m), rtol=1e-12)
 
 
-def test_the_printed_second_moment_is_wrong_and_ours_is_not():
+def test_the_second_moment_corrects_the_printed_formula():
     p, rates, m = [0.3, 0.7], [1.0, 1.0], 4
     exact = Enumerated(p, rates, m - 1)
     z = [float(Enumerated(p, rates, k).constant) for k in range(m)]
@@ -141,7 +141,7 @@ def test_small_covariances_have_their_sign_and_an_absolute_error(tasks):
 
 @pytest.mark.parametrize("gap", [0.0, 1e-15, 1e-13, 1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("tasks", [7, 400])
-def test_near_ties_lose_no_digits(gap, tasks):
+def test_nearly_equal_loads_do_not_lose_digits(gap, tasks):
     loads = np.array([1.0, 1 - gap, 1 - 2 * gap, 0.5, 0.5 * (1 - gap)])
     matrix, digits = covariance(loads, tasks), Digits(loads, tasks)
     size = np.sqrt(matrix.diagonal())
@@ -176,7 +176,7 @@ def test_tasks_are_conserved(seed):
 
 
 @given(seeds)
-def test_clients_compete_and_the_covariance_is_positive(seed):
+def test_covariances_of_clients_are_not_positive_and_the_matrix_is_semidefinite(seed):
     network = ClosedNetwork(*draw_network(seed))
     matrix = network.covariance - np.diag(network.covariance.diagonal())
     assert matrix.max() <= 0
@@ -184,7 +184,7 @@ def test_clients_compete_and_the_covariance_is_positive(seed):
 
 
 @given(seeds)
-def test_more_tasks_mean_more_throughput_and_longer_queues(seed):
+def test_throughput_and_queues_increase_with_the_concurrency(seed):
     p, rates, m = draw_network(seed)
     few, more = ClosedNetwork(p, rates, m), ClosedNetwork(p, rates, m + 1)
     assert few.throughput <= more.throughput * (1 + 1e-14)
@@ -194,7 +194,7 @@ def test_more_tasks_mean_more_throughput_and_longer_queues(seed):
 
 
 @given(seeds, st.integers(-40, 40))
-def test_names_of_clients_and_units_of_time_do_not_matter(seed, exponent):
+def test_permutations_of_clients_and_units_of_time_are_equivariant(seed, exponent):
     p, rates, m = draw_network(seed)
     one, slow = ClosedNetwork(p, rates, m), ClosedNetwork(p, rates * 2.0**exponent, m)
     # Powers of two round nothing.
@@ -222,7 +222,7 @@ def test_the_derivative_of_the_delay_is_the_covariance(seed):
 
 
 @given(seeds)
-def test_a_sweep_in_a_direction_is_the_covariance_times_it(seed):
+def test_directional_mean_values_equal_the_covariance_times_the_direction(seed):
     p, rates, m = draw_network(seed)
     direction = np.random.default_rng(seed).normal(size=len(p))
     loads = p / rates / np.max(p / rates)
@@ -231,7 +231,7 @@ def test_a_sweep_in_a_direction_is_the_covariance_times_it(seed):
     np.testing.assert_allclose(moved, matrix @ direction, rtol=0, atol=1e-14 * m * np.abs(matrix).max())
 
 
-def test_distributions_keep_their_tails():
+def test_tails_of_distributions_are_accurate():
     network = ClosedNetwork([0.5, 0.25, 0.25], [1.0, 4.0, 4.0], 400)
     tail = network.distribution(1)[300]
     digits = Digits([0.5, 0.0625, 0.0625], 400)
@@ -242,7 +242,7 @@ def test_distributions_keep_their_tails():
     assert tail == pytest.approx(float(exact), rel=300 * 4e-16, abs=0)
 
 
-def test_one_client_has_all_tasks_and_unused_clients_none():
+def test_a_single_client_has_all_tasks_and_unused_clients_have_no_tasks():
     alone = ClosedNetwork([1.0], [3.0], 5)
     assert (alone.throughput, alone.mean_tasks.tolist(), alone.covariance.tolist()) == (3.0, [5.0], [[0.0]])
     assert alone.distribution(0).tolist() == [0, 0, 0, 0, 0, 1]
@@ -263,7 +263,7 @@ def test_extreme_rates_stay_finite():
     assert np.isfinite(network.covariance).all()
 
 
-def test_a_network_is_a_value():
+def test_a_network_is_an_immutable_value():
     p = np.array([0.5, 0.5])
     network = ClosedNetwork(p, [1.0, 2.0], 3)
     p[0] = 0.9

@@ -57,7 +57,7 @@ def test_one_start_ends_where_another_optimiser_does_not_improve(seed):
 
 @pytest.mark.parametrize("ratio", [1.0, 1.1, 3.0])
 @pytest.mark.parametrize("tasks", [2, 20])
-def test_of_two_clients_no_share_on_a_grid_is_better(ratio, tasks):
+def test_for_two_clients_no_share_on_a_grid_is_better(ratio, tasks):
     for bound in (
         UpdateBound([1.0, ratio], tasks, **CONSTANTS, num_updates=1000),
         TimeBound([1.0, ratio], tasks, **CONSTANTS),
@@ -66,7 +66,7 @@ def test_of_two_clients_no_share_on_a_grid_is_better(ratio, tasks):
         assert optimise_routing(bound).value <= grid
 
 
-def test_a_looser_tolerance_is_reported_and_a_short_run_too():
+def test_loose_tolerances_and_short_runs_are_reported():
     bound = TimeBound(CLUSTERS, 30, **CONSTANTS)
     none = optimise_routing(bound, starts=["uniform"], steps=0)
     assert (none.converged, none.start) == (False, "uniform")
@@ -78,7 +78,7 @@ def test_a_looser_tolerance_is_reported_and_a_short_run_too():
 
 
 @pytest.mark.filterwarnings("error")
-def test_starts_where_the_bound_is_not_finite_are_left_out():
+def test_starts_with_an_infinite_bound_are_skipped():
     # Balanced, the slow client has a share of 0; uniform, the bound is finite.
     bound = TimeBound([1e300, 1e-300], 4, **CONSTANTS)
     best = optimise_routing(bound)

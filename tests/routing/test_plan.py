@@ -57,7 +57,7 @@ def test_results_are_represented_by_one_short_line(plan):
         assert text.isprintable(), name
 
 
-def test_a_column_of_rates_is_enough(tmp_path):
+def test_a_file_with_only_rates_is_accepted(tmp_path):
     clients = read_rates(write(tmp_path / "rates.csv", "\ufeffrate\n1\n2\n1\n"))
     assert clients.names == ("0", "1", "2")
     assert clients.groups == ("rate 1", "rate 2", "rate 1")
@@ -109,7 +109,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_a_bad_line_is_named(tmp_path, text, message):
+def test_an_invalid_line_is_named(tmp_path, text, message):
     with pytest.raises(ArgumentError, match=f"rates: .*rates.csv.*{message}"):
         read_rates(write(tmp_path / "rates.csv", text))
 
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(tmp_path):
         read_rates(tmp_path / "binary.csv")
 
 
-def test_objectives_are_the_two_bounds():
+def test_the_objectives_are_the_two_bounds():
     pytest.importorskip("typer")
     from manifoldagg.cli.route import objective_bound
 
@@ -135,7 +135,7 @@ def test_objectives_are_the_two_bounds():
         objective_bound("speed", rates, 3, num_updates=9, **CONSTANTS)
 
 
-def test_the_table_adds_up(plan):
+def test_group_means_sum_to_the_totals(plan):
     for name, p in plan.routings.items():
         rows = plan.groups(name)
         assert sum(row.clients * row.share for row in rows) == pytest.approx(1)
@@ -146,7 +146,7 @@ def test_the_table_adds_up(plan):
     assert [row.name for row in plan.groups()] == ["rate 0.01", "rate 0.1", "rate 1"]
 
 
-def test_files_are_written_whole(plan, tmp_path):
+def test_written_files_contain_the_plan(plan, tmp_path):
     out = tmp_path / "routing.csv"
     files = write_files(plan, out)
     assert files == [out, tmp_path / "routing.png"]

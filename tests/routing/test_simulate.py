@@ -31,7 +31,7 @@ def test_a_stationary_start_is_unbiased_over_few_rounds():
     assert within_error([(run.mean_tasks - network.mean_tasks) * run.time for run in samples], 0)
 
 
-def test_a_cold_start_is_seen_over_few_rounds():
+def test_a_cold_start_is_biased_over_few_rounds():
     network = ClosedNetwork(P, RATES, 40)
     samples = runs(network, "cold", 10, 300)
     assert not within_error([run.others for run in samples], network.relative_delay)
@@ -47,7 +47,7 @@ def test_long_runs_agree_with_theory(start):
     assert within_error([run.relative_delay for run in samples], network.relative_delay)
 
 
-def test_measured_delays_and_measured_queues_are_the_same_sum():
+def test_measured_delays_and_queues_have_equal_sums():
     run = ClosedNetwork(P, RATES, TASKS).simulate(20000, np.random.default_rng(3), "cold")
     # Tasks of the start and of the end: each at most its delay of some ten rounds.
     np.testing.assert_allclose(run.relative_delay, run.others, atol=TASKS * 100 / 20000)
@@ -57,7 +57,7 @@ def test_measured_delays_and_measured_queues_are_the_same_sum():
 
 
 @pytest.mark.parametrize("rates", [[1.0, 1.5, 4.0], [2.0, 5.0, 3.0], [50.0, 1.0, 2.0]])
-def test_states_are_drawn_from_their_law(rates):
+def test_stationary_states_have_the_exact_distribution(rates):
     tasks, count = 4, 6000
     exact = Enumerated(P, rates, tasks)
     utilisation = ClosedNetwork(P, rates, tasks).utilisation
