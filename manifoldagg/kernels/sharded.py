@@ -75,7 +75,7 @@ def combine(
     out: Operand | None,
     backend: Any,
 ) -> Operand:
-    """Compute a linear combination of sharded rows, and write the local shard of the result to `out`.
+    """Compute a linear combination of sharded rows. Each rank writes only its own shard of the result.
 
     Args:
         base: a row that is sharded like the others, or `None`.
