@@ -140,7 +140,10 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the Karcher mean of points as a linear combination of these points. The weights must sum to 1."""
+    """Compute the Karcher mean of points as a linear combination of these points.
+
+    Each step of the iteration changes k coefficients instead of P coordinates. The weights must sum to 1.
+    """
     w = weights.detach().cpu()
     corners = span.point_coefficients
     mean = KarcherMean(corners[0], w.new_zeros(()), 1, True)
@@ -151,7 +154,11 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute weighted means of matrices of a given rank, and the tangent components of the errors."""
+    """Compute weighted means on a space with flat and low-rank leaves.
+
+    A mean is the point nearest to the weighted sum, so it needs no iteration. The residual is the tangent component of
+    the difference between the sum and the mean.
+    """
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
     means = []
@@ -217,6 +224,7 @@ class RunningMean:
         """
         self.space._check({"point": self.point, "x": check_shape("x", x, *self.point.shape)})
         total = self.weight + check_number("weight", weight, at_least=0)
+        # With the weights 0 and 0, the quotient below would be NaN.
         if weight == 0:
             return self
         return RunningMean(self.space, formulas.geodesic(self.space, self.point, x, weight / total), total)
@@ -234,6 +242,7 @@ def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) 
         raise ArgumentError(
             f"weights: expected shape {tuple(shape)} or ({shape[-1]},), got {tuple(weights.shape)}"
         ) from None
+    # The comparisons reject NaN, which is neither finite nor >= 0.
     total = w.sum(-1, keepdim=True)
     if not bool((torch.isfinite(w) & (w >= 0)).all() and (total > 0).all()):
         raise ArgumentError(

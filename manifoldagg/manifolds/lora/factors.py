@@ -1,9 +1,9 @@
 r"""Algebra of factored matrices: inner products, linear combinations, and best low-rank approximations.
 
 A *stack* is a tensor (*batch, m + n, r) that represents the matrix $X = B A$. It consists of $B$ (m, r) on top of
-$A^\top$ (n, r). Operations on several stacks use small cores in orthonormal bases of all columns, in float64. Their
-errors are proportional to the condition number of the factors. The errors of the direct formula
-$\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ are proportional to its square.
+$A^\top$ (n, r). Operations on several stacks first compute orthonormal bases of all columns, and then work on small
+cores in these bases, in float64. Their errors are therefore proportional to the condition number of the factors. The
+errors of the direct formula $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ would be proportional to its square.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +51,7 @@ class FactorQR:
     def of(cls, factor: Tensor, dtype: torch.dtype) -> "FactorQR":
         """Decompose a float64 factor whose entries are rounded to `dtype`."""
         whole, small = torch.linalg.qr(factor)
+        # Rounding to `dtype` perturbs singular values by this tolerance, so smaller values carry no information.
         tolerance = max(factor.shape[-2:]) * torch.finfo(dtype).eps
         inverse = torch.linalg.pinv(small, rtol=tolerance)
         with torch.no_grad():
@@ -62,6 +63,8 @@ class FactorQR:
 @dataclass(frozen=True)
 class TruncatedSVD:
     """The best approximation of a matrix by a matrix of lower rank, and its error.
+
+    Forming the bases of both factors would be expensive. They are therefore stored as functions that multiply by them.
 
     Attributes:
         values: all singular values (*batch, any), in descending order.
@@ -110,6 +113,7 @@ class TruncatedSVD:
         return replace(self, values=values, coordinates=(left, right))
 
     def _stack(self, part: slice) -> Tensor:
+        # Each factor gets the square root of every singular value, so both factors have equal Gram matrices.
         roots = self.values[..., part].sqrt().unsqueeze(-2)
         left, right = (vectors[..., part] * roots for vectors in self.coordinates)
         return torch.cat([self.left(left), self.right(right)], -2)
@@ -168,6 +172,8 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 class JointBasis:
     r"""Several matrices that share a pair of orthonormal bases, $X_i = Q\, C_i P^\top$.
 
+    Sums and inner products of the matrices $X_i$ are therefore sums and inner products of their small cores $C_i$.
+
     Attributes:
         left: multiplication of coordinates (*batch, p, any) by $Q$, with the result (*batch, m, any).
         right: multiplication of coordinates (*batch, q, any) by $P$, with the result (*batch, n, any).
@@ -203,8 +209,8 @@ class JointBasis:
     def gram(self, rows: Tensor) -> Tensor:
         r"""Compute the inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$ with coefficients (j, k).
 
-        The cores are combined before they are multiplied. For a small difference of two matrices, this avoids the
-        cancellation of a difference of squared norms.
+        The cores are combined first and multiplied afterwards. For a small difference of two matrices, a difference of
+        squared norms would cancel.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -223,9 +229,10 @@ class JointBasis:
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""Return a bound on the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
 
-        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. This changes a
-        singular value with the vectors $u$, $v$ by $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$.
-        Rounding errors are therefore large only in the directions of large columns, for example after a cancellation.
+        A column $b$ of B and the corresponding row $a$ of A were rounded to their original dtype with the machine
+        epsilon $\varepsilon$. This changes a singular value with the singular vectors $u$ and $v$ by $\varepsilon |b|
+        (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The bound is therefore large only in the directions of large
+        columns, for example after a cancellation.
 
         Args:
             coefficients: the coefficients (k,).
