@@ -95,9 +95,11 @@ def gram(
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
 ) -> Float64[Tensor, "S k k"]:
-    r"""Compute the Gram matrix of the rows for each segment.
+    r"""Compute the Gram matrix of the rows, which contains the inner products of all pairs of rows, for each segment.
 
-    $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p])$$
+    With the rows $a_i$ and their subtrahends $b_i$, the entries of the Gram matrix of segment $s$ are
+
+    $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p]).$$
 
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
@@ -201,7 +203,10 @@ def combine(
 ) -> Row:
     r"""Add a linear combination of rows to a base row.
 
-    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p])$$
+    With the rows $a_j$, their subtrahends $b_j$ and the coefficients $c^{(s)}_j$ of segment $s$, entry $p$ in segment
+    $s(p)$ is
+
+    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p]).$$
 
     Args:
         base: a row, or `None` for zero.

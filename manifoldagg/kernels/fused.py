@@ -78,7 +78,7 @@ class LinearCombination:
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
     """Return, for each combination, whether its write must be deferred.
 
-    This is the case if a later combination reads the memory of the target.
+    A write must be deferred if a later combination reads the memory of the target.
     """
     later: set[int] = set()
     deferred = []

@@ -213,8 +213,8 @@ class Operands:
     def prepare(self) -> "Operands":
         """Return these rows in the form that backends read.
 
-        Rows on the CPU get their `tables`, if the native library can read them. In all other cases, noncontiguous
-        tensors in tensor lists are copied.
+        For rows on the CPU, the descriptors of the native library are stored in `tables`. If the library cannot read
+        the rows, noncontiguous tensors in tensor lists are copied instead.
         """
         if self.tables is not None:
             return self

@@ -60,7 +60,7 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the sums $h$ of `pairwise_sum`, computed by the compiled backend if it is available."""
+    """Return the high parts $h$ of `pairwise_sum`, computed by the compiled backend if it is available."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
@@ -69,9 +69,10 @@ def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     r"""Sum over the blocks of each segment, with compensation of rounding errors.
 
-    Each sum is an unevaluated pair $h + l$. Neighbouring blocks are added pairwise, level by level. Knuth's two-sum
-    computes the rounding error of each addition, and $l$ is the sum of these errors. The error of $h + l$ is therefore
-    of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
+    Each sum is represented by two numbers, a high part $h$ and a low part $l$, whose sum $h + l$ is never evaluated.
+    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each
+    addition, and $l$ is the sum of these errors. For summands $x$ and the unit roundoff $u$ of float64, the error of $h
+    + l$ is therefore of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -95,7 +96,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """Add two unevaluated sums $h + l$, and return the result in the same form.
+    """Add two sums, each of which is a pair of a high part $h$ and a low part $l$, and return such a pair.
 
     If $h$ is not finite, $l$ is 0, and NumPy may emit warnings.
     """

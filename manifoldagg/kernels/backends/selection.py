@@ -116,7 +116,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> None:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$, where $c^{(s)}$ are the coefficients of segment $s$.
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
 
     The sum is formed in float64 and rounded once.
     """
